@@ -1,0 +1,190 @@
+"""The arguments that all four scripts share, and how they are read: command line > YAML (--config) > default.
+
+A script extends `CommonArgs` with its own fields. Nothing heavy is imported here.
+"""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, show_and_exit
+
+import yaml
+
+
+def arg(default: Any = None, *, help: str) -> Any:
+    """A field with the text that --help shows."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class CommonArgs:
+    # Model
+    model_name_or_path: str | None = arg(
+        help="Hub name or folder; unset: the last stage's output, else data/base_model"
+    )
+    model_revision: str | None = arg(help="branch, tag or commit of a Hub model")
+    tokenizer_name: str | None = arg(help="Hub name or folder of the tokenizer, where it is not the model's own")
+    chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
+    trust_remote_code: bool = arg(False, help="run Python code that a Hub model brings along")
+    dtype: str = arg("float32", help="of the weights: float32 (autocast comes from accelerate config) or bfloat16")
+    gradient_checkpointing: bool = arg(
+        False, help="recompute activations in the backward pass: less memory, ~30 %% slower"
+    )
+    torch_compile: bool = arg(False, help="compile the model's layers")
+    use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
+    lora_r: int = arg(16, help="rank of the adapters")
+    lora_alpha: int = arg(32, help="their scale is alpha / r")
+    lora_dropout: float = arg(0.0, help="dropout in the adapters")
+    lora_target_modules: list[str] | None = arg(help="names of the layers to adapt; unset: all linear layers")
+
+    # Data
+    dataset_name: list[str] | None = arg(
+        help="Hub name, file (json, jsonl, parquet, csv, txt) or folder; one or several"
+    )
+    dataset_config: str | None = arg(help="configuration of a Hub dataset")
+    dataset_train_split: str = arg("train", help="split to train on")
+    dataset_eval_split: str = arg("validation", help="split to evaluate on, where the dataset has it")
+    eval_dataset_name: list[str] | None = arg(help="a dataset of its own for evaluation")
+    eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row")
+    max_train_samples: int | None = arg(help="use the first N rows only")
+    max_eval_samples: int | None = arg(help="evaluate on the first N rows only")
+    columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
+
+    # Batch and length of the run
+    per_device_train_batch_size: int = arg(8, help="per process and micro-batch; its unit is the script's (see top)")
+    per_device_eval_batch_size: int = arg(16, help="the same, in evaluation")
+    gradient_accumulation_steps: int = arg(1, help="micro-batches per optimizer step")
+    num_train_epochs: float = arg(1.0, help="passes over the data")
+    max_steps: int = arg(-1, help="optimizer steps; above 0 it takes the place of num_train_epochs")
+
+    # Optimizer
+    learning_rate: float = arg(2e-5, help="peak learning rate of AdamW")
+    lr_scheduler_type: str = arg("cosine", help="cosine, linear, constant, or wsd (flat, then linear to the end)")
+    warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run")
+    lr_decay_fraction: float = arg(0.2, help="wsd: the share of the run in which the rate falls")
+    min_lr_ratio: float = arg(0.0, help="the rate at the end, as a share of the peak")
+    weight_decay: float = arg(0.0, help="on matrices only, not on norms and biases")
+    adam_beta1: float = arg(0.9, help="AdamW")
+    adam_beta2: float = arg(0.999, help="AdamW")
+    adam_epsilon: float = arg(1e-8, help="AdamW")
+    max_grad_norm: float = arg(1.0, help="clip the gradient of the window to this norm; 0 turns clipping off")
+
+    # Evaluation, samples, logging, saving
+    eval_steps: int = arg(100, help="evaluate every N steps, and before the first and after the last; 0: never")
+    eval_prompts: str | None = arg(
+        help="file of rows {prompt, ...}: completed at each evaluation, scored by eval_reward_funcs"
+    )
+    eval_reward_funcs: list[str] | None = arg(
+        help="scores of the completions: names as for reward_funcs of train_grpo.py"
+    )
+    eval_temperatures: list[float] = arg([0.0], help="sampling temperatures of those completions; 0 is greedy")
+    eval_max_new_tokens: int = arg(128, help="their longest length")
+    num_samples: int = arg(3, help="completions shown at each evaluation (all of them go to samples.jsonl)")
+    logging_steps: int = arg(10, help="write metrics every N steps")
+    save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model")
+    save_total_limit: int = arg(2, help="checkpoints to keep")
+    report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...")
+    run_name: str | None = arg(help="what the tracker calls this run")
+
+    # Run
+    output_dir: str = arg("outputs/run", help="folder of everything that the run leaves behind")
+    overwrite_output_dir: bool = arg(False, help="start over in a folder that holds an earlier run (which is deleted)")
+    resume_from_checkpoint: str = arg("auto", help="auto (newest whole checkpoint of this same run), none, or a folder")
+    seed: int = arg(0, help="order of the data, initial weights, dropout, sampling: everything random")
+
+
+def parse_args(args_class: type, demo: str, argv: list[str] | None = None) -> Any:
+    """The arguments of a run, or UserError for an unknown flag or key, or a value of the wrong type.
+
+    demo: the YAML file of the embedded default. It applies, aloud, when neither a model nor a dataset is named, and
+    lies beneath --config and the command line.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(args_class)
+    config, argv = _split_config(argv)
+    from_config = _yaml_as_flags(config, args_class) if config else []
+    args = parser.parse_args_into_dataclasses(from_config + argv)[0]
+    if args.dataset_name is None and args.model_name_or_path is None:
+        print(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", file=sys.stderr)
+        args = parser.parse_args_into_dataclasses(_yaml_as_flags(demo, args_class) + from_config + argv)[0]
+    return args
+
+
+def run(main: Callable[[Any], None], args_class: type, demo: str) -> None:
+    """Parse the arguments and call `main`; a UserError becomes one line and exit code 1."""
+    try:
+        main(parse_args(args_class, demo))
+    except UserError as error:
+        show_and_exit(error)
+
+
+def save_args(args: Any, path: Path) -> None:
+    """Every argument with its value, so that `--config <path>` repeats the run."""
+    path.write_text(yaml.safe_dump(dataclasses.asdict(args), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _parser(args_class: type) -> Any:
+    from transformers.hf_argparser import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> None:
+            raise UserError(f"{message} (--help lists the flags)")
+
+        def parse_args_into_dataclasses(self, argv: list[str]) -> tuple:
+            *parsed, unknown = super().parse_args_into_dataclasses(argv, return_remaining_strings=True)
+            if unknown:
+                raise UserError(_unknown("flag", unknown[0], args_class, prefix="--"))
+            return tuple(parsed)
+
+    parser = Parser(args_class, allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file with any of these arguments")  # taken out before parsing
+    return parser
+
+
+def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
+    """(the file behind --config, the other arguments)."""
+    for i, word in enumerate(argv):
+        if word == "--config":
+            if i + 1 == len(argv):
+                raise UserError("--config needs a YAML file")
+            return argv[i + 1], argv[:i] + argv[i + 2 :]
+        if word.startswith("--config="):
+            return word.removeprefix("--config="), argv[:i] + argv[i + 1 :]
+    return None, argv
+
+
+def _yaml_as_flags(path: str, args_class: type) -> list[str]:
+    """A YAML mapping as command-line words, so that both go through the same conversion and checks."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--config {path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: expected `name: value` lines")
+    known = {f.name for f in dataclasses.fields(args_class)}
+    words = []
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"--config {path}: {_unknown('key', str(name), args_class)}")
+        if isinstance(value, dict):
+            raise UserError(f"--config {path}: {name} takes a value or a list, not a mapping")
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)] if value else []
+        elif value is not None:
+            words.append(f"--{name}={value}")
+    return words
+
+
+def _unknown(kind: str, word: str, args_class: type, prefix: str = "") -> str:
+    name = word.removeprefix("--").split("=")[0].replace("-", "_")
+    near = difflib.get_close_matches(name, [f.name for f in dataclasses.fields(args_class)], n=1)
+    return f"unknown {kind} {word}" + (f": did you mean {prefix}{near[0]}?" if near else " (--help lists the flags)")

@@ -1,0 +1,229 @@
+"""The maths of the four stages: pure functions of tensors and floats (torch only).
+
+Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `logps[t] = log p(token t | the tokens
+before it in the same sequence)`, 0 where token t is not a target. Nothing here takes a mean: the caller divides by
+the size of the whole window (all micro-batches of all processes), so that the gradient does not depend on how the
+window was split.
+
+Shape letters: T tokens of the flat row, S sequences in it, B pairs, P prompts, G completions per prompt,
+C completions, F reward functions.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "robust", "apo_zero", "sppo_hard", "simpo", "orpo")
+REFERENCE_FREE = ("simpo", "orpo")
+GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
+
+
+def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sums per sequence of a flat row.
+
+    values (T,), cu_seqlens (S+1,) int, the borders of the sequences. Returns (S,).
+    """
+    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, segment_ids(cu_seqlens, len(values)), values)
+
+
+def segment_ids(cu_seqlens: Tensor, T: int) -> Tensor:
+    """The sequence that each token of a flat row belongs to: cu_seqlens (S+1,) -> (T,) int64."""
+    lengths = cu_seqlens.diff()
+    index = torch.arange(len(lengths), device=cu_seqlens.device)
+    return torch.repeat_interleave(index, lengths, output_size=T)
+
+
+def nll(logps: Tensor, loss_mask: Tensor) -> Tensor:
+    """Masked cross-entropy, summed: -sum of the log-probabilities of the trained tokens. (T,), (T,) -> ()."""
+    return -(logps * loss_mask).sum()
+
+
+# --- DPO and its family ---------------------------------------------------------------------------------------------
+
+
+def dpo_loss(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    *,
+    beta: float,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    simpo_gamma: float = 0.5,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One preference loss per pair, and the implicit rewards.
+
+    The first four (B,): log-probabilities summed over the completion (those of the reference are not read by simpo and
+    orpo); the next two (B,): the completions' trained tokens. Returns losses (B,) and, detached, the chosen and
+    rejected rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`.
+
+    Let `x = (chosen - ref_chosen) - (rejected - ref_rejected)`, sums over tokens.
+
+    - sigmoid: `-log σ(βx)` (Rafailov et al. 2023, arXiv 2305.18290, eq. 7); with label_smoothing ε the conservative
+      form `-(1-ε) log σ(βx) - ε log σ(-βx)` (cDPO, Mitchell 2023).
+    - robust: the unbiased form of it, `[-(1-ε) log σ(βx) + ε log σ(-βx)] / (1-2ε)` (Chowdhury et al. 2024, 2403.00409).
+    - hinge: `relu(1 - βx)` (SLiC, Zhao et al. 2023, 2305.10425).
+    - ipo: `(x̄ - 1/(2β))²` with x̄ from means over tokens (Azar et al. 2023, 2310.12036, eq. 17).
+    - apo_zero: `1 - σ(β(chosen - ref)) + σ(β(rejected - ref))` (D'Oosterlinck et al. 2024, 2408.06266).
+    - sppo_hard: `(chosen - ref - 1/(2β))² + (rejected - ref + 1/(2β))²` (Wu et al. 2024, 2405.00675).
+    - simpo: `-log σ(β(mean chosen - mean rejected) - γ)` (Meng et al. 2024, 2405.14734), ε as in cDPO.
+    - orpo: `-β log σ(log odds(chosen) - log odds(rejected))` of mean log-probabilities (Hong et al. 2024, 2403.07691);
+      its NLL term is the caller's.
+
+    Raises ValueError for an unknown type, or label_smoothing where it has no meaning or makes `robust` singular.
+    """
+    if loss_type not in DPO_LOSS_TYPES:
+        raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(DPO_LOSS_TYPES)}")
+    if label_smoothing and loss_type not in ("sigmoid", "robust", "simpo"):
+        raise ValueError(f"label_smoothing acts on sigmoid, robust and simpo, not on {loss_type}")
+    if not 0.0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is the share of flipped pairs, in [0, 0.5), not {label_smoothing}")
+
+    chosen_mean, rejected_mean = chosen_logps / chosen_tokens, rejected_logps / rejected_tokens
+    if loss_type in REFERENCE_FREE:
+        chosen_reward, rejected_reward = beta * chosen_mean, beta * rejected_mean
+    else:
+        chosen_ratio, rejected_ratio = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
+        chosen_reward, rejected_reward = beta * chosen_ratio, beta * rejected_ratio
+    margin = chosen_reward - rejected_reward  # βx
+
+    if loss_type == "sigmoid":
+        losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    elif loss_type == "robust":
+        flipped = -(1 - label_smoothing) * F.logsigmoid(margin) + label_smoothing * F.logsigmoid(-margin)
+        losses = flipped / (1 - 2 * label_smoothing)
+    elif loss_type == "hinge":
+        losses = F.relu(1 - margin)
+    elif loss_type == "ipo":
+        losses = (chosen_ratio / chosen_tokens - rejected_ratio / rejected_tokens - 1 / (2 * beta)) ** 2
+    elif loss_type == "apo_zero":
+        losses = 1 - chosen_reward.sigmoid() + rejected_reward.sigmoid()
+    elif loss_type == "sppo_hard":
+        losses = (chosen_ratio - 0.5 / beta) ** 2 + (rejected_ratio + 0.5 / beta) ** 2
+    elif loss_type == "simpo":
+        shifted = margin - simpo_gamma
+        losses = -(1 - label_smoothing) * F.logsigmoid(shifted) - label_smoothing * F.logsigmoid(-shifted)
+    else:  # orpo: log odds = log p - log(1 - p), with log(1 - e^x) in the form that keeps its digits near p = 1
+        log_odds = (chosen_mean - rejected_mean) - (log1mexp(chosen_mean) - log1mexp(rejected_mean))
+        losses = -beta * F.logsigmoid(log_odds)
+    return losses, chosen_reward.detach(), rejected_reward.detach()
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, without losing digits at either end (Mächler 2012)."""
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    near = x > -0.6931  # where exp(x) > 1/2; both branches get inputs on which their gradients are finite
+    return torch.where(
+        near, torch.log(-torch.expm1(torch.where(near, x, -0.5))), torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
+    )
+
+
+# --- GRPO and its family --------------------------------------------------------------------------------------------
+
+
+def combine_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum over the reward functions: (C, F), (F,) -> (C,).
+
+    NaN means that a function abstained (returned None): it is left out; where all abstained the result is NaN.
+    """
+    total = (rewards_per_func * weights).nansum(-1)
+    return total.masked_fill(rewards_per_func.isnan().all(-1), float("nan"))
+
+
+def group_advantages(rewards: Tensor, scale_rewards: str = "group") -> Tensor:
+    """Rewards relative to the group: (P, G) -> (P, G). Shao et al. 2024 (arXiv 2402.03300), eq. 3's Â.
+
+    `(r - mean of the group) / (std + 1e-4)`, unbiased std of the group ("group"), of all rewards ("batch"), or no
+    division ("none": Dr. GRPO, Liu et al. 2025, 2503.20783). A NaN reward is left out of its group and gets 0; a group
+    without spread gets exactly 0. Raises ValueError for another scale_rewards.
+    """
+    known = ~rewards.isnan()
+    mean = rewards.nanmean(-1, keepdim=True)
+    spread = rewards.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True) > rewards.nan_to_num(nan=torch.inf).amin(
+        -1, keepdim=True
+    )
+    centred = torch.where(known & spread, rewards - mean, torch.zeros_like(rewards))
+    if scale_rewards == "none":
+        return centred
+    if scale_rewards == "group":
+        variance = (centred**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)
+        return centred / (variance.sqrt() + 1e-4)
+    if scale_rewards == "batch":
+        values = rewards[known]
+        std = values.std() if len(values) > 1 else values.new_zeros(())
+        return centred / (std + 1e-4)
+    raise ValueError(f"scale_rewards is group, batch or none, not {scale_rewards!r}")
+
+
+def grpo_loss(
+    logps: Tensor,
+    old_logps: Tensor,
+    ref_logps: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    beta: float = 0.0,
+    importance_sampling_level: str = "token",
+    use_bias_correction_kl: bool = True,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO-clip with a KL penalty, per token: `-min(ρ A, clip(ρ, 1-ε, 1+ε_high) A) + β KL`.
+
+    All (T,), cu_seqlens (S+1,); ref_logps may be None when beta is 0. `ρ = exp(logps - old_logps)` per token, or with
+    importance_sampling_level "sequence" the exponential of the mean log-ratio of the sequence (GSPO, Zheng et al. 2025,
+    2507.18071, eq. 7). KL is the k3 estimator
+    `exp(ref - logps) - (ref - logps) - 1` (Schulman 2020), times ρ when use_bias_correction_kl, which makes its gradient
+    that of the reverse KL. Returns the token losses (T,), 0 outside loss_mask, for the caller to weight with
+    `grpo_token_weights`, and per-token statistics, detached: `kl`, `clip_low`, `clip_high` (T,).
+    """
+    log_ratio = (logps - old_logps) * loss_mask
+    if importance_sampling_level == "sequence":
+        tokens = segment_sum(loss_mask, cu_seqlens).clamp(min=1)
+        sequence = (segment_sum(log_ratio, cu_seqlens) / tokens)[segment_ids(cu_seqlens, len(logps))]
+        log_ratio = sequence * loss_mask
+    elif importance_sampling_level != "token":
+        raise ValueError(f"importance_sampling_level is token or sequence, not {importance_sampling_level!r}")
+    ratio = log_ratio.exp()
+    high = epsilon if epsilon_high is None else epsilon_high
+    losses = -torch.min(ratio * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
+
+    kl = torch.zeros_like(logps)
+    if ref_logps is not None:
+        difference = (ref_logps - logps) * loss_mask
+        kl = difference.exp() - difference - 1
+        if use_bias_correction_kl:
+            kl = kl * ratio
+        losses = losses + beta * kl
+    stats = {
+        "kl": kl.detach(),
+        "clip_low": ((ratio < 1 - epsilon) & (advantages < 0)).float(),
+        "clip_high": ((ratio > 1 + high) & (advantages > 0)).float(),
+    }
+    return losses * loss_mask, stats
+
+
+def grpo_token_weights(
+    loss_type: str, tokens: Tensor, *, window_tokens: float, window_completions: float, max_completion_length: int
+) -> Tensor:
+    """What one token of each completion weighs in the loss of the window: tokens (C,) -> weights (C,).
+
+    window_tokens and window_completions count what is trained in the window, over all processes.
+
+    - grpo: the mean over completions of the mean over tokens (2402.03300): `1 / (completions · tokens of this one)`.
+    - bnpo, dapo: the mean over tokens (2503.14476): `1 / window_tokens`. They differ in what the caller passes: bnpo
+      the tokens of this window; dapo those of the whole generation batch divided by its windows.
+    - dr_grpo: a constant, `1 / (completions · max_completion_length)` (2503.20783).
+    """
+    if loss_type == "grpo":
+        return 1.0 / (max(window_completions, 1) * tokens.clamp(min=1))
+    if loss_type in ("bnpo", "dapo"):
+        return torch.full_like(tokens, 1.0 / max(window_tokens, 1), dtype=torch.float32)
+    if loss_type == "dr_grpo":
+        weight = 1.0 / (max(window_completions, 1) * max_completion_length)
+        return torch.full_like(tokens, weight, dtype=torch.float32)
+    raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(GRPO_LOSS_TYPES)}")

@@ -1,0 +1,453 @@
+"""Models: load or create one with its tokenizer, and call it on a flat batch for per-token log-probabilities.
+
+`LogProbModel` is the one way in which a model is called for training, in all four stages. It runs the body of any causal
+language model on the flat row, and applies the LM head only at the positions that are trained, in chunks: the full
+logits (T, V) never exist.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.attention import FLAT, plan_flat_row
+from common.errors import UserError, say
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits at a time: 4 MB of float32 fit a CPU's cache
+TEMPLATES = Path(__file__).parent / "chat_templates"
+
+
+class TokenStats(NamedTuple):
+    """Per token of the flat row, all (T,) float32 and 0 where the token is not a target."""
+
+    logps: Tensor
+    entropy: Tensor  # of the distribution that the token was drawn from, in nats
+    correct: Tensor  # 1 where the token was the most probable one; no gradient
+
+
+class LogProbModel(nn.Module):
+    """A causal language model that answers with log-probabilities.
+
+    Called on a flat batch (see common/collators.py) it returns logps (T,) float32:
+    `logps[t] = log p(token t | tokens before it in its sequence)` for the targets of the batch, 0 elsewhere.
+
+    Architectures whose layers carry a state along the row, or whose attention cannot be replaced, go through a padded
+    batch instead (`padded`); the result is the same.
+    """
+
+    def __init__(self, lm: nn.Module, *, padded: bool = False):
+        super().__init__()
+        self.lm = lm
+        self.padded = padded
+        self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)  # read by FSDP's wrapping policy
+
+    @property
+    def config(self) -> Any:
+        return self.lm.config
+
+    def forward(self, batch: dict[str, Any], temperature: float = 1.0, stats: bool = False) -> Tensor | TokenStats:
+        """batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets (N,).
+
+        temperature divides the logits, as it did when the tokens were sampled. Returns logps (T,), or TokenStats.
+        """
+        targets = batch["targets"]
+        hidden = self._hidden_padded(batch) if self.padded else self._hidden_flat(batch)  # (T, D)
+        scores = self._score(hidden[targets - 1], batch["input_ids"][0, targets], temperature, stats)
+        T = hidden.shape[0]
+        scattered = [torch.zeros(T, dtype=s.dtype, device=s.device).index_put((targets,), s) for s in scores]
+        return TokenStats(*scattered) if stats else scattered[0]
+
+    def _hidden_flat(self, batch: dict[str, Any]) -> Tensor:
+        return body(self.lm)(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            use_cache=False,  # with a cache, or with any attention_mask, transformers lets sequences see each other
+            flat_row=plan_flat_row(batch["lengths"], batch["input_ids"].device),
+        ).last_hidden_state[0]
+
+    def _hidden_padded(self, batch: dict[str, Any]) -> Tensor:
+        ids, lengths = batch["input_ids"][0], batch["lengths"]
+        padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
+        mask = (
+            torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
+        )
+        out = body(self.lm)(input_ids=padded, attention_mask=mask.long(), use_cache=False).last_hidden_state
+        return out[mask]
+
+    def _score(self, hidden: Tensor, tokens: Tensor, temperature: float, stats: bool) -> tuple[Tensor, ...]:
+        """hidden (N, D), tokens (N,) -> (N,) each of logps and, with stats, entropy and correct."""
+        V = self.config.get_text_config().vocab_size
+        elements = HEAD_CHUNK_ELEMENTS.get(hidden.device.type, HEAD_CHUNK_ELEMENTS["cpu"])
+        rows = max(64, elements // V)
+        if len(tokens) <= rows:
+            return self._score_chunk(hidden, tokens, temperature, stats)
+        # The logits of a chunk are recomputed in the backward pass instead of being kept.
+        chunks = [
+            checkpoint(self._score_chunk, h, t, temperature, stats, use_reentrant=False, preserve_rng_state=False)
+            for h, t in zip(hidden.split(rows), tokens.split(rows), strict=True)
+        ]
+        return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+
+    def _score_chunk(self, hidden: Tensor, tokens: Tensor, temperature: float, stats: bool) -> tuple[Tensor, ...]:
+        logits = head(self.lm, hidden).float()  # (n, V)
+        if temperature != 1.0:
+            logits = logits / temperature
+        normalizer = logits.logsumexp(-1)
+        chosen = logits.gather(-1, tokens[:, None])[:, 0]
+        logps = chosen - normalizer
+        if not stats:
+            return (logps,)
+        entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
+        correct = (chosen >= logits.amax(-1)).float().detach()
+        return logps, entropy, correct
+
+
+# --- the parts of a transformers model ------------------------------------------------------------------------------
+
+
+def base_lm(lm: nn.Module) -> nn.Module:
+    """The transformers model under a LoRA wrapper, or the model itself."""
+    return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
+
+
+def body(lm: nn.Module) -> nn.Module:
+    """Everything but the LM head: token ids -> hidden states."""
+    return base_lm(lm).base_model
+
+
+def head(lm: nn.Module, hidden: Tensor) -> Tensor:
+    """The LM head on hidden states (N, D) -> logits (N, V), with the scaling that some families add to it."""
+    inner = base_lm(lm)
+    config = inner.config.get_text_config()
+    logits = inner.get_output_embeddings()(hidden)
+    if getattr(config, "logit_scale", None) is not None:  # Cohere
+        logits = logits * config.logit_scale
+    if getattr(config, "logits_scaling", None) is not None:  # Granite
+        logits = logits / config.logits_scaling
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+@contextlib.contextmanager
+def generating(model: nn.Module) -> Iterator[nn.Module]:
+    """The bare language model, ready to sample: eval mode, an attention that knows caches; both are put back."""
+    lm = model.lm
+    inner = base_lm(lm)
+    was_training, implementation = lm.training, inner.config._attn_implementation
+    lm.eval()
+    if implementation == FLAT:
+        inner.set_attn_implementation("sdpa")
+    try:
+        with torch.no_grad():
+            yield lm
+    finally:
+        if implementation == FLAT:
+            inner.set_attn_implementation(FLAT)
+        lm.train(was_training)
+
+
+def reference_of(model: LogProbModel, frozen: LogProbModel | None) -> Callable[..., Tensor]:
+    """(batch, temperature) -> log-probabilities (T,) of the model as it was at the start, without gradients.
+
+    frozen: a second model with those weights; None: the model itself with its LoRA adapter off.
+    """
+
+    @torch.no_grad()
+    def reference(batch: dict[str, Any], temperature: float = 1.0) -> Tensor:
+        if frozen is not None:
+            return frozen(batch, temperature)
+        with model.lm.disable_adapter():
+            return model(batch, temperature)
+
+    return reference
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: preference and policy losses compare log-probabilities, which dropout would blur."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+# --- load, create, adapt --------------------------------------------------------------------------------------------
+
+
+def choose_model(model_name_or_path: str | None, previous_stage: str) -> str:
+    """The model to start from, said aloud: what was asked for, else the last stage's output, else the shipped base."""
+    if model_name_or_path is not None:
+        return model_name_or_path
+    if (Path(previous_stage) / "summary.json").exists():
+        say(f"model: {previous_stage} (the finished run of the last stage)")
+        return previous_stage
+    base = "data/base_model"
+    if not Path(base, "config.json").exists():
+        raise UserError(f"no --model_name_or_path, and neither {previous_stage} nor {base} is here: name a model")
+    say(f"model: {base} (the base model that ships here: there is no finished run in {previous_stage})")
+    return base
+
+
+def load_tokenizer(name: str, chat_template: str | None = None, *, revision: str | None = None, trust: bool = False):
+    """A tokenizer with, where asked, another chat template: `chatml`, `plain`, or a .jinja file."""
+    with _hub_errors("tokenizer", name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"tokenizer {name}: it has no end-of-text token (eos_token): a model would never stop")
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
+        if chat_template == "chatml":
+            tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return tokenizer
+
+
+def read_chat_template(name: str) -> str:
+    path = TEMPLATES / f"{name}.jinja" if "/" not in name and not name.endswith(".jinja") else Path(name)
+    if not path.exists():
+        shipped = ", ".join(sorted(p.stem for p in TEMPLATES.glob("*.jinja")))
+        raise UserError(f"--chat_template {name}: no such file; shipped templates: {shipped}")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "float32",
+    revision: str | None = None,
+    trust: bool = False,
+    vocab_size: int | None = None,
+) -> LogProbModel:
+    """A causal language model from a folder or the Hub, checked to be callable on flat rows.
+
+    float32 is the default whatever the file holds: small updates vanish in bfloat16 weights. vocab_size: the number of
+    token ids that the tokenizer can produce; the embedding grows when it has fewer rows.
+    """
+    adapter = Path(name, "adapter_config.json").exists()
+    with _hub_errors("model", name):
+        if adapter:  # merged, so that it is the starting point and, in DPO and GRPO, the reference
+            lm = _peft(name).AutoPeftModelForCausalLM.from_pretrained(name, dtype=_dtype(dtype)).merge_and_unload()
+            lm.config._name_or_path = name
+            say(f"model: the adapter {name}, merged into its base")
+        else:
+            lm = transformers.AutoModelForCausalLM.from_pretrained(
+                name, dtype=_dtype(dtype), revision=revision, trust_remote_code=trust
+            )
+    if vocab_size is not None and vocab_size > lm.get_input_embeddings().weight.shape[0]:
+        say(f"model: the embedding grows from {lm.get_input_embeddings().weight.shape[0]} to {vocab_size} tokens")
+        lm.resize_token_embeddings(vocab_size, mean_resizing=True)
+    return wrap(lm)
+
+
+def create_model(config: transformers.PretrainedConfig, *, dtype: str = "float32", seed: int) -> LogProbModel:
+    """A new model with random weights: a pure function of (config, seed)."""
+    torch.manual_seed(seed)
+    return wrap(transformers.AutoModelForCausalLM.from_config(config).to(_dtype(dtype)))
+
+
+def wrap(lm: nn.Module) -> LogProbModel:
+    """Put the language model behind flat calls, after checking on a few tokens that they give what it gives itself."""
+    lm.config.use_cache = True  # what is saved must generate quickly; training switches the cache off per call
+    if lm.get_output_embeddings() is None:
+        raise UserError(f"{type(lm).__name__} has no LM head (get_output_embeddings): it cannot be trained here")
+    model = LogProbModel(lm)
+    if any(p.is_meta for p in lm.parameters()):
+        lm.set_attn_implementation(FLAT)  # weights arrive later (FSDP's efficient loading): nothing to check with
+        return model
+    implementation = lm.config._attn_implementation
+    V = lm.config.get_text_config().vocab_size
+    ids, other = (torch.arange(start, start + 8) * 7919 % V for start in (0, 100))
+    other[5:] = ids[5:]  # two rows that differ in their first sequence only
+    exact, rough = (1e-5, 1e-3) if lm.dtype == torch.float32 else (1e-2, 5e-2)
+    lengths = [5, 3]
+    rows = [{"input_ids": row[None], "lengths": lengths} for row in (ids, other)]
+    for row in rows:
+        row["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad(), _eval_mode(lm):
+        alone = torch.cat([lm(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)]).float()
+        try:
+            lm.set_attn_implementation(FLAT)
+            flat, after_other = (head(lm, model._hidden_flat(row)).float() for row in rows)
+            leaks = not _close(flat[5:], after_other[5:], exact)
+            reason = "its sequences would see each other" if leaks or not _close(flat, alone, rough) else None
+        except Exception as error:  # each architecture refuses in its own way; padded batches are checked below
+            reason = " ".join(str(error).split())
+        if reason is not None:
+            lm.set_attn_implementation(implementation)
+            model.padded = True
+            if not _close(head(lm, model._hidden_padded(rows[0])).float(), alone, rough):
+                raise UserError(f"{type(lm).__name__}: its head does more than scale or cap the logits: unsupported")
+            say(f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead")
+    return model
+
+
+def add_lora(
+    model: LogProbModel,
+    *,
+    r: int,
+    alpha: int,
+    dropout: float,
+    target_modules: list[str] | None,
+    checkpoint: Path | None = None,
+) -> LogProbModel:
+    """Freeze the model and put LoRA adapters on it (Hu et al. 2021, arXiv 2106.09685), new or those of a checkpoint.
+
+    Raises UserError without peft, or for layers that do not exist.
+    """
+    peft = _peft("--use_peft")
+    if checkpoint is not None:
+        return LogProbModel(
+            peft.PeftModel.from_pretrained(model.lm, checkpoint, is_trainable=True), padded=model.padded
+        )
+    config = peft.LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return LogProbModel(peft.get_peft_model(model.lm, config), padded=model.padded)
+    except ValueError as error:
+        raise UserError(f"--lora_target_modules: {' '.join(str(error).split())}") from None
+
+
+def _peft(wanted_by: str) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UserError(f"{wanted_by} needs peft: pip install peft") from None
+    return peft
+
+
+def enable_gradient_checkpointing(model: LogProbModel) -> None:
+    """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need."""
+    base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False})
+    if hasattr(model.lm, "enable_input_require_grads"):
+        model.lm.enable_input_require_grads()
+
+
+def compile_layers(model: LogProbModel) -> None:
+    """torch.compile on each transformer block: one small graph for all of them, names of the weights unchanged."""
+    for module in model.modules():
+        if type(module).__name__ in (model._no_split_modules or ()):
+            module.compile(dynamic=True)
+
+
+def set_stop_tokens(model: LogProbModel, stop_ids: list[int], pad_id: int) -> None:
+    """Make `generate()` of the saved model stop where our sampling stops."""
+    config = base_lm(model.lm).generation_config
+    config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
+    config.pad_token_id = pad_id
+    if not config.do_sample and any(
+        getattr(config, name, None) not in (None, 1.0) for name in ("temperature", "top_p")
+    ):
+        config.do_sample = True  # transformers refuses to save sampling settings without it, at the end of the run
+
+
+def llama_config(
+    tokenizer: Any,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    intermediate_size: int | None,
+    max_position_embeddings: int,
+    initializer_range: float,
+    tie_word_embeddings: bool,
+) -> transformers.PretrainedConfig:
+    """A Llama-type configuration; intermediate_size defaults to 8/3 of hidden_size, rounded up to 32."""
+    if hidden_size % num_heads:
+        raise UserError(f"--hidden_size {hidden_size} is not divisible by --num_heads {num_heads}")
+    if num_heads % (num_kv_heads or num_heads):
+        raise UserError(f"--num_heads {num_heads} is not divisible by --num_kv_heads {num_kv_heads}")
+    return transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size or math.ceil(hidden_size * 8 / 3 / 32) * 32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads or num_heads,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=initializer_range,
+        tie_word_embeddings=tie_word_embeddings,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """(trained, all) parameters."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes)
+
+
+def flops_per_token(model: LogProbModel, T: int) -> float:
+    """Floating-point operations to train on one token: `6 · N + 6 · L · H · Dh · T`.
+
+    N: parameters of the matrix products (all but the input embedding, the LM head included); L layers, H heads of size
+    Dh, T the length of a sequence. Causal: the attention of a token spans T/2 others on average.
+    """
+    config = model.config.get_text_config()
+    embedding = base_lm(model.lm).get_input_embeddings().weight
+    tied = embedding is base_lm(model.lm).get_output_embeddings().weight
+    N = sum(p.numel() for p in model.parameters()) - (0 if tied else embedding.numel())
+    width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    return 6.0 * N + 6.0 * config.num_hidden_layers * width * T
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bfloat16 operations per second of the GPU by its data sheet; None where it is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    table = {
+        "H100": 989e12,
+        "H200": 989e12,
+        "B200": 2250e12,
+        "A100": 312e12,
+        "L40S": 362e12,
+        "L4": 121e12,
+        "4090": 165e12,
+    }
+    return next((value for key, value in table.items() if key in name), None)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UserError(f"--dtype is float32 or bfloat16, not {name}")
+    return DTYPES[name]
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-6))
+
+
+@contextlib.contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    was_training = module.training
+    module.eval()
+    yield
+    module.train(was_training)
+
+
+@contextlib.contextmanager
+def _hub_errors(kind: str, name: str) -> Iterator[None]:
+    """Loading errors of transformers (often ten lines) as one."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
+        raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None

@@ -1,0 +1,238 @@
+"""What a run tells: metrics.jsonl, a line on the console, trackers, samples, summary.json and curves.png."""
+
+import importlib.util
+import json
+import platform
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.memory import memory
+from common.model import peak_flops
+
+import torch
+from tqdm import tqdm
+
+TRACKERS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "swanlab": "swanlab",
+    "mlflow": "mlflow",
+}
+
+
+def check_tracker(name: str | None) -> None:
+    if name is None:
+        return
+    if name not in TRACKERS:
+        raise UserError(f"--report_to {name}: one of {', '.join(TRACKERS)}")
+    if importlib.util.find_spec(TRACKERS[name]) is None:
+        raise UserError(f"--report_to {name} needs it installed: pip install {TRACKERS[name]}")
+
+
+class Metrics:
+    """Sums and weights that stay on the device until they are logged; then one reduction over the processes.
+
+    A metric is `sum of values / sum of weights` over the micro-batches and processes since it was last logged, so that
+    each token (or pair, or completion) counts once.
+    """
+
+    def __init__(self, accelerator: Any, output_dir: str, run_name: str | None, tracker_config: dict[str, Any]):
+        self.accelerator = accelerator
+        self.output_dir = Path(output_dir)
+        self.sums: dict[str, list[torch.Tensor]] = {}
+        self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
+        self.num_tokens = 0  # trained on so far, over all processes
+        self.first_eval: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self.started = self.clock = time.perf_counter()
+        self.clock_tokens = 0
+        if accelerator.log_with:
+            plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in tracker_config.items()}
+            name = run_name or self.output_dir.name
+            accelerator.init_trackers("plainloop", config=plain, init_kwargs={"wandb": {"name": name}})
+
+    def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
+        """Add values, each a sum over `weight` units."""
+        device = self.accelerator.device
+        for name, value in values.items():
+            pair = self.sums.setdefault(
+                name,
+                [
+                    torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+                    for _ in range(2)
+                ],
+            )
+            pair[0] += value.detach() if isinstance(value, torch.Tensor) else value
+            pair[1] += weight.detach() if isinstance(weight, torch.Tensor) else weight
+
+    def add_share(self, **values: torch.Tensor) -> None:
+        """Add values that are this micro-batch's share of the window's value (a loss already divided by its count)."""
+        micro_batches = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
+        self.add(1.0 / micro_batches, **values)
+
+    def reduce(self) -> dict[str, list[float]]:
+        """{name: [sum, weight]} over all processes, the carry included; starts the sums anew."""
+        names = sorted(self.sums)
+        reduced = dict(self.carry)
+        if names:
+            table = torch.stack([torch.stack(self.sums[name]) for name in names])
+            table = self.accelerator.reduce(table, "sum").tolist()
+            for name, (total, weight) in zip(names, table, strict=True):
+                before = self.carry.get(name, [0.0, 0.0])
+                reduced[name] = [before[0] + total, before[1] + weight]
+        self.sums, self.carry = {}, {}
+        return reduced
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps. Called on every process."""
+        self.carry = self.reduce()
+        return {"carry": self.carry, "num_tokens": self.num_tokens, "first_eval": self.first_eval}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint: forget the lines of metrics.jsonl and samples.jsonl that came after it."""
+        self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
+        self.first_eval, self.clock_tokens = state.get("first_eval", {}), self.num_tokens
+        if self.accelerator.is_main_process:
+            for path in self.output_dir.glob("*.jsonl"):
+                kept = []
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    try:
+                        if json.loads(line)["step"] <= state["step"]:
+                            kept.append(line)
+                    except (ValueError, KeyError):
+                        break  # a line that was cut off by the kill
+                path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def log(self, step: int, bar: Any = None, flops_per_token: float | None = None, **now: float) -> None:
+        """Write the means since the last call, and the values given here. step: updates done.
+
+        flops_per_token: where the GPU's peak is known, `mfu` = tokens per second · flops_per_token / (peak · processes).
+        """
+        values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
+        seconds = time.perf_counter() - self.clock
+        values |= now
+        values["num_tokens"] = self.num_tokens
+        values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
+        peak = peak_flops(self.accelerator.device)
+        if flops_per_token and peak:
+            values["mfu"] = values["tokens_per_second"] * flops_per_token / (peak * self.accelerator.num_processes)
+        values["peak_memory_gib"] = memory(self.accelerator.device).peak
+        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
+        self._write(step, values)
+        if bar is not None:
+            bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
+
+    def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
+        """Write an evaluation: its metrics, all its samples, and the first `show` of them on the console."""
+        self._write(step, values)
+        self.first_eval = self.first_eval or values
+        if not self.accelerator.is_main_process:
+            return
+        shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())
+        tqdm.write(f"[step {step}] eval: {shown}", file=sys.stdout)
+        for sample in samples[:show]:
+            tqdm.write(
+                f"    {_one_line(_prompt_text(sample['prompt']), 60)!r} -> {_one_line(sample['completion'], 90)!r}",
+                file=sys.stdout,
+            )
+        self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
+        sys.stdout.flush()
+        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluating was no training
+
+    def append(self, file: str, rows: list[dict[str, Any]]) -> None:
+        """Add rows to a JSON-lines file of the run (main process)."""
+        if self.accelerator.is_main_process and rows:
+            with open(self.output_dir / file, "a", encoding="utf-8") as out:
+                out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    def finish(self) -> None:
+        """summary.json and curves.png."""
+        if not self.accelerator.is_main_process:
+            return
+        summary = {
+            "final": self.last,
+            "before": self.first_eval,
+            "num_tokens": self.num_tokens,
+            "seconds": round(time.perf_counter() - self.started, 1),
+            "peak_memory_gib": memory(self.accelerator.device).peak,
+            "processes": self.accelerator.num_processes,
+            "device": str(self.accelerator.device),
+            "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
+            "python": platform.python_version(),
+        }
+        (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        draw_curves(self.output_dir)
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        values = {name: float(value) for name, value in values.items()}
+        self.last = {"step": step} | {k: v for k, v in self.last.items() if k != "step"} | values
+        self.append("metrics.jsonl", [{"step": step, **values}])
+        if self.accelerator.log_with:
+            self.accelerator.log(values, step=step)
+
+
+def require_finite(loss: torch.Tensor, grad_norm: torch.Tensor, step: int, output_dir: str) -> None:
+    """Raise UserError before the optimizer takes a step with a NaN or an infinity."""
+    if not bool(torch.isfinite(loss) & torch.isfinite(grad_norm)):
+        from common.checkpoint import checkpoints
+
+        saved = checkpoints(output_dir)
+        last = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"
+        raise UserError(
+            f"step {step + 1}: loss {float(loss):g}, gradient norm {float(grad_norm):g}: the step was not taken; {last}; "
+            "try a lower --learning_rate, or look for broken rows"
+        )
+
+
+def draw_curves(output_dir: Path) -> None:
+    """curves.png from metrics.jsonl: each metric over the steps, training and evaluation in one frame."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("curves.png was not drawn: pip install matplotlib", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+    for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        for name, value in row.items():
+            if name not in ("step", "num_tokens", "peak_memory_gib", "epoch"):
+                curves[name][0].append(row["step"])
+                curves[name][1].append(value)
+    frames: dict[str, list[str]] = defaultdict(list)
+    for name in curves:
+        frames[name.removeprefix("eval_")].append(name)
+    columns = min(4, len(frames))
+    rows = -(-len(frames) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 2.6 * rows), squeeze=False)
+    for axis in axes.flat[len(frames) :]:
+        axis.axis("off")
+    for axis, (title, names) in zip(axes.flat, frames.items(), strict=False):
+        for name in names:
+            axis.plot(
+                *curves[name], marker="o" if name.startswith("eval_") else None, markersize=3, linewidth=1.2, label=name
+            )
+        axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+        if len(names) > 1:
+            axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(output_dir / "curves.png", dpi=110)
+    plt.close(figure)
+
+
+def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def _one_line(text: str, limit: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,209 @@
+"""Rewards: ready-made ones, a user's own, and reward models.
+
+A reward function has TRL's signature: `f(prompts, completions, **columns) -> list[float | None]`, one number per
+completion; None abstains. `completions` are strings, or, where the prompts are chats, lists with one assistant message.
+`columns` holds every other column of the dataset, and `completion_ids`.
+"""
+
+import asyncio
+import importlib.util
+import inspect
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.errors import UserError
+
+import torch
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Reward(NamedTuple):
+    name: str  # as in the metric rewards/<name>/mean
+    function: Callable[..., list[float | None]]
+
+
+def load_rewards(specs: list[str], device: torch.device) -> list[Reward]:
+    """Reward functions by name.
+
+    exact_number; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or Hub name of an
+    AutoModelForSequenceClassification with one label). Raises UserError for what cannot be loaded.
+    """
+    rewards = []
+    for spec in specs:
+        kind, _, argument = spec.partition(":")
+        if spec == "exact_number":
+            rewards.append(Reward(spec, exact_number))
+        elif kind == "regex":
+            rewards.append(Reward("regex", regex(argument)))
+        elif kind == "length":
+            rewards.append(Reward("length", length(argument)))
+        elif ".py:" in spec:
+            rewards.append(_from_file(spec))
+        else:
+            rewards.append(_from_model(spec, device))
+    names = [reward.name for reward in rewards]
+    if len(set(names)) < len(names):
+        raise UserError(f"--reward_funcs: two functions have the same name: {', '.join(names)}")
+    return rewards
+
+
+# --- ready-made -----------------------------------------------------------------------------------------------------
+
+
+def exact_number(prompts: list, completions: list, answer: list, **columns: Any) -> list[float | None]:
+    """1 where the completion's number is the answer's, else 0. The number of a text is the one after its last "####",
+    "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None where the answer holds no number."""
+    scores: list[float | None] = []
+    for completion, truth in zip(completions, answer, strict=True):
+        wanted, found = final_number(str(truth)), final_number(text_of(completion))
+        scores.append(None if wanted is None else float(found == wanted))
+    return scores
+
+
+def regex(pattern: str) -> Callable[..., list[float]]:
+    """1 where the pattern is found in the completion, else 0 (re.DOTALL; anchor it with ^ and $ to match the whole)."""
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise UserError(f"--reward_funcs regex:{pattern}: {error}") from None
+
+    def regex(prompts: list, completions: list, **columns: Any) -> list[float]:
+        return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
+
+    return regex
+
+
+def length(limit: str) -> Callable[..., list[float]]:
+    """0 up to the limit, then falling by 1 for each further `limit` tokens."""
+    if not limit.isdigit() or int(limit) == 0:
+        raise UserError(f"--reward_funcs length:{limit}: expected a number of tokens, for instance length:200")
+    N = int(limit)
+
+    def length(prompts: list, completions: list, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [min(0.0, (N - len(ids)) / N) for ids in completion_ids]
+
+    return length
+
+
+def final_number(text: str) -> float | None:
+    """The number that a text ends up with; None without one."""
+    for mark in ("####", "Answer:", "\\boxed{"):
+        if mark in text and (found := NUMBER.search(text.rsplit(mark, 1)[1])):
+            return float(found.group().replace(",", ""))
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def text_of(completion: str | list[dict[str, Any]]) -> str:
+    """The words of a completion, in either of its forms."""
+    return completion if isinstance(completion, str) else "".join(m["content"] for m in completion)
+
+
+# --- a user's own ---------------------------------------------------------------------------------------------------
+
+
+def _from_file(spec: str) -> Reward:
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file():
+        raise UserError(f"--reward_funcs {spec}: there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises while it is imported
+        raise UserError(f"--reward_funcs {spec}: importing it failed: {type(error).__name__}: {error}") from None
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"--reward_funcs {spec}: {path} has no function {name}")
+    return Reward(name, getattr(module, name))
+
+
+def _from_model(name: str, device: torch.device) -> Reward:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        known = "exact_number, regex:PATTERN, length:N, file.py:function, or the name of a reward model"
+        raise UserError(
+            f"--reward_funcs {name}: neither a known function nor a reward model ({known}): {reason}"
+        ) from None
+
+    @torch.no_grad()
+    def reward_model(prompts: list, completions: list, **columns: Any) -> list[float]:
+        scores = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if isinstance(prompt, str):
+                ids = tokenizer(prompt + completion, return_tensors="pt").input_ids
+            else:
+                text = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
+                ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+            scores.append(model(input_ids=ids.to(device)).logits[0, 0].item())
+        return scores
+
+    return Reward(Path(name).name, reward_model)
+
+
+# --- scoring --------------------------------------------------------------------------------------------------------
+
+
+def score(
+    rewards: list[Reward], rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
+) -> list[list[float | None]]:
+    """Every function on every completion: [function][completion].
+
+    rows: the dataset's row of each completion, with its "prompt". Raises UserError, naming the function, where one raises
+    or returns anything but one finite number (or None) per completion.
+    """
+    if not rows:
+        return [[] for _ in rewards]
+    prompts = [row["prompt"] for row in rows]
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+    results = []
+    for reward in rewards:
+        where = f"reward function {reward.name}"
+        try:
+            values = reward.function(prompts=prompts, completions=completions, completion_ids=ids, **columns)
+            if inspect.isawaitable(values):
+                values = asyncio.run(values)
+        except UserError:
+            raise
+        except Exception as error:  # a user's code may raise anything
+            shown = str(prompts[0])[:120]
+            raise UserError(
+                f"{where} raised {type(error).__name__}: {error} (columns: {', '.join(columns)}; first prompt: {shown})"
+            ) from None
+        if not isinstance(values, list | tuple) or len(values) != len(texts):
+            found = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+            raise UserError(
+                f"{where} returned {found} for {len(texts)} completions; expected a list with one number for each"
+            )
+        for value, prompt in zip(values, prompts, strict=True):
+            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+                raise UserError(
+                    f"{where} returned {value!r} for the prompt {str(prompt)[:120]!r}; expected a finite number or None"
+                )
+        results.append([None if value is None else float(value) for value in values])
+    return results
+
+
+def scorer(specs: list[str] | None, tokenizer: Any, device: torch.device) -> Callable | None:
+    """`score` for an evaluation: (rows, token ids) -> {name: scores}; None where no function is asked for."""
+    if not specs:
+        return None
+    rewards = load_rewards(specs, device)
+
+    def score_ids(rows: list[dict[str, Any]], ids: list[list[int]]) -> dict[str, list[float | None]]:
+        texts = [tokenizer.decode(x, skip_special_tokens=True) for x in ids]
+        return dict(zip([r.name for r in rewards], score(rewards, rows, texts, ids), strict=True))
+
+    return score_ids

@@ -1,0 +1,127 @@
+"""The two ends of a run: `start` (processes, seed, output folder) and `finish` (final model, summary, curves)."""
+
+import os
+import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from common.arguments import save_args
+from common.checkpoint import claim_output_dir, export
+from common.errors import UserError, say
+from common.monitor import Metrics, check_tracker
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
+
+
+def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
+    """The Accelerator of this run, and the checkpoint that it goes on from (None: from the beginning).
+
+    Refuses launches that are not what they seem, claims the output folder, and leaves args.yaml and a copy of the script
+    in it.
+    """
+    check_tracker(args.report_to)
+    if (
+        args.per_device_train_batch_size < 1
+        or args.gradient_accumulation_steps < 1
+        or args.per_device_eval_batch_size < 1
+    ):
+        raise UserError("batch sizes and gradient_accumulation_steps are at least 1")
+    accelerator = Accelerator(
+        # sync_with_dataloader=False: a window is whole, whatever the length of an epoch.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        cpu=not torch.accelerator.is_available(),  # else two CPU processes would each take themselves for the only one
+        log_with=args.report_to,
+        project_dir=args.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # long preparations on one process
+    )
+    _refuse_false_launches(accelerator)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its engine clips, to 1.0 where it is told nothing
+        deepspeed = accelerator.state.deepspeed_plugin.deepspeed_config
+        deepspeed["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+        deepspeed["gradient_clipping"] = args.max_grad_norm or 1e6
+    output_dir = Path(args.output_dir)
+    saved = output_dir / "args.yaml"
+    saved_args = yaml.safe_load(saved.read_text(encoding="utf-8")) if saved.exists() else None
+    checkpoint = claim_output_dir(vars(args), saved_args)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        try:
+            if args.overwrite_output_dir and saved_args is not None:
+                shutil.rmtree(output_dir)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            save_args(args, saved)
+            shutil.copy(script, output_dir / Path(script).name)
+        except OSError as error:
+            raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
+    accelerator.wait_for_everyone()
+    set_seed(args.seed)
+    if args.dtype == "bfloat16":
+        say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
+    say(
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "
+        f"mixed precision {accelerator.mixed_precision}, output in {output_dir}"
+    )
+    return accelerator, checkpoint
+
+
+def finish(
+    accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metrics: Metrics, next_command: str
+) -> None:
+    """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
+    export(accelerator, model, tokenizer, args.output_dir)
+    metrics.finish()
+    say(
+        f"\nsaved in {args.output_dir}: the model and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png"
+    )
+    say(f"try next: {next_command}")
+    accelerator.end_training()
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Dropout of this window on this process as a pure function of its place in the run."""
+    torch.manual_seed((seed * 1_000_003 + step) * 10_007 + rank)
+
+
+def _refuse_false_launches(accelerator: Accelerator) -> None:
+    """Launches that Accelerate accepts in silence and runs as something else."""
+    env = os.environ
+    if int(env.get("WORLD_SIZE", "1")) != accelerator.num_processes:
+        raise UserError(
+            f"launched as {env['WORLD_SIZE']} processes, but each takes itself for {accelerator.num_processes}: "
+            "set ACCELERATE_USE_CPU=true, or use accelerate_configs/cpu_ddp.yaml"
+        )
+    if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
+        raise UserError(
+            "accelerate launch was asked for several CPU processes and started one: "
+            "use accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
+        )
+    for variable, kind in (("FSDP", DistributedType.FSDP), ("DEEPSPEED", DistributedType.DEEPSPEED)):
+        if env.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true" and accelerator.distributed_type != kind:
+            raise UserError(
+                f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}"
+            )
+
+
+def due(step: int, every: int, *, first: int, last: int) -> bool:
+    """Whether something that happens every N steps, and at the end, happens at this one (0: never).
+
+    first: where this process began; a resumed run does not do again what it had done before its checkpoint.
+    """
+    return every > 0 and (step % every == 0 or step == last) and (step > first or step == 0)
+
+
+def progress(steps: range, description: str) -> Any:
+    """A progress bar on the main process; few lines where the output is a file."""
+    from tqdm import tqdm
+
+    quiet = os.environ.get("RANK", "0") != "0"
+    return tqdm(
+        steps, desc=description, disable=quiet, mininterval=0.5 if sys.stderr.isatty() else 20, dynamic_ncols=True
+    )

@@ -1,0 +1,309 @@
+"""Direct preference optimisation: pairs of answers -> a model that prefers the better one.
+
+Objective, over the B pairs of a window (all micro-batches of all processes), π the model and π_ref where it started
+(Rafailov et al. 2023, arXiv 2305.18290, eq. 7):
+
+    loss = -1/B · sum log σ(β·[log π(chosen)/π_ref(chosen) - log π(rejected)/π_ref(rejected)])
+           - sft_weight/N · sum over the N tokens of the chosen answers of log π(token)
+
+1. log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained.
+2. Both answers of a pair lie in the same flat row, each behind its own copy of the prompt; a pair is never split.
+3. The second term is not in the paper: it keeps the chosen answers likely (as in RPO, arXiv 2404.19733). Off by default.
+4. Dropout is off: the two models are compared token by token.
+5. `per_device_train_batch_size` counts pairs.
+
+    accelerate launch train_dpo.py                                            # the embedded demo, ~1 minute on 2 CPU cores
+    accelerate launch train_dpo.py --model_name_or_path outputs/sft --dataset_name pairs.jsonl
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_dpo.py --config my_run.yaml
+
+Shapes: T tokens of the flat row, S = 2B sequences in it: chosen, rejected, chosen, rejected, ...
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from common.arguments import CommonArgs, arg, run
+from common.checkpoint import resume, save_checkpoint
+from common.collators import Windows, eval_batches, flat_batch, pack
+from common.data import as_preference, as_prompt, convert, hold_out, load_rows
+from common.errors import UserError, say
+from common.evaluate import complete_prompts, evaluating, gather_lists
+from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, segment_sum
+from common.model import (
+    add_lora,
+    base_lm,
+    choose_model,
+    compile_layers,
+    count_parameters,
+    disable_dropout,
+    enable_gradient_checkpointing,
+    flops_per_token,
+    load_model,
+    load_tokenizer,
+    reference_of,
+    set_stop_tokens,
+)
+from common.monitor import Metrics, require_finite
+from common.optimizer import adamw, schedule, set_lr
+from common.rewards import scorer
+from common.run import due, finish, progress, seed_step, start
+from common.tokens import show_trained, stop_token_ids, tokenize_pair
+
+import torch
+
+DEMO = "data/configs/dpo.yaml"
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/dpo", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
+
+    # Data
+    max_length: int = arg(1024, help="tokens of prompt and answer, for each side; longer answers keep their start")
+    packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
+
+    # Algorithm
+    beta: float = arg(0.1, help="how strongly the model is held to the reference")
+    loss_type: str = arg(
+        "sigmoid", help="sigmoid, hinge, ipo, robust, apo_zero, sppo_hard; without reference: simpo, orpo"
+    )
+    label_smoothing: float = arg(0.0, help="share of pairs taken to be the wrong way round (sigmoid, robust, simpo)")
+    simpo_gamma: float = arg(0.5, help="the margin of simpo")
+    sft_weight: float | None = arg(None, help="weight of the NLL of the chosen answers; unset: 0, with orpo 1")
+    precompute_ref_log_probs: bool = arg(
+        False, help="score all pairs with the reference once, then drop it from memory"
+    )
+
+
+def make_unit(columns: dict[str, Any], tokenizer: Any, args: Args) -> list:
+    """A dataset row as a unit of two sequences: chosen, rejected."""
+    row = as_preference(columns)
+    return list(tokenize_pair(row["prompt"], row["chosen"], row["rejected"], tokenizer, args.max_length))
+
+
+def precompute(accelerator: Any, reference: Any, units: list, batch_size: int) -> None:
+    """Give every sequence its log-probability under the reference, as the per-sequence field ref_logps."""
+    ours = list(range(accelerator.process_index, len(units), accelerator.num_processes))
+    found = []
+    for start in range(0, len(ours), batch_size):
+        batch = flat_batch([units[i] for i in ours[start : start + batch_size]], accelerator.device)
+        with accelerator.autocast():
+            found += segment_sum(reference(batch), batch["cu_seqlens"]).tolist()
+    pairs = zip(found[::2], found[1::2], strict=True)
+    for i, ref_logps in gather_lists(accelerator, list(zip(ours, pairs, strict=True))):
+        for sequence, value in zip(units[i], ref_logps, strict=True):
+            sequence["ref_logps"] = value
+
+
+def pair_losses(
+    accelerator: Any, model: Any, reference: Any, batch: dict[str, Any], args: Args
+) -> tuple[Any, Any, dict]:
+    """Preference losses (B,), log-probabilities of the chosen answers (B,), and what is logged, summed over the pairs."""
+    sums = segment_sum(model(batch), batch["cu_seqlens"])  # (S,)
+    if "ref_logps" in batch:
+        ref_sums = batch["ref_logps"]
+    elif reference is not None:
+        with accelerator.autocast():
+            ref_sums = segment_sum(reference(batch), batch["cu_seqlens"])
+    else:
+        ref_sums = torch.zeros_like(sums)
+    tokens = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).clamp(min=1)
+    losses, chosen_rewards, rejected_rewards = dpo_loss(
+        sums[::2],
+        sums[1::2],
+        ref_sums[::2],
+        ref_sums[1::2],
+        tokens[::2],
+        tokens[1::2],
+        beta=args.beta,
+        loss_type=args.loss_type,
+        label_smoothing=args.label_smoothing,
+        simpo_gamma=args.simpo_gamma,
+    )
+    pairs = batch["sequence_mask"][::2]  # 1, and 0 for a filler
+    logged = {
+        "rewards/chosen": chosen_rewards,
+        "rewards/rejected": rejected_rewards,
+        "rewards/margins": chosen_rewards - rejected_rewards,
+        "rewards/accuracies": (chosen_rewards > rejected_rewards).float(),
+        "logps/chosen": sums[::2],
+        "logps/rejected": sums[1::2],
+    }
+    return losses * pairs, sums[::2] * pairs, {name: (value.detach() * pairs).sum() for name, value in logged.items()}
+
+
+def evaluate(accelerator: Any, model: Any, reference: Any, units: list, args: Args) -> dict[str, float]:
+    """The loss without its SFT term, and the rewards, on held-out pairs."""
+    sums: dict[str, Any] = {}
+    with evaluating(model):
+        for batch in eval_batches(units, accelerator, args.per_device_eval_batch_size):
+            losses, _, logged = pair_losses(accelerator, model, reference, batch, args)
+            logged |= {"loss": losses.sum(), "pairs": batch["sequence_mask"][::2].sum()}
+            sums = {name: sums.get(name, 0.0) + value for name, value in logged.items()}
+    sums = dict(zip(sums, accelerator.reduce(torch.stack(list(sums.values())), "sum").tolist(), strict=True))
+    return {f"eval_{name}": value / sums["pairs"] for name, value in sums.items() if name != "pairs"}
+
+
+def main(args: Args) -> None:
+    # --- run -----------------------------------------------------------------------------------------------------
+    args.model_name_or_path = choose_model(args.model_name_or_path, "outputs/sft")
+    args.dataset_name = args.dataset_name or ["data/dpo"]
+    if args.loss_type not in DPO_LOSS_TYPES:
+        raise UserError(f"--loss_type {args.loss_type}: one of {', '.join(DPO_LOSS_TYPES)}")
+    if args.label_smoothing and (args.loss_type not in ("sigmoid", "robust", "simpo") or args.label_smoothing >= 0.5):
+        raise UserError(f"--label_smoothing {args.label_smoothing}: below 0.5, for sigmoid, robust and simpo only")
+    sft_weight = args.sft_weight if args.sft_weight is not None else float(args.loss_type == "orpo")
+    accelerator, checkpoint = start(args, __file__)
+
+    # --- tokenizer and data ----------------------------------------------------------------------------------------
+    tokenizer = load_tokenizer(
+        args.tokenizer_name or args.model_name_or_path, args.chat_template, trust=args.trust_remote_code
+    )
+    train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
+    eval_names = args.eval_dataset_name or args.dataset_name
+    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional=True)
+    if args.eval_fraction:
+        train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
+    units, eval_units = (
+        convert(rows[:most], lambda columns: make_unit(columns, tokenizer, args), "rows")
+        for rows, most in ((train_rows, args.max_train_samples), (eval_rows, args.max_eval_samples))
+    )
+    for side, sequence in zip(("chosen", "rejected"), units[0], strict=True):
+        say(f"one pair, {side}, with what is trained marked:\n{show_trained(sequence, tokenizer)}")
+    prompts = convert(load_rows(args.eval_prompts), as_prompt, "prompts") if args.eval_prompts else []
+
+    # --- model ---------------------------------------------------------------------------------------------------
+    model = load_model(
+        args.model_name_or_path if args.use_peft else str(checkpoint or args.model_name_or_path),
+        dtype=args.dtype,
+        revision=args.model_revision,
+        trust=args.trust_remote_code,
+        vocab_size=len(tokenizer),
+    )
+    if args.use_peft:
+        model = add_lora(
+            model,
+            r=args.lora_r,
+            alpha=args.lora_alpha,
+            dropout=args.lora_dropout,
+            target_modules=args.lora_target_modules,
+            checkpoint=checkpoint,
+        )
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    if args.torch_compile:
+        compile_layers(model)
+    disable_dropout(model)
+    stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
+    set_stop_tokens(model, stop_ids, tokenizer.pad_token_id or tokenizer.eos_token_id)
+
+    # --- optimizer, prepare, resume ------------------------------------------------------------------------------
+    optimizer = adamw(
+        model,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        epsilon=args.adam_epsilon,
+    )
+    flops = flops_per_token(model, args.max_length)
+    trained, all_parameters = count_parameters(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    reference = None
+    if args.loss_type not in REFERENCE_FREE:
+        frozen = None
+        if not args.use_peft:
+            frozen = load_model(args.model_name_or_path, dtype=args.dtype, vocab_size=len(tokenizer))
+            frozen.to(accelerator.device).eval()
+        reference = reference_of(accelerator.unwrap_model(model), frozen)
+    if args.precompute_ref_log_probs and reference is not None:
+        say("scoring all pairs with the reference")
+        precompute(accelerator, reference, units, args.per_device_eval_batch_size)
+        precompute(accelerator, reference, eval_units, args.per_device_eval_batch_size)
+        reference = frozen = None
+    num_pairs = len(units)
+    if args.packing:
+        units = pack(units, 2 * args.max_length)
+    windows = Windows(
+        units,
+        accelerator,
+        args.per_device_train_batch_size,
+        seed=args.seed,
+        num_epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+    )
+    last_step = len(windows)
+    lr_at = schedule(
+        args.lr_scheduler_type,
+        args.learning_rate,
+        last_step,
+        warmup_steps=args.warmup_steps,
+        decay_fraction=args.lr_decay_fraction,
+        min_ratio=args.min_lr_ratio,
+    )
+    state = resume(accelerator, checkpoint, optimizer)
+    first_step = state["step"]
+    metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
+    metrics.restore(state)
+    unmean = (
+        accelerator.num_processes * accelerator.gradient_accumulation_steps
+    )  # undoes the means of DDP and Accelerate
+    score = scorer(args.eval_reward_funcs, tokenizer, accelerator.device)
+    say(
+        f"{trained:,} of {all_parameters:,} parameters trained; {num_pairs:,} pairs, {len(eval_units):,} held out; "
+        f"{last_step} steps of {windows.size}"
+    )
+
+    # --- loop ----------------------------------------------------------------------------------------------------
+    for step in (bar := progress(range(first_step, last_step + 1), "dpo")):
+        if due(step, args.eval_steps, first=first_step, last=last_step):
+            values = {}
+            if eval_units:
+                values |= evaluate(accelerator, model, reference, eval_units, args)
+            means, samples = complete_prompts(
+                accelerator,
+                model,
+                tokenizer,
+                prompts,
+                score,
+                stop_ids=stop_ids,
+                temperatures=args.eval_temperatures,
+                max_new_tokens=args.eval_max_new_tokens,
+                seed=args.seed,
+            )
+            metrics.log_eval(step, values | means, samples, show=args.num_samples)
+        if due(step, args.save_steps, first=max(first_step, 1), last=-1):
+            save_checkpoint(
+                accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
+            )
+        if step == last_step:
+            break
+
+        window = windows[step]  # a pure function of the step: this process's micro-batches
+        pairs = window.num_sequences // 2  # of the window, over all processes
+        chosen_tokens = window.count("loss_mask", slice(0, None, 2))
+        seed_step(args.seed, step, accelerator.process_index)
+        for batch in window:
+            with accelerator.accumulate(model):
+                losses, chosen_logps, logged = pair_losses(accelerator, model, reference, batch, args)
+                loss = losses.sum() / pairs - sft_weight * chosen_logps.sum() / chosen_tokens  # <- the algorithm
+                accelerator.backward(loss * unmean)
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                    require_finite(loss, grad_norm, step, args.output_dir)
+                    set_lr(optimizer, lr_at(step))
+                optimizer.step()
+                optimizer.zero_grad()
+            metrics.add(batch["sequence_mask"][::2].sum(), **logged)
+            metrics.add_share(loss=loss)
+        metrics.num_tokens += window.num_tokens
+        if due(step + 1, args.logging_steps, first=first_step, last=last_step):
+            metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
+
+    # --- export --------------------------------------------------------------------------------------------------
+    finish(accelerator, args, model, tokenizer, metrics, next_command="accelerate launch train_grpo.py")
+
+
+if __name__ == "__main__":
+    run(main, Args, DEMO)

@@ -1,0 +1,251 @@
+"""Pretraining: text -> base model.
+
+Objective, over the T tokens of a window (all micro-batches of all processes):
+
+    loss = -1/T · sum_t log p(token_t | token_<t)
+
+1. Documents are tokenised once, each ends on the end-of-text token, and become rows of `max_length` tokens: cut from one
+   long stream ("wrapped", a row may begin in the middle of a document), or packed whole ("bfd", best fit; a document
+   never sees its neighbours).
+2. `per_device_train_batch_size` counts rows.
+
+    accelerate launch train_pretrain.py                                       # the embedded demo, ~3 minutes on 2 CPU cores
+    accelerate launch train_pretrain.py --dataset_name corpus.txt --tokenizer_name gpt2 --hidden_size 768 --num_layers 12
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
+
+Shapes: T tokens of the flat row, N of them scored.
+"""
+
+import math
+from dataclasses import dataclass
+
+from common.arguments import CommonArgs, arg, run
+from common.checkpoint import resume, save_checkpoint
+from common.collators import Windows, concatenate, pack, whole
+from common.data import as_prompt, as_text, convert, hold_out, load_rows
+from common.errors import UserError, say
+from common.evaluate import complete_prompts, evaluate_nll
+from common.losses import nll
+from common.model import (
+    add_lora,
+    base_lm,
+    compile_layers,
+    count_parameters,
+    create_model,
+    enable_gradient_checkpointing,
+    flops_per_token,
+    llama_config,
+    load_model,
+    load_tokenizer,
+    set_stop_tokens,
+)
+from common.monitor import Metrics, require_finite
+from common.optimizer import adamw, schedule, set_lr
+from common.rewards import scorer
+from common.run import due, finish, progress, seed_step, start
+from common.tokens import stop_token_ids, tokenize_documents, train_tokenizer
+
+import numpy as np
+from transformers import AutoConfig
+
+DEMO = "data/configs/pretrain.yaml"
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/pretrain", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(6e-4, help="peak learning rate of AdamW")
+    weight_decay: float = arg(0.1, help="on matrices only, not on norms and biases")
+    adam_beta2: float = arg(0.95, help="AdamW")
+
+    # Data
+    dataset_text_field: str = arg("text", help="column of the documents")
+    max_length: int = arg(1024, help="tokens per row")
+    packing_strategy: str = arg("wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed")
+    vocab_size: int = arg(8192, help="of the byte-level BPE tokenizer that is trained where no tokenizer is named")
+
+    # Model: --model_name_or_path goes on with one; else a new one, from --config_name or from these sizes (Llama type)
+    config_name: str | None = arg(None, help="Hub name or folder with a config.json")
+    hidden_size: int = arg(512, help="D")
+    num_layers: int = arg(8, help="transformer blocks")
+    num_heads: int = arg(8, help="attention heads")
+    num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads")
+    intermediate_size: int | None = arg(None, help="width of the MLP; unset: 8/3 of hidden_size")
+    initializer_range: float = arg(0.02, help="standard deviation of the initial weights")
+    tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")
+
+
+def make_units(documents: list[np.ndarray], max_length: int, strategy: str) -> list:
+    """Documents as rows of at most max_length tokens."""
+    if strategy == "wrapped":
+        return concatenate(documents, max_length)
+    if strategy == "bfd":
+        pieces = [d[i : i + max_length] for d in documents for i in range(0, len(d), max_length)]
+        return pack([[whole(piece)] for piece in pieces if len(piece) > 1], max_length)
+    raise UserError(f"--packing_strategy {strategy}: wrapped or bfd")
+
+
+def unigram_perplexity(train: list[np.ndarray], held_out: list[np.ndarray], V: int) -> float:
+    """What a model that knows only how frequent each token is would reach (add-one smoothing): the line to beat."""
+    counts = np.bincount(np.concatenate(train), minlength=V) + 1
+    log_share = np.log(counts / counts.sum())
+    return math.exp(-log_share[np.concatenate(held_out)].mean())
+
+
+def main(args: Args) -> None:
+    # --- run -----------------------------------------------------------------------------------------------------
+    args.dataset_name = args.dataset_name or ["data/pretrain"]
+    accelerator, checkpoint = start(args, __file__)
+
+    # --- data ----------------------------------------------------------------------------------------------------
+    train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
+    eval_names = args.eval_dataset_name or args.dataset_name
+    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional=True)
+    if args.eval_fraction:
+        train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
+    texts, eval_texts = (
+        convert(rows[:most], lambda columns: as_text(columns, args.dataset_text_field), "documents")
+        for rows, most in ((train_rows, args.max_train_samples), (eval_rows, args.max_eval_samples))
+    )
+    tokenizer_name = str(checkpoint or args.tokenizer_name or args.model_name_or_path or args.config_name or "")
+    if tokenizer_name:
+        tokenizer = load_tokenizer(tokenizer_name, args.chat_template, trust=args.trust_remote_code)
+    else:
+        say(f"tokenizer: none named; training a byte-level BPE of {args.vocab_size} tokens on the documents")
+        tokenizer = train_tokenizer(texts, args.vocab_size)
+    documents, eval_documents = tokenize_documents(texts, tokenizer), tokenize_documents(eval_texts, tokenizer)
+    units = make_units(documents, args.max_length, args.packing_strategy)
+    eval_units = make_units(eval_documents, args.max_length, args.packing_strategy) if eval_documents else []
+    prompts = convert(load_rows(args.eval_prompts), as_prompt, "prompts") if args.eval_prompts else []
+
+    # --- model ---------------------------------------------------------------------------------------------------
+    if checkpoint or args.model_name_or_path:
+        name = str(checkpoint or args.model_name_or_path)
+        model = load_model(name, dtype=args.dtype, trust=args.trust_remote_code, vocab_size=len(tokenizer))
+    elif args.config_name:
+        config = AutoConfig.from_pretrained(args.config_name, vocab_size=len(tokenizer))
+        model = create_model(config, dtype=args.dtype, seed=args.seed)
+    else:
+        config = llama_config(
+            tokenizer,
+            hidden_size=args.hidden_size,
+            num_layers=args.num_layers,
+            num_heads=args.num_heads,
+            num_kv_heads=args.num_kv_heads,
+            intermediate_size=args.intermediate_size,
+            max_position_embeddings=max(args.max_length, 512),
+            initializer_range=args.initializer_range,
+            tie_word_embeddings=args.tie_word_embeddings,
+        )
+        model = create_model(config, dtype=args.dtype, seed=args.seed)
+    if args.use_peft:
+        model = add_lora(
+            model,
+            r=args.lora_r,
+            alpha=args.lora_alpha,
+            dropout=args.lora_dropout,
+            target_modules=args.lora_target_modules,
+            checkpoint=checkpoint,
+        )
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    if args.torch_compile:
+        compile_layers(model)
+    stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
+    set_stop_tokens(model, stop_ids, tokenizer.pad_token_id or tokenizer.eos_token_id)
+
+    # --- optimizer, prepare, resume ------------------------------------------------------------------------------
+    windows = Windows(
+        units,
+        accelerator,
+        args.per_device_train_batch_size,
+        seed=args.seed,
+        num_epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+    )
+    last_step = len(windows)
+    lr_at = schedule(
+        args.lr_scheduler_type,
+        args.learning_rate,
+        last_step,
+        warmup_steps=args.warmup_steps,
+        decay_fraction=args.lr_decay_fraction,
+        min_ratio=args.min_lr_ratio,
+    )
+    optimizer = adamw(
+        model,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        epsilon=args.adam_epsilon,
+    )
+    flops = flops_per_token(model, args.max_length)
+    trained, all_parameters = count_parameters(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    state = resume(accelerator, checkpoint, optimizer)
+    first_step = state["step"]
+    metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
+    metrics.restore(state)
+    unmean = (
+        accelerator.num_processes * accelerator.gradient_accumulation_steps
+    )  # undoes the means of DDP and Accelerate
+    score = scorer(args.eval_reward_funcs, tokenizer, accelerator.device)
+    say(
+        f"{trained:,} of {all_parameters:,} parameters trained; {len(units):,} rows, {len(eval_units):,} held out; "
+        f"{last_step} steps of {windows.size} rows"
+    )
+    baseline = unigram_perplexity(documents, eval_documents, len(tokenizer)) if eval_documents else None
+
+    # --- loop ----------------------------------------------------------------------------------------------------
+    for step in (bar := progress(range(first_step, last_step + 1), "pretrain")):
+        if due(step, args.eval_steps, first=first_step, last=last_step):
+            values = {}
+            if eval_units:
+                values |= evaluate_nll(accelerator, model, eval_units, args.per_device_eval_batch_size)
+                values["eval_times_below_unigram"] = baseline / values["eval_perplexity"]
+            means, samples = complete_prompts(
+                accelerator,
+                model,
+                tokenizer,
+                prompts,
+                score,
+                stop_ids=stop_ids,
+                temperatures=args.eval_temperatures,
+                max_new_tokens=args.eval_max_new_tokens,
+                seed=args.seed,
+            )
+            metrics.log_eval(step, values | means, samples, show=args.num_samples)
+        if due(step, args.save_steps, first=max(first_step, 1), last=-1):
+            save_checkpoint(
+                accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
+            )
+        if step == last_step:
+            break
+
+        window = windows[step]  # a pure function of the step: this process's micro-batches
+        tokens = window.count("loss_mask")  # trained tokens of the window, over all processes
+        seed_step(args.seed, step, accelerator.process_index)
+        for batch in window:
+            with accelerator.accumulate(model):
+                logps, entropy, correct = model(batch, stats=True)  # (T,) each
+                mask = batch["loss_mask"]
+                loss = nll(logps, mask) / tokens  # <- the algorithm
+                accelerator.backward(loss * unmean)
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                    require_finite(loss, grad_norm, step, args.output_dir)
+                    set_lr(optimizer, lr_at(step))
+                optimizer.step()
+                optimizer.zero_grad()
+            metrics.add(mask.sum(), loss=nll(logps, mask), mean_token_accuracy=(correct * mask).sum())
+            metrics.add(mask.sum(), entropy=(entropy * mask).sum())
+        metrics.num_tokens += window.num_tokens
+        if due(step + 1, args.logging_steps, first=first_step, last=last_step):
+            metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
+
+    # --- export --------------------------------------------------------------------------------------------------
+    finish(accelerator, args, model, tokenizer, metrics, next_command="accelerate launch train_sft.py")
+
+
+if __name__ == "__main__":
+    run(main, Args, DEMO)
