@@ -46,7 +46,7 @@ from common.model import (
 )
 from common.monitor import Metrics, require_finite
 from common.optimizer import adamw, schedule, set_lr
-from common.rewards import scorer
+from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
 from common.tokens import show_trained, stop_token_ids, tokenize_pair
 
@@ -66,15 +66,11 @@ class Args(CommonArgs):
 
     # Algorithm
     beta: float = arg(0.1, help="how strongly the model is held to the reference")
-    loss_type: str = arg(
-        "sigmoid", help="sigmoid, hinge, ipo, robust, apo_zero, sppo_hard; without reference: simpo, orpo"
-    )
+    loss_type: str = arg("sigmoid", help="sigmoid, hinge, ipo, robust, apo_zero, sppo_hard; without reference: simpo, orpo")
     label_smoothing: float = arg(0.0, help="share of pairs taken to be the wrong way round (sigmoid, robust, simpo)")
     simpo_gamma: float = arg(0.5, help="the margin of simpo")
     sft_weight: float | None = arg(None, help="weight of the NLL of the chosen answers; unset: 0, with orpo 1")
-    precompute_ref_log_probs: bool = arg(
-        False, help="score all pairs with the reference once, then drop it from memory"
-    )
+    precompute_ref_log_probs: bool = arg(False, help="score all pairs with the reference once, then drop it from memory")
 
 
 def make_unit(columns: dict[str, Any], tokenizer: Any, args: Args) -> list:
@@ -87,8 +83,8 @@ def precompute(accelerator: Any, reference: Any, units: list, batch_size: int) -
     """Give every sequence its log-probability under the reference, as the per-sequence field ref_logps."""
     ours = list(range(accelerator.process_index, len(units), accelerator.num_processes))
     found = []
-    for start in range(0, len(ours), batch_size):
-        batch = flat_batch([units[i] for i in ours[start : start + batch_size]], accelerator.device)
+    for at in range(0, len(ours), batch_size):
+        batch = flat_batch([units[i] for i in ours[at : at + batch_size]], accelerator.device)
         with accelerator.autocast():
             found += segment_sum(reference(batch), batch["cu_seqlens"]).tolist()
     pairs = zip(found[::2], found[1::2], strict=True)
@@ -97,9 +93,7 @@ def precompute(accelerator: Any, reference: Any, units: list, batch_size: int) -
             sequence["ref_logps"] = value
 
 
-def pair_losses(
-    accelerator: Any, model: Any, reference: Any, batch: dict[str, Any], args: Args
-) -> tuple[Any, Any, dict]:
+def pair_losses(accelerator: Any, model: Any, reference: Any, batch: dict[str, Any], args: Args) -> tuple[Any, Any, dict]:
     """Preference losses (B,), log-probabilities of the chosen answers (B,), and what is logged, summed over the pairs."""
     sums = segment_sum(model(batch), batch["cu_seqlens"])  # (S,)
     if "ref_logps" in batch:
@@ -246,10 +240,8 @@ def main(args: Args) -> None:
     first_step = state["step"]
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
-    unmean = (
-        accelerator.num_processes * accelerator.gradient_accumulation_steps
-    )  # undoes the means of DDP and Accelerate
-    score = scorer(args.eval_reward_funcs, tokenizer, accelerator.device)
+    unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
+    score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device), tokenizer)
     say(
         f"{trained:,} of {all_parameters:,} parameters trained; {num_pairs:,} pairs, {len(eval_units):,} held out; "
         f"{last_step} steps of {windows.size}"

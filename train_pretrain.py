@@ -41,7 +41,7 @@ from common.model import (
 )
 from common.monitor import Metrics, require_finite
 from common.optimizer import adamw, schedule, set_lr
-from common.rewards import scorer
+from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
 from common.tokens import stop_token_ids, tokenize_documents, train_tokenizer
 
@@ -186,10 +186,8 @@ def main(args: Args) -> None:
     first_step = state["step"]
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
-    unmean = (
-        accelerator.num_processes * accelerator.gradient_accumulation_steps
-    )  # undoes the means of DDP and Accelerate
-    score = scorer(args.eval_reward_funcs, tokenizer, accelerator.device)
+    unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
+    score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device), tokenizer)
     say(
         f"{trained:,} of {all_parameters:,} parameters trained; {len(units):,} rows, {len(eval_units):,} held out; "
         f"{last_step} steps of {windows.size} rows"

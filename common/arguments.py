@@ -26,17 +26,13 @@ def arg(default: Any = None, *, help: str) -> Any:
 @dataclass
 class CommonArgs:
     # Model
-    model_name_or_path: str | None = arg(
-        help="Hub name or folder; unset: the last stage's output, else data/base_model"
-    )
+    model_name_or_path: str | None = arg(help="Hub name or folder; unset: the last stage's output, else data/base_model")
     model_revision: str | None = arg(help="branch, tag or commit of a Hub model")
     tokenizer_name: str | None = arg(help="Hub name or folder of the tokenizer, where it is not the model's own")
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     trust_remote_code: bool = arg(False, help="run Python code that a Hub model brings along")
     dtype: str = arg("float32", help="of the weights: float32 (autocast comes from accelerate config) or bfloat16")
-    gradient_checkpointing: bool = arg(
-        False, help="recompute activations in the backward pass: less memory, ~30 %% slower"
-    )
+    gradient_checkpointing: bool = arg(False, help="recompute activations in the backward pass: less memory, ~30 %% slower")
     torch_compile: bool = arg(False, help="compile the model's layers")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
     lora_r: int = arg(16, help="rank of the adapters")
@@ -45,9 +41,7 @@ class CommonArgs:
     lora_target_modules: list[str] | None = arg(help="names of the layers to adapt; unset: all linear layers")
 
     # Data
-    dataset_name: list[str] | None = arg(
-        help="Hub name, file (json, jsonl, parquet, csv, txt) or folder; one or several"
-    )
+    dataset_name: list[str] | None = arg(help="Hub name, file (json, jsonl, parquet, csv, txt) or folder; one or several")
     dataset_config: str | None = arg(help="configuration of a Hub dataset")
     dataset_train_split: str = arg("train", help="split to train on")
     dataset_eval_split: str = arg("validation", help="split to evaluate on, where the dataset has it")
@@ -81,9 +75,7 @@ class CommonArgs:
     eval_prompts: str | None = arg(
         help="file of rows {prompt, ...}: completed at each evaluation, scored by eval_reward_funcs"
     )
-    eval_reward_funcs: list[str] | None = arg(
-        help="scores of the completions: names as for reward_funcs of train_grpo.py"
-    )
+    eval_reward_funcs: list[str] | None = arg(help="scores of the completions: names as for reward_funcs of train_grpo.py")
     eval_temperatures: list[float] = arg([0.0], help="sampling temperatures of those completions; 0 is greedy")
     eval_max_new_tokens: int = arg(128, help="their longest length")
     num_samples: int = arg(3, help="completions shown at each evaluation (all of them go to samples.jsonl)")

@@ -58,9 +58,7 @@ def flat_batch(units: Sequence[Unit], device: torch.device, weight: float = 1.0)
 class Window:
     """The units of one optimizer step: iterating gives this process's micro-batches, exactly `accumulation` of them."""
 
-    def __init__(
-        self, units: list[Unit], rank: int, world: int, batch_size: int, accumulation: int, device: torch.device
-    ):
+    def __init__(self, units: list[Unit], rank: int, world: int, batch_size: int, accumulation: int, device: torch.device):
         self.units = units  # of all processes
         self._place = (rank, world, batch_size, accumulation, device)
 

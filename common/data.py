@@ -248,10 +248,7 @@ def as_preference(columns: dict[str, Any]) -> dict[str, Any]:
             raise UserError("rows with a label instead of a pair (KTO) are not read: DPO needs chosen and rejected")
         raise UserError(f"no column chosen and rejected; found {_names(columns)} (map them: --columns chosen=...)")
     chosen, rejected = columns["chosen"], columns["rejected"]
-    if (
-        all(isinstance(side, str) and "\n\nAssistant:" in side for side in (chosen, rejected))
-        and "prompt" not in columns
-    ):
+    if all(isinstance(side, str) and "\n\nAssistant:" in side for side in (chosen, rejected)) and "prompt" not in columns:
         chosen, rejected = _hh_messages(chosen), _hh_messages(rejected)
 
     if "prompt" in columns:

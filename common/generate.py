@@ -43,9 +43,7 @@ def sample(
     with generating(model) as lm:
         for start in range(0, len(prompts), batch_size):
             part = slice(start, start + batch_size)
-            done += _sample_batch(
-                lm, prompts[part], keys[part], list(stop_ids), max_new_tokens, temperature, top_k, top_p
-            )
+            done += _sample_batch(lm, prompts[part], keys[part], list(stop_ids), max_new_tokens, temperature, top_k, top_p)
     return done
 
 
@@ -118,9 +116,7 @@ def _next_logits(lm: Any, ids: Tensor, mask: Tensor, position_ids: Tensor, cache
     return out.logits[:, -1].float()
 
 
-def draw(
-    logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
     """One token per row by inverting the cumulative distribution at a uniform number.
 
     logits (rows, V), uniforms (rows,) in [0, 1). Returns tokens (rows,) and their log-probabilities (rows,) under

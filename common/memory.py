@@ -20,9 +20,7 @@ def memory(device: torch.device) -> Memory:
     """Memory of the device that the model is on; for the CPU, resident memory of this process, in GiB."""
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
-        return Memory(
-            torch.cuda.memory_allocated(device) / GIB, torch.cuda.max_memory_allocated(device) / GIB, total / GIB
-        )
+        return Memory(torch.cuda.memory_allocated(device) / GIB, torch.cuda.max_memory_allocated(device) / GIB, total / GIB)
     if device.type == "mps":
         current = torch.mps.driver_allocated_memory() / GIB  # MPS keeps no record of the peak
         return Memory(current, current, torch.mps.recommended_max_memory() / GIB)

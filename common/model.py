@@ -77,9 +77,7 @@ class LogProbModel(nn.Module):
     def _hidden_padded(self, batch: dict[str, Any]) -> Tensor:
         ids, lengths = batch["input_ids"][0], batch["lengths"]
         padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
-        mask = (
-            torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
-        )
+        mask = torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
         out = body(self.lm)(input_ids=padded, attention_mask=mask.long(), use_cache=False).last_hidden_state
         return out[mask]
 
@@ -305,9 +303,7 @@ def add_lora(
     """
     peft = _peft("--use_peft")
     if checkpoint is not None:
-        return LogProbModel(
-            peft.PeftModel.from_pretrained(model.lm, checkpoint, is_trainable=True), padded=model.padded
-        )
+        return LogProbModel(peft.PeftModel.from_pretrained(model.lm, checkpoint, is_trainable=True), padded=model.padded)
     config = peft.LoraConfig(
         r=r,
         lora_alpha=alpha,
@@ -348,9 +344,7 @@ def set_stop_tokens(model: LogProbModel, stop_ids: list[int], pad_id: int) -> No
     config = base_lm(model.lm).generation_config
     config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
     config.pad_token_id = pad_id
-    if not config.do_sample and any(
-        getattr(config, name, None) not in (None, 1.0) for name in ("temperature", "top_p")
-    ):
+    if not config.do_sample and any(getattr(config, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
         config.do_sample = True  # transformers refuses to save sampling settings without it, at the end of the run
 
 

@@ -26,14 +26,14 @@ class Reward(NamedTuple):
     function: Callable[..., list[float | None]]
 
 
-def load_rewards(specs: list[str], device: torch.device) -> list[Reward]:
+def load_rewards(specs: list[str] | None, device: torch.device) -> list[Reward]:
     """Reward functions by name.
 
     exact_number; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or Hub name of an
     AutoModelForSequenceClassification with one label). Raises UserError for what cannot be loaded.
     """
     rewards = []
-    for spec in specs:
+    for spec in specs or []:
         kind, _, argument = spec.partition(":")
         if spec == "exact_number":
             rewards.append(Reward(spec, exact_number))
@@ -130,9 +130,7 @@ def _from_model(name: str, device: torch.device) -> Reward:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         known = "exact_number, regex:PATTERN, length:N, file.py:function, or the name of a reward model"
-        raise UserError(
-            f"--reward_funcs {name}: neither a known function nor a reward model ({known}): {reason}"
-        ) from None
+        raise UserError(f"--reward_funcs {name}: neither a known function nor a reward model ({known}): {reason}") from None
 
     @torch.no_grad()
     def reward_model(prompts: list, completions: list, **columns: Any) -> list[float]:
@@ -196,14 +194,23 @@ def score(
     return results
 
 
-def scorer(specs: list[str] | None, tokenizer: Any, device: torch.device) -> Callable | None:
-    """`score` for an evaluation: (rows, token ids) -> {name: scores}; None where no function is asked for."""
-    if not specs:
+def scorer(rewards: list[Reward], tokenizer: Any, weights: list[float] | None = None) -> Callable | None:
+    """`score` for an evaluation: (rows, token ids) -> {name: scores}; None without functions.
+
+    weights: also score their weighted sum, as "reward".
+    """
+    if not rewards:
         return None
-    rewards = load_rewards(specs, device)
 
     def score_ids(rows: list[dict[str, Any]], ids: list[list[int]]) -> dict[str, list[float | None]]:
         texts = [tokenizer.decode(x, skip_special_tokens=True) for x in ids]
-        return dict(zip([r.name for r in rewards], score(rewards, rows, texts, ids), strict=True))
+        scores = score(rewards, rows, texts, ids)
+        named = dict(zip([reward.name for reward in rewards], scores, strict=True))
+        if weights is not None:
+            named["reward"] = [
+                sum(w * v for w, v in zip(weights, values, strict=True) if v is not None)
+                for values in zip(*scores, strict=True)
+            ]
+        return named
 
     return score_ids

@@ -25,11 +25,7 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
     in it.
     """
     check_tracker(args.report_to)
-    if (
-        args.per_device_train_batch_size < 1
-        or args.gradient_accumulation_steps < 1
-        or args.per_device_eval_batch_size < 1
-    ):
+    if args.per_device_train_batch_size < 1 or args.gradient_accumulation_steps < 1 or args.per_device_eval_batch_size < 1:
         raise UserError("batch sizes and gradient_accumulation_steps are at least 1")
     accelerator = Accelerator(
         # sync_with_dataloader=False: a window is whole, whatever the length of an epoch.
@@ -71,15 +67,11 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
     return accelerator, checkpoint
 
 
-def finish(
-    accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metrics: Metrics, next_command: str
-) -> None:
+def finish(accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metrics: Metrics, next_command: str) -> None:
     """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
     export(accelerator, model, tokenizer, args.output_dir)
     metrics.finish()
-    say(
-        f"\nsaved in {args.output_dir}: the model and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png"
-    )
+    say(f"\nsaved in {args.output_dir}: the model and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png")
     say(f"try next: {next_command}")
     accelerator.end_training()
 
@@ -104,9 +96,7 @@ def _refuse_false_launches(accelerator: Accelerator) -> None:
         )
     for variable, kind in (("FSDP", DistributedType.FSDP), ("DEEPSPEED", DistributedType.DEEPSPEED)):
         if env.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true" and accelerator.distributed_type != kind:
-            raise UserError(
-                f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}"
-            )
+            raise UserError(f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}")
 
 
 def due(step: int, every: int, *, first: int, last: int) -> bool:
@@ -122,6 +112,4 @@ def progress(steps: range, description: str) -> Any:
     from tqdm import tqdm
 
     quiet = os.environ.get("RANK", "0") != "0"
-    return tqdm(
-        steps, desc=description, disable=quiet, mininterval=0.5 if sys.stderr.isatty() else 20, dynamic_ncols=True
-    )
+    return tqdm(steps, desc=description, disable=quiet, mininterval=0.5 if sys.stderr.isatty() else 20, dynamic_ncols=True)

@@ -118,9 +118,7 @@ def tokenize_pair(
     if isinstance(prompt, str):
         sides = [tokenize_completion(prompt, answer, tokenizer) for answer in (chosen, rejected)]
     else:
-        sides = [
-            tokenize_chat(prompt + answer, tokenizer, first_trained_turn=len(prompt)) for answer in (chosen, rejected)
-        ]
+        sides = [tokenize_chat(prompt + answer, tokenizer, first_trained_turn=len(prompt)) for answer in (chosen, rejected)]
     starts = [int(side["loss_mask"].argmax()) for side in sides]
     if starts[0] != starts[1] or (sides[0]["input_ids"][: starts[0]] != sides[1]["input_ids"][: starts[0]]).any():
         raise BadRow("the prompt has other tokens before the chosen than before the rejected answer")
@@ -182,8 +180,7 @@ def assistant_spans(
             raise BadRow(f"the template marks {len(spans)} generations in {len(turns)} assistant turns")
         # A template may leave the end of the turn outside its markers; a model that never learns it never stops.
         return text, {
-            i: (start, _after_special(text, end, tokenizer) or end)
-            for i, (start, end) in zip(turns, spans, strict=True)
+            i: (start, _after_special(text, end, tokenizer) or end) for i, (start, end) in zip(turns, spans, strict=True)
         }
 
     spans = {}

@@ -259,10 +259,7 @@ def test_questions_of_train_validation_and_test_are_disjoint():
     texts = {split: {text for name in files[split] for text in texts_of(name)} for split in SPLITS}
     asked = {
         split: {
-            chains_in(text)[-1]
-            for name in files[split]
-            if name.startswith(("prompts", "grpo"))
-            for text in texts_of(name)
+            chains_in(text)[-1] for name in files[split] if name.startswith(("prompts", "grpo")) for text in texts_of(name)
         }
         for split in SPLITS
     }
@@ -345,9 +342,7 @@ def test_the_prompts_of_one_split_are_the_same_questions_in_three_forms(split):
 
 
 def test_all_files_together_stay_small():
-    assert (
-        sum(path.stat().st_size for path in DATA.rglob("*") if path.suffix in {".txt", ".jsonl", ".py", ".md"}) < 2.8e6
-    )
+    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.suffix in {".txt", ".jsonl", ".py", ".md"}) < 2.8e6
 
 
 # ---------------------------------------------------------------------------------------------------------------------

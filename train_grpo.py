@@ -1,0 +1,458 @@
+"""Group-relative policy optimisation: prompts and rewards -> a model that is better at what is rewarded.
+
+For each prompt, G completions are sampled from the model; each is compared with its group (Shao et al. 2024, arXiv
+2402.03300). Over the tokens t of the completions i of a window (all micro-batches of all processes):
+
+    A_i  = (r_i - mean of the group) / (std of the group + 1e-4)
+    ρ_t  = π(token_t) / π_old(token_t)
+    loss = sum_i w_i · sum_t [ -min(ρ_t A_i, clip(ρ_t, 1-ε, 1+ε_high) A_i) + β KL_t - entropy_coef · H_t ]
+
+1. w_i is 1 / (tokens of the window) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo and dr_grpo.
+2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
+   temperature of the sampling in them.
+3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
+4. Groups in which all rewards are equal teach nothing; where β and entropy_coef are 0 they are left out of the forward
+   pass, and stay in the denominator.
+5. `per_device_train_batch_size` counts completions. One rollout serves steps_per_generation windows, num_iterations times
+   each; both are 1 by default, and then ρ = 1 and the value of the loss says little: look at the reward.
+
+    accelerate launch train_grpo.py                                           # the embedded demo, ~1 minute on 2 CPU cores
+    accelerate launch train_grpo.py --model_name_or_path outputs/sft --dataset_name prompts.jsonl --reward_funcs my.py:reward
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_grpo.py --config my_run.yaml
+
+Shapes: T tokens of the flat row, S sequences in it, P prompts, G completions of each, C = P·G, F reward functions.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from common.arguments import CommonArgs, arg, run
+from common.checkpoint import resume, save_checkpoint
+from common.collators import flat_batch, sample_index
+from common.data import BadRow, as_prompt, convert, hold_out, load_rows
+from common.errors import UserError, say
+from common.evaluate import complete_prompts, gather_lists
+from common.generate import sample
+from common.losses import (
+    GRPO_LOSS_TYPES,
+    combine_rewards,
+    group_advantages,
+    grpo_loss,
+    grpo_token_weights,
+    segment_ids,
+)
+from common.model import (
+    add_lora,
+    base_lm,
+    choose_model,
+    compile_layers,
+    count_parameters,
+    disable_dropout,
+    enable_gradient_checkpointing,
+    flops_per_token,
+    load_model,
+    load_tokenizer,
+    reference_of,
+    set_stop_tokens,
+)
+from common.monitor import Metrics, require_finite
+from common.optimizer import adamw, schedule, set_lr
+from common.rewards import load_rewards, score, scorer
+from common.run import due, finish, progress, seed_step, start
+from common.tokens import stop_token_ids, tokenize_prompt
+
+import numpy as np
+import torch
+
+DEMO = "data/configs/grpo.yaml"
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/grpo", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
+    lr_scheduler_type: str = arg("constant", help="cosine, linear, constant, or wsd (flat, then linear to the end)")
+
+    # Rewards
+    reward_funcs: list[str] = arg(
+        ["exact_number"], help="exact_number, regex:PATTERN, length:N, file.py:function, or a reward model"
+    )
+    reward_weights: list[float] | None = arg(None, help="one for each function; unset: 1")
+    scale_rewards: str = arg("group", help="advantages are divided by the std of the group, of the batch, or none")
+
+    # Sampling
+    num_generations: int = arg(8, help="G, completions per prompt")
+    max_prompt_length: int = arg(512, help="tokens; longer prompts are left out")
+    max_completion_length: int = arg(256, help="tokens; longer completions are cut")
+    temperature: float = arg(1.0, help="of the sampling")
+    top_p: float = arg(1.0, help="sample from the most probable tokens that together have this share; 1: all")
+    top_k: int = arg(0, help="sample from the k most probable tokens; 0: all")
+    generation_batch_size: int = arg(128, help="completions sampled at a time on a process; bounds the memory only")
+    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+
+    # Algorithm
+    beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model")
+    epsilon: float = arg(0.2, help="clip range of the ratio, below 1")
+    epsilon_high: float | None = arg(None, help="above 1; unset: as epsilon (DAPO: 0.28)")
+    entropy_coef: float = arg(0.0, help="weight of an entropy bonus")
+    loss_type: str = arg("dapo", help="grpo, bnpo, dapo, dr_grpo: what a token weighs")
+    importance_sampling_level: str = arg("token", help="token, or sequence (GSPO)")
+    use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
+    num_iterations: int = arg(1, help="updates on each rollout")
+    steps_per_generation: int = arg(1, help="windows that one rollout serves")
+
+
+def check(args: Args, world: int) -> None:
+    """Settings that cannot work, before anything is loaded."""
+    window = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
+    if args.num_generations < 2:
+        raise UserError(f"--num_generations {args.num_generations}: a group needs at least 2 completions to compare")
+    if window % args.num_generations:
+        raise UserError(
+            f"--num_generations {args.num_generations} does not divide the {window} completions of a step "
+            f"(per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps} x {world} processes)"
+        )
+    for name, allowed in (
+        ("loss_type", GRPO_LOSS_TYPES),
+        ("scale_rewards", ("group", "batch", "none")),
+        ("importance_sampling_level", ("token", "sequence")),
+    ):
+        if getattr(args, name) not in allowed:
+            raise UserError(f"--{name} {getattr(args, name)}: one of {', '.join(allowed)}")
+    if args.reward_weights is not None and len(args.reward_weights) != len(args.reward_funcs):
+        raise UserError(f"--reward_weights: {len(args.reward_weights)} weights for {len(args.reward_funcs)} functions")
+    if args.temperature <= 0:
+        raise UserError("--temperature must be above 0: greedy completions of a prompt are all the same")
+
+
+def make_prompt(columns: dict[str, Any], tokenizer: Any, max_prompt_length: int) -> dict[str, Any]:
+    """A dataset row as {"prompt", "prompt_ids", other columns for the rewards}."""
+    row = as_prompt(columns)
+    ids = tokenize_prompt(row["prompt"], tokenizer)
+    if len(ids) > max_prompt_length:
+        raise BadRow(f"a prompt of more than max_prompt_length {max_prompt_length} tokens")
+    return row | {"prompt_ids": ids}
+
+
+def roll_out(
+    accelerator: Any, model: Any, tokenizer: Any, rows: list[dict], rewards: list, key: tuple[int, int], sampling: dict
+) -> list[dict[str, Any]]:
+    """Sample and score one completion for each of the C rows (a prompt stands G times in succession), over all processes.
+
+    Each process samples a contiguous share, and gets everything: {"ids", "logps", "finished", "text", "rewards" (F)}. The
+    randomness of a completion is a function of key and its place, whoever samples it.
+    """
+    share = -(-len(rows) // accelerator.num_processes)
+    mine = range(accelerator.process_index * share, min((accelerator.process_index + 1) * share, len(rows)))
+    with accelerator.autocast():
+        completions = sample(
+            accelerator.unwrap_model(model),
+            [rows[i]["prompt_ids"] for i in mine],
+            [(*key, i) for i in mine],
+            **sampling,
+        )
+    texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in completions]
+    columns = [{name: value for name, value in rows[i].items() if name != "prompt_ids"} for i in mine]
+    scores = score(rewards, columns, texts, [completion.ids for completion in completions])  # [F][completion]
+    results = [
+        completion._asdict() | {"text": text, "rewards": [function[k] for function in scores]}
+        for k, (completion, text) in enumerate(zip(completions, texts, strict=True))
+    ]
+    return gather_lists(accelerator, results)
+
+
+def judge(
+    completions: list[dict], G: int, weights: list[float], names: list[str], scale_rewards: str
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Advantages (C,) of a rollout, 0 where no function gave a reward, and what is logged of it."""
+    table = [[math.nan if value is None else value for value in completion["rewards"]] for completion in completions]
+    per_function = torch.tensor(table, dtype=torch.float64)  # (C, F)
+    reward = combine_rewards(per_function, torch.tensor(weights, dtype=torch.float64))  # (C,)
+    if bool(reward.isnan().all()):
+        raise UserError("no reward function gave a number for any completion of this step (all returned None)")
+    groups = reward.view(-1, G)  # (P, G)
+    advantages = group_advantages(groups, scale_rewards)
+    spread = torch.nan_to_num(groups.nanmean(-1, keepdim=True) - groups).abs().amax(-1)
+    lengths = torch.tensor([len(completion["ids"]) for completion in completions], dtype=torch.float64)
+    finished = torch.tensor([completion["finished"] for completion in completions])
+    logged = {
+        "reward": reward.nanmean().item(),
+        "reward_std": torch.stack([group[~group.isnan()].std(correction=0) for group in groups]).nanmean().item(),
+        "frac_reward_zero_std": (spread < 1e-12).double().mean().item(),
+        "completions/mean_length": lengths.mean().item(),
+        "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
+        "completions/clipped_ratio": (~finished).double().mean().item(),
+    }
+    if finished.any():
+        logged["completions/mean_terminated_length"] = lengths[finished].mean().item()
+    for f, name in enumerate(names):
+        values = per_function[:, f][~per_function[:, f].isnan()]
+        if len(values):
+            logged |= {f"rewards/{name}/mean": values.mean().item(), f"rewards/{name}/std": values.std(correction=0).item()}
+    return advantages.flatten().float(), logged
+
+
+def make_windows(rows: list[dict], completions: list[dict], advantages: torch.Tensor, accelerator: Any, args: Args) -> list:
+    """A rollout as steps_per_generation windows, each this process's sequences in gradient_accumulation_steps parts.
+
+    A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
+    denominators, and is not run through the model.
+    """
+    trained = torch.tensor([c["finished"] or not args.mask_truncated_completions for c in completions])
+    trained &= torch.tensor([any(value is not None for value in c["rewards"]) for c in completions])
+    tokens = torch.tensor([float(len(c["ids"])) for c in completions])
+    size = len(completions) // args.steps_per_generation
+    share, parts = size // accelerator.num_processes, accelerator.gradient_accumulation_steps
+    windows = []
+    for first in range(0, len(completions), size):
+        inside = slice(first, first + size)
+        of_window, of_rollout = ((tokens[s] * trained[s]).sum().item() for s in (inside, slice(None)))
+        weights = grpo_token_weights(
+            args.loss_type,
+            tokens[inside],
+            window_tokens=of_rollout / args.steps_per_generation if args.loss_type == "dapo" else of_window,
+            window_completions=trained[inside].sum().item(),
+            max_completion_length=args.max_completion_length,
+        )
+        mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
+        always = args.beta > 0 or args.entropy_coef > 0
+        kept = [i for i in mine if trained[i] and (always or advantages[i] != 0)]
+        units = []
+        for i in kept or [mine[0]]:
+            prompt, answer = rows[i]["prompt_ids"], completions[i]["ids"]
+            sequence = {
+                "input_ids": np.array(prompt + answer),
+                "loss_mask": np.array([0] * len(prompt) + [1] * len(answer), np.uint8),
+                "sampled_logps": np.array([0.0] * len(prompt) + completions[i]["logps"], np.float32),
+                "advantage": float(advantages[i]),
+                "token_weight": float(weights[i - first]),
+            }
+            units.append([sequence])
+        split = [list(part) for part in np.array_split(np.arange(len(units)), parts)] if kept else [[]] * parts
+        windows.append([([units[k] for k in part], 1.0) if part else (units[:1], 0.0) for part in split])
+    return windows
+
+
+def write_completions(metrics: Metrics, step: int, rows: list, completions: list, advantages: Any, names: list[str]) -> None:
+    """The rollout that serves `step`, a line per completion, in completions.jsonl."""
+    lines = [
+        {"step": step, "prompt": row["prompt"], "completion": completion["text"], "finished": completion["finished"]}
+        | {"rewards": dict(zip(names, completion["rewards"], strict=True)), "advantage": advantage}
+        for row, completion, advantage in zip(rows, completions, advantages.tolist(), strict=True)
+    ]
+    metrics.append("completions.jsonl", lines)
+
+
+@torch.no_grad()
+def add_logps(accelerator: Any, function: Any, windows: list, name: str, temperature: float) -> None:
+    """Give every sequence of a rollout its token log-probabilities under `function`, as the field `name`."""
+    for units, weight in (part for window in windows for part in window):
+        with accelerator.autocast():
+            logps = function(flat_batch(units, accelerator.device, weight), temperature).cpu()
+        for unit, values in zip(units, logps.split([len(unit[0]["input_ids"]) for unit in units]), strict=True):
+            unit[0][name] = values.numpy()
+
+
+def main(args: Args) -> None:
+    # --- run -----------------------------------------------------------------------------------------------------
+    args.model_name_or_path = choose_model(args.model_name_or_path, "outputs/sft")
+    args.dataset_name = args.dataset_name or ["data/grpo"]
+    accelerator, checkpoint = start(args, __file__)
+    check(args, accelerator.num_processes)
+
+    # --- tokenizer and data ----------------------------------------------------------------------------------------
+    tokenizer = load_tokenizer(
+        args.tokenizer_name or args.model_name_or_path, args.chat_template, trust=args.trust_remote_code
+    )
+    train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
+    eval_names = args.eval_dataset_name or args.dataset_name
+    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional=True)
+    if args.eval_fraction:
+        train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
+    prompts, eval_prompts = (
+        convert(rows[:most], lambda columns: make_prompt(columns, tokenizer, args.max_prompt_length), "prompts")
+        for rows, most in ((train_rows, args.max_train_samples), (eval_rows, args.max_eval_samples))
+    )
+    if args.eval_prompts:
+        eval_prompts = convert(load_rows(args.eval_prompts), as_prompt, "prompts")
+    rewards = load_rewards(args.reward_funcs, accelerator.device)
+    weights = args.reward_weights or [1.0] * len(rewards)
+    eval_rewards = load_rewards(args.eval_reward_funcs, accelerator.device) if args.eval_reward_funcs else rewards
+
+    # --- model ---------------------------------------------------------------------------------------------------
+    model = load_model(
+        args.model_name_or_path if args.use_peft else str(checkpoint or args.model_name_or_path),
+        dtype=args.dtype,
+        revision=args.model_revision,
+        trust=args.trust_remote_code,
+        vocab_size=len(tokenizer),
+    )
+    if args.use_peft:
+        model = add_lora(
+            model,
+            r=args.lora_r,
+            alpha=args.lora_alpha,
+            dropout=args.lora_dropout,
+            target_modules=args.lora_target_modules,
+            checkpoint=checkpoint,
+        )
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    if args.torch_compile:
+        compile_layers(model)
+    disable_dropout(model)
+    stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
+    set_stop_tokens(model, stop_ids, tokenizer.pad_token_id or tokenizer.eos_token_id)
+
+    # --- optimizer, prepare, resume ------------------------------------------------------------------------------
+    optimizer = adamw(
+        model,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        epsilon=args.adam_epsilon,
+    )
+    flops = flops_per_token(model, args.max_prompt_length + args.max_completion_length)
+    trained, all_parameters = count_parameters(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    reference = None
+    if args.beta > 0:
+        frozen = None
+        if not args.use_peft:
+            frozen = load_model(args.model_name_or_path, dtype=args.dtype, vocab_size=len(tokenizer))
+            frozen.to(accelerator.device).eval()
+        reference = reference_of(accelerator.unwrap_model(model), frozen)
+
+    G, world = args.num_generations, accelerator.num_processes
+    size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world  # completions of a window
+    P = size * args.steps_per_generation // G  # prompts of a rollout
+    cycle = args.steps_per_generation * args.num_iterations  # steps that it serves
+    last_step = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * len(prompts) / P) * cycle
+    sampling = {
+        "stop_ids": stop_ids,
+        "max_new_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "batch_size": args.generation_batch_size,
+    }
+    lr_at = schedule(
+        args.lr_scheduler_type,
+        args.learning_rate,
+        last_step,
+        warmup_steps=args.warmup_steps,
+        decay_fraction=args.lr_decay_fraction,
+        min_ratio=args.min_lr_ratio,
+    )
+    state = resume(accelerator, checkpoint, optimizer)
+    first_step = state["step"]
+    metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
+    metrics.restore(state)
+    unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
+    eval_score = scorer(eval_rewards, tokenizer, weights if eval_rewards is rewards else None)
+    say(
+        f"{trained:,} of {all_parameters:,} parameters trained; {len(prompts):,} prompts, {len(eval_prompts):,} held out; "
+        f"{last_step} steps of {size} completions, {G} for each prompt; stop tokens {tokenizer.convert_ids_to_tokens(stop_ids)}"
+    )
+
+    # --- loop ----------------------------------------------------------------------------------------------------
+    save_wanted = False
+    for step in (bar := progress(range(first_step, last_step + 1), "grpo")):
+        if due(step, args.eval_steps, first=first_step, last=last_step):
+            means, samples = complete_prompts(
+                accelerator,
+                model,
+                tokenizer,
+                eval_prompts,
+                eval_score,
+                stop_ids=stop_ids,
+                temperatures=args.eval_temperatures,
+                max_new_tokens=args.eval_max_new_tokens,
+                seed=args.seed,
+            )
+            metrics.log_eval(step, means, samples, show=args.num_samples)
+        save_wanted |= due(step, args.save_steps, first=max(first_step, 1), last=-1)
+        if save_wanted and step % cycle == 0:  # between rollouts, so that a checkpoint needs none
+            save_checkpoint(
+                accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
+            )
+            save_wanted = False
+        if step == last_step:
+            break
+
+        if step % cycle == 0:  # a rollout: sample -> score -> compare
+            generation = step // cycle
+            chosen = [sample_index(i, len(prompts), args.seed) for i in range(generation * P, (generation + 1) * P)]
+            rows = [prompts[i] for i in chosen for _ in range(G)]
+            completions = roll_out(accelerator, model, tokenizer, rows, rewards, (args.seed, generation), sampling)
+            advantages, logged = judge(completions, G, weights, [reward.name for reward in rewards], args.scale_rewards)
+            windows = make_windows(rows, completions, advantages, accelerator, args)
+            if cycle > 1:
+                add_logps(accelerator, accelerator.unwrap_model(model), windows, "old_logps", args.temperature)
+            if reference is not None:
+                add_logps(accelerator, reference, windows, "ref_logps", args.temperature)
+            metrics.add(**logged)
+            write_completions(metrics, step + 1, rows, completions, advantages, [reward.name for reward in rewards])
+
+        seed_step(args.seed, step, accelerator.process_index)
+        for units, weight in windows[step % cycle % args.steps_per_generation]:
+            batch = flat_batch(units, accelerator.device, weight)
+            with accelerator.accumulate(model):
+                logps, entropy, _ = model(batch, temperature=args.temperature, stats=True)  # (T,) each
+                mask, sequence = batch["loss_mask"], segment_ids(batch["cu_seqlens"], len(logps))
+                token_losses, stats = grpo_loss(
+                    logps,
+                    batch.get("old_logps", logps.detach()),
+                    batch.get("ref_logps"),
+                    batch["advantage"][sequence],
+                    mask,
+                    batch["cu_seqlens"],
+                    epsilon=args.epsilon,
+                    epsilon_high=args.epsilon_high,
+                    beta=args.beta,
+                    importance_sampling_level=args.importance_sampling_level,
+                    use_bias_correction_kl=args.use_bias_correction_kl,
+                )
+                token_losses = token_losses - args.entropy_coef * entropy * mask
+                loss = (token_losses * batch["token_weight"][sequence]).sum()  # <- the algorithm
+                accelerator.backward(loss * unmean)
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                    require_finite(loss, grad_norm, step, args.output_dir)
+                    set_lr(optimizer, lr_at(step))
+                optimizer.step()
+                optimizer.zero_grad()
+            metrics.add_share(loss=loss)
+            per_token = {
+                "entropy": entropy,
+                "clip_ratio/low_mean": stats["clip_low"],
+                "clip_ratio/high_mean": stats["clip_high"],
+                "clip_ratio/region_mean": stats["clip_low"] + stats["clip_high"],
+            }
+            if reference is not None:
+                per_token["kl"] = stats["kl"]
+            if step % cycle == 0:  # the model is still the one that sampled: how far sampler and trainer disagree
+                per_token["sampling/logp_difference"] = (logps - batch["sampled_logps"]).abs()
+            metrics.add(mask.sum(), **{name: (values.detach() * mask).sum() for name, values in per_token.items()})
+        metrics.num_tokens += (
+            sum(len(r["prompt_ids"]) + len(c["ids"]) for r, c in zip(rows, completions, strict=True)) // cycle
+        )
+        if due(step + 1, args.logging_steps, first=first_step, last=last_step):
+            metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
+
+    # --- export --------------------------------------------------------------------------------------------------
+    finish(
+        accelerator,
+        args,
+        model,
+        tokenizer,
+        metrics,
+        next_command=f"python -c \"from transformers import pipeline; print(pipeline('text-generation', '{args.output_dir}')([{{'role': 'user', 'content': 'What is 7+5-4?'}}]))\"",
+    )
+
+
+if __name__ == "__main__":
+    run(main, Args, DEMO)
