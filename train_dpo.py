@@ -178,12 +178,7 @@ def main(args: Args) -> None:
     )
     if args.use_peft:
         model = add_lora(
-            model,
-            r=args.lora_r,
-            alpha=args.lora_alpha,
-            dropout=args.lora_dropout,
-            target_modules=args.lora_target_modules,
-            checkpoint=checkpoint,
+            model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
         )
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model)
@@ -194,13 +189,8 @@ def main(args: Args) -> None:
     set_stop_tokens(model, stop_ids, tokenizer.pad_token_id or tokenizer.eos_token_id)
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
-    optimizer = adamw(
-        model,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        betas=(args.adam_beta1, args.adam_beta2),
-        epsilon=args.adam_epsilon,
-    )
+    betas = (args.adam_beta1, args.adam_beta2)
+    optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
     flops = flops_per_token(model, args.max_length)
     trained, all_parameters = count_parameters(model)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -219,22 +209,11 @@ def main(args: Args) -> None:
     num_pairs = len(units)
     if args.packing:
         units = pack(units, 2 * args.max_length)
-    windows = Windows(
-        units,
-        accelerator,
-        args.per_device_train_batch_size,
-        seed=args.seed,
-        num_epochs=args.num_train_epochs,
-        max_steps=args.max_steps,
-    )
+    batch_size, epochs = args.per_device_train_batch_size, args.num_train_epochs
+    windows = Windows(units, accelerator, batch_size, seed=args.seed, num_epochs=epochs, max_steps=args.max_steps)
     last_step = len(windows)
     lr_at = schedule(
-        args.lr_scheduler_type,
-        args.learning_rate,
-        last_step,
-        warmup_steps=args.warmup_steps,
-        decay_fraction=args.lr_decay_fraction,
-        min_ratio=args.min_lr_ratio,
+        args.lr_scheduler_type, args.learning_rate, last_step, args.warmup_steps, args.lr_decay_fraction, args.min_lr_ratio
     )
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
@@ -294,7 +273,14 @@ def main(args: Args) -> None:
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
 
     # --- export --------------------------------------------------------------------------------------------------
-    finish(accelerator, args, model, tokenizer, metrics, next_command="accelerate launch train_grpo.py")
+    finish(
+        accelerator,
+        args,
+        model,
+        tokenizer,
+        metrics,
+        f"accelerate launch train_grpo.py --model_name_or_path {args.output_dir}",
+    )
 
 
 if __name__ == "__main__":

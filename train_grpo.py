@@ -292,12 +292,7 @@ def main(args: Args) -> None:
     )
     if args.use_peft:
         model = add_lora(
-            model,
-            r=args.lora_r,
-            alpha=args.lora_alpha,
-            dropout=args.lora_dropout,
-            target_modules=args.lora_target_modules,
-            checkpoint=checkpoint,
+            model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
         )
     if args.gradient_checkpointing:
         enable_gradient_checkpointing(model)
@@ -308,13 +303,8 @@ def main(args: Args) -> None:
     set_stop_tokens(model, stop_ids, tokenizer.pad_token_id or tokenizer.eos_token_id)
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
-    optimizer = adamw(
-        model,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        betas=(args.adam_beta1, args.adam_beta2),
-        epsilon=args.adam_epsilon,
-    )
+    betas = (args.adam_beta1, args.adam_beta2)
+    optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
     flops = flops_per_token(model, args.max_prompt_length + args.max_completion_length)
     trained, all_parameters = count_parameters(model)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -340,12 +330,7 @@ def main(args: Args) -> None:
         "batch_size": args.generation_batch_size,
     }
     lr_at = schedule(
-        args.lr_scheduler_type,
-        args.learning_rate,
-        last_step,
-        warmup_steps=args.warmup_steps,
-        decay_fraction=args.lr_decay_fraction,
-        min_ratio=args.min_lr_ratio,
+        args.lr_scheduler_type, args.learning_rate, last_step, args.warmup_steps, args.lr_decay_fraction, args.min_lr_ratio
     )
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
@@ -355,7 +340,7 @@ def main(args: Args) -> None:
     eval_score = scorer(eval_rewards, tokenizer, weights if eval_rewards is rewards else None)
     say(
         f"{trained:,} of {all_parameters:,} parameters trained; {len(prompts):,} prompts, {len(eval_prompts):,} held out; "
-        f"{last_step} steps of {size} completions, {G} for each prompt; stop tokens {tokenizer.convert_ids_to_tokens(stop_ids)}"
+        f"{last_step} steps of {size} completions, {G} for each prompt; stop at {tokenizer.convert_ids_to_tokens(stop_ids)}"
     )
 
     # --- loop ----------------------------------------------------------------------------------------------------
@@ -394,6 +379,7 @@ def main(args: Args) -> None:
                 add_logps(accelerator, accelerator.unwrap_model(model), windows, "old_logps", args.temperature)
             if reference is not None:
                 add_logps(accelerator, reference, windows, "ref_logps", args.temperature)
+            rollout_tokens = sum(len(r["prompt_ids"]) + len(c["ids"]) for r, c in zip(rows, completions, strict=True))
             metrics.add(**logged)
             write_completions(metrics, step + 1, rows, completions, advantages, [reward.name for reward in rewards])
 
@@ -437,20 +423,13 @@ def main(args: Args) -> None:
             if step % cycle == 0:  # the model is still the one that sampled: how far sampler and trainer disagree
                 per_token["sampling/logp_difference"] = (logps - batch["sampled_logps"]).abs()
             metrics.add(mask.sum(), **{name: (values.detach() * mask).sum() for name, values in per_token.items()})
-        metrics.num_tokens += (
-            sum(len(r["prompt_ids"]) + len(c["ids"]) for r, c in zip(rows, completions, strict=True)) // cycle
-        )
+        metrics.num_tokens += rollout_tokens // args.steps_per_generation
         if due(step + 1, args.logging_steps, first=first_step, last=last_step):
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
 
     # --- export --------------------------------------------------------------------------------------------------
     finish(
-        accelerator,
-        args,
-        model,
-        tokenizer,
-        metrics,
-        next_command=f"python -c \"from transformers import pipeline; print(pipeline('text-generation', '{args.output_dir}')([{{'role': 'user', 'content': 'What is 7+5-4?'}}]))\"",
+        accelerator, args, model, tokenizer, metrics, f"read {args.output_dir}/completions.jsonl, or reward what you like"
     )
 
 

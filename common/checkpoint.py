@@ -17,6 +17,9 @@ from common.errors import UserError, say
 import torch
 from accelerate.utils import DistributedType
 
+# Arguments that a resumed run may have other than the one it goes on with: they change what is written, not what is
+# learned.
+MAY_CHANGE = {"overwrite_output_dir", "resume_from_checkpoint", "save_total_limit", "report_to", "run_name", "num_samples"}
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -133,6 +136,9 @@ def claim_output_dir(args: dict[str, Any], saved_args: dict[str, Any] | None) ->
     would mix two runs, SystemExit(0) where the same run is already complete. Deletes nothing.
     """
     output_dir, wish = args["output_dir"], args["resume_from_checkpoint"]
+    model = Path(args["model_name_or_path"] or "").resolve()
+    if args["model_name_or_path"] and model.is_relative_to(Path(output_dir).resolve()):
+        raise UserError(f"--output_dir {output_dir} holds the model to start from: choose another")
     if wish not in ("auto", "none"):
         if (problem := defect(Path(wish))) is not None:
             raise UserError(f"--resume_from_checkpoint {wish}: {problem}")
@@ -150,12 +156,6 @@ def claim_output_dir(args: dict[str, Any], saved_args: dict[str, Any] | None) ->
         say(f"{output_dir} holds this very run, complete: {again}")
         raise SystemExit(0)
     return newest_whole(output_dir)
-
-
-# Arguments that a resumed run may have other than the one it goes on with: they change what is written, not what is learned.
-MAY_CHANGE = {
-    "overwrite_output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit", "report_to", "run_name", "num_samples",
-}  # fmt: skip
 
 
 def _seal(folder: Path) -> None:

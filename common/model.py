@@ -290,7 +290,6 @@ def wrap(lm: nn.Module) -> LogProbModel:
 
 def add_lora(
     model: LogProbModel,
-    *,
     r: int,
     alpha: int,
     dropout: float,

@@ -97,12 +97,13 @@ class Metrics:
         """Go on from a checkpoint: forget the lines of metrics.jsonl and samples.jsonl that came after it."""
         self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
         self.first_eval, self.clock_tokens = state.get("first_eval", {}), self.num_tokens
+        last = state["step"] or -1  # a run that starts over keeps none
         if self.accelerator.is_main_process:
             for path in self.output_dir.glob("*.jsonl"):
                 kept = []
                 for line in path.read_text(encoding="utf-8").splitlines():
                     try:
-                        if json.loads(line)["step"] <= state["step"]:
+                        if json.loads(line)["step"] <= last:
                             kept.append(line)
                     except (ValueError, KeyError):
                         break  # a line that was cut off by the kill

@@ -12,7 +12,7 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
 def adamw(
-    model: nn.Module, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], epsilon: float
+    model: nn.Module, learning_rate: float, weight_decay: float, betas: tuple[float, float], epsilon: float
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) on the trained parameters, weight decay on matrices only."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -26,7 +26,7 @@ def adamw(
 
 
 def schedule(
-    kind: str, peak: float, total_steps: int, *, warmup_steps: float, decay_fraction: float, min_ratio: float
+    kind: str, peak: float, total_steps: int, warmup_steps: float, decay_fraction: float, min_ratio: float
 ) -> Callable[[int], float]:
     """step -> learning rate, for steps 0 .. total_steps - 1.
 

@@ -44,7 +44,9 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
         deepspeed["gradient_clipping"] = args.max_grad_norm or 1e6
     output_dir = Path(args.output_dir)
     saved = output_dir / "args.yaml"
-    saved_args = yaml.safe_load(saved.read_text(encoding="utf-8")) if saved.exists() else None
+    # A run that ended before it wrote a metric has left nothing worth keeping.
+    begun = saved.exists() and (output_dir / "metrics.jsonl").exists()
+    saved_args = yaml.safe_load(saved.read_text(encoding="utf-8")) if begun else None
     checkpoint = claim_output_dir(vars(args), saved_args)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -60,8 +62,9 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
+    threads = f" ({torch.get_num_threads()} CPU threads each)" if accelerator.device.type == "cpu" else ""
     say(
-        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}{threads}, "
         f"mixed precision {accelerator.mixed_precision}, output in {output_dir}"
     )
     return accelerator, checkpoint

@@ -1,0 +1,47 @@
+"""What the tests share: quiet threads, no Hub, a clean Accelerate, and a way to run a script's main in this process."""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+ROOT = Path(__file__).resolve().parents[1]
+os.chdir(ROOT)  # the scripts name data/... from the repository's root
+sys.path.insert(0, str(ROOT))
+
+import pytest  # noqa: E402
+
+# Written anew at every run: they depend on the clock or on the machine, not on what was learned.
+CLOCK = ("tokens_per_second", "peak_memory_gib")
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch("sft", "--max_steps", "2", ...) runs train_sft.py's main here; returns the output folder."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from common.arguments import parse_args
+
+    def launch_stage(stage: str, *argv: str, output: str = "out") -> Path:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        script = importlib.import_module(f"train_{stage}")
+        words = ["--output_dir", str(tmp_path / output), *map(str, argv)]
+        script.main(parse_args(script.Args, script.DEMO, words))
+        return tmp_path / output
+
+    return launch_stage
+
+
+def read_metrics(output: Path) -> list[dict]:
+    """The lines of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
+
+
+def train_metrics(output: Path) -> list[dict]:
+    return [row for row in read_metrics(output) if "loss" in row]

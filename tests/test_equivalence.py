@@ -1,0 +1,75 @@
+"""The same window gives the same loss and the same gradient, however it is split."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT, train_metrics
+
+COMMON = ["--eval_steps", "0", "--logging_steps", "1", "--save_steps", "0", "--max_grad_norm", "1.0", "--lr_scheduler_type", "constant"]
+# Windows of 8 units of uneven length; 20 units, so that the last of 3 windows holds 4 and some processes have none.
+STAGES = {
+    "pretrain": ["--config", "data/configs/pretrain.yaml", "--model_name_or_path", "data/base_model", "--max_steps", "-1"]
+    + ["--packing_strategy", "bfd", "--max_train_samples", "60", "--max_length", "64"],
+    "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "grpo": ["--config", "data/configs/grpo.yaml", "--max_steps", "2", "--num_generations", "4", "--beta", "0.02"]
+    + ["--num_iterations", "2", "--eval_prompts", ""],
+}
+BASE = {stage: ["--model_name_or_path", "data/base_model"] for stage in ("sft", "dpo", "grpo")}
+
+
+def losses(output):
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in train_metrics(output)]
+
+
+def assert_same(one, other, tolerance=1e-5):
+    assert [step for step, *_ in one] == [step for step, *_ in other]
+    for (_, loss, norm), (_, loss2, norm2) in zip(one, other, strict=True):
+        assert loss == pytest.approx(loss2, rel=tolerance, abs=1e-6)
+        assert norm == pytest.approx(norm2, rel=tolerance * 3)
+
+
+def arguments(stage, batch, accumulation):
+    return [*STAGES[stage], *BASE.get(stage, []), *COMMON, "--per_device_train_batch_size", str(batch)] + [
+        "--gradient_accumulation_steps",
+        str(accumulation),
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stage, launch):
+    whole = losses(launch(stage, *arguments(stage, 8, 1), output="8x1"))
+    assert len(whole) >= 2
+    for batch, accumulation in ((2, 4), (1, 8)):
+        split = losses(launch(stage, *arguments(stage, batch, accumulation), output=f"{batch}x{accumulation}"))
+        assert_same(whole, split)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stage, launch, tmp_path):
+    whole = losses(launch(stage, *arguments(stage, 8, 1)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29531"]
+    command += [f"train_{stage}.py", *arguments(stage, 2, 2), "--output_dir", str(tmp_path / "two")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert_same(whole, losses(tmp_path / "two"))
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["processes"] == 2
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_packing_changes_nothing_but_the_rows(stage, launch):
+    """All 20 units are one window, packed or not."""
+    alone = losses(launch(stage, *arguments(stage, 20, 1), output="alone"))
+    packed = losses(launch(stage, *arguments(stage, 20, 1), "--packing", output="packed"))
+    assert len(alone) == 1
+    assert_same(alone, packed)
+
+
+def test_precomputed_reference_log_probabilities_equal_those_computed_on_the_way(launch):
+    once = losses(launch("dpo", *arguments("dpo", 8, 1), "--precompute_ref_log_probs", "true", output="once"))
+    online = losses(launch("dpo", *arguments("dpo", 8, 1), "--precompute_ref_log_probs", "false", output="online"))
+    assert_same(once, online)

@@ -1,0 +1,334 @@
+"""Sampling: against transformers' own `generate`, against the trainer's log-probabilities, and against the softmax."""
+
+import math
+
+from common.collators import flat_batch
+from common.generate import Completion, draw, sample
+from common.model import enable_gradient_checkpointing
+from tests.tiny import TINY, V, tiny_pair
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+LENGTHS = [5, 1, 9, 3, 9, 2, 14, 6]
+PROMPTS = [np.random.default_rng(i).integers(2, V, n).tolist() for i, n in enumerate(LENGTHS)]
+PROMPTS[4] = PROMPTS[2]  # one prompt twice
+KEYS = [(7, i) for i in range(len(PROMPTS))]
+NEW = 20
+
+
+@pytest.fixture(scope="module", params=TINY)
+def pair(request):
+    return tiny_pair(request.param)
+
+
+@pytest.fixture(scope="module")
+def stop_ids(pair) -> list[int]:
+    """Two tokens at which some of the greedy completions end, at different places."""
+    _, lm = pair
+    free = [theirs(lm, prompt, []) for prompt in PROMPTS]
+    return [free[0][3], free[6][9]]
+
+
+def theirs(lm, prompt: list[int], stop_ids: list[int]) -> list[int]:
+    """The greedy completion of one prompt, alone, by transformers."""
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": stop_ids or None}
+    lm.generation_config.eos_token_id = None
+    return lm.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def ours(model, prompts=PROMPTS, keys=KEYS, *, stop_ids=(1,), **options) -> list[Completion]:
+    return sample(model, prompts, keys, stop_ids=stop_ids, max_new_tokens=options.pop("max_new_tokens", NEW), **options)
+
+
+def trainer_logps(model, prompts, completions, temperature: float = 1.0) -> list[torch.Tensor]:
+    """The log-probabilities of the completions by the model as it is trained, without dropout."""
+    units = [
+        [{"input_ids": np.array(p + c.ids), "loss_mask": np.array([0] * len(p) + [1] * len(c.ids))}]
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    batch = flat_batch(units, torch.device("cpu"))
+    was_training = model.training
+    with torch.no_grad():
+        logps = model.eval()(batch, temperature)
+    model.train(was_training)
+    return [row[len(p) :] for row, p in zip(logps.split(batch["lengths"]), prompts, strict=True)]
+
+
+# --- greedy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 128])
+def test_greedy_sampling_is_transformers_generate(pair, stop_ids, batch_size):
+    """Uneven prompts, two stop tokens, model in training mode (gpt2 with dropout): token by token."""
+    model, lm = pair
+    wanted = [theirs(lm, prompt, stop_ids) for prompt in PROMPTS]
+    assert len({len(ids) for ids in wanted}) > 2, "a test in which all end together shows little"
+    found = ours(model, stop_ids=stop_ids, temperature=0, batch_size=batch_size)
+    assert [c.ids for c in found] == wanted
+    assert [c.finished for c in found] == [ids[-1] in stop_ids for ids in wanted]
+    for c, logps in zip(found, trainer_logps(model, PROMPTS, found), strict=True):
+        torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-4, rtol=0)
+
+
+def test_every_stop_token_stops_and_is_part_of_the_completion(pair):
+    model, _ = pair
+    free = ours(model, stop_ids=[], temperature=0)
+    assert all(len(c.ids) == len(c.logps) == NEW and not c.finished for c in free)
+    for t in (0, 4, NEW - 1):
+        stops = [free[0].ids[t], free[3].ids[t]]
+        for c, whole in zip(ours(model, stop_ids=stops, temperature=0), free, strict=True):
+            end = next((i + 1 for i, token in enumerate(whole.ids) if token in stops), None)
+            assert (c.ids, c.finished) == (whole.ids[:end], end is not None)
+            assert len(c.logps) == len(c.ids)
+
+
+def test_a_completion_that_ends_with_its_last_allowed_token_is_finished(pair):
+    model, _ = pair
+    (free,) = ours(model, PROMPTS[:1], KEYS[:1], stop_ids=[], temperature=0, max_new_tokens=1)
+    (ended,) = ours(model, PROMPTS[:1], KEYS[:1], stop_ids=free.ids, temperature=0, max_new_tokens=1)
+    assert (free.ids, free.finished, ended.ids, ended.finished) == (ended.ids, False, free.ids, True)
+
+
+def test_no_prompt_gives_no_completion(pair):
+    assert ours(pair[0], [], []) == []
+
+
+# --- sampled --------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_does_not_depend_on_what_it_is_sampled_with(pair, stop_ids):
+    """Batch size, order, company: token by token, with log-probabilities to rounding."""
+    model, _ = pair
+    options = {"stop_ids": stop_ids, "temperature": 1.5, "top_k": 40, "top_p": 0.97}
+    wanted = ours(model, **options, batch_size=1)
+    assert len({len(c.ids) for c in wanted}) > 2, "rows leave the batch at different times"
+    order = [3, 0, 7, 6, 1, 5, 2, 4]
+    runs = {
+        "three at a time": ours(model, **options, batch_size=3),
+        "all at once": ours(model, **options, batch_size=128),
+        "in another order": ours(model, [PROMPTS[i] for i in order], [KEYS[i] for i in order], **options),
+        "with strangers": ours(model, PROMPTS + [[9] * 30, [4]], KEYS + [(1,), (2, 2, 2)], **options)[:8],
+    }
+    runs["in another order"] = [runs["in another order"][order.index(i)] for i in range(8)]
+    for name, found in runs.items():
+        assert [c.ids for c in found] == [c.ids for c in wanted], name
+        assert [c.finished for c in found] == [c.finished for c in wanted], name
+        for a, b in zip(found, wanted, strict=True):
+            assert a.logps == pytest.approx(b.logps, abs=1e-4), name
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_log_probabilities_are_those_of_the_trainer_at_the_same_temperature(pair, temperature):
+    """Those of the whole distribution, also where top_k and top_p restrict what is drawn."""
+    model, _ = pair
+    for options in ({}, {"top_k": 5, "top_p": 0.8}):
+        found = ours(model, temperature=temperature, **options)
+        for c, logps in zip(found, trainer_logps(model, PROMPTS, found, temperature), strict=True):
+            torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-4, rtol=0)
+
+
+def test_the_same_key_gives_the_same_completion_and_another_key_another(pair):
+    model, _ = pair
+    prompts, keys = [PROMPTS[0]] * 6, [(1, 2), (1, 2), (1, 3), (2, 1), (1, 2, 0, 5), (1, 2)]
+    found = [tuple(c.ids) for c in ours(model, prompts, keys, stop_ids=[], temperature=2.0)]
+    assert found[0] == found[1] == found[5]
+    assert len({found[0], found[2], found[3], found[4]}) == 4
+
+
+def test_completions_have_the_frequencies_of_the_model(pair):
+    """First tokens of 3000 completions of one prompt, against the model's softmax."""
+    model, lm = pair
+    with torch.no_grad():
+        p = lm(torch.tensor([PROMPTS[3]])).logits[0, -1].softmax(-1)
+    found = ours(model, [PROMPTS[3]] * 3000, [(i,) for i in range(3000)], max_new_tokens=1, batch_size=3000)
+    counts = torch.bincount(torch.tensor([c.ids[0] for c in found]), minlength=V)
+    chi_square(counts, p)
+
+
+# --- the model afterwards -------------------------------------------------------------------------------------------
+
+
+def state_of(model) -> tuple:
+    modes = {name: module.training for name, module in model.named_modules()}
+    return modes, model.config._attn_implementation, torch.is_grad_enabled()
+
+
+def training_pass(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probabilities and gradients as in training, dropout included."""
+    torch.manual_seed(0)
+    units = [[{"input_ids": np.array(p), "loss_mask": np.ones(len(p))}] for p in PROMPTS if len(p) > 1]
+    logps = model(flat_batch(units, torch.device("cpu")))
+    gradients = torch.autograd.grad(logps.sum(), [p for p in model.parameters() if p.requires_grad])
+    return logps.detach(), list(gradients)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_training_goes_on_after_sampling_as_if_there_had_been_none(pair, training):
+    model, _ = pair
+    model.train(training)
+    before, (logps, gradients) = state_of(model), training_pass(model)
+    ours(model, temperature=1.0)
+    assert state_of(model) == before
+    logps_after, gradients_after = training_pass(model)
+    assert torch.equal(logps, logps_after)
+    assert all(map(torch.equal, gradients, gradients_after))
+    model.train()
+
+
+def test_an_exception_while_sampling_leaves_the_model_as_it_was(pair):
+    model, _ = pair
+    before, (logps, _) = state_of(model), training_pass(model)
+    calls = []
+
+    def fail_at_the_third_token(module, args, kwargs):
+        calls.append(module.training)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    handle = model.lm.register_forward_pre_hook(fail_at_the_third_token, with_kwargs=True)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ours(model, stop_ids=[])
+    finally:
+        handle.remove()
+    assert calls == [False] * 3  # eval mode while sampling
+    assert state_of(model) == before
+    assert torch.equal(training_pass(model)[0], logps)
+
+
+def test_sampling_with_gradient_checkpointing_on_is_the_same():
+    model, _ = tiny_pair("llama")
+    wanted = ours(model)
+    enable_gradient_checkpointing(model)
+    assert [c.ids for c in ours(model)] == [c.ids for c in wanted]
+    assert model.lm.is_gradient_checkpointing
+
+
+def test_sampling_gives_no_gradient_and_leaves_none():
+    model, _ = tiny_pair("llama")
+    ours(model)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+# --- draw -----------------------------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.0, -4.0, 1.1, 0.31, -0.5, 1.9, -2.2])
+
+
+def chi_square(counts: torch.Tensor, p: torch.Tensor) -> None:
+    """Counts against probabilities; rare tokens together. The bound is the mean plus 5 standard deviations."""
+    n = counts.sum()
+    often = p * n >= 5
+    observed = torch.cat([counts[often], counts[~often].sum()[None]]).double()
+    expected = torch.cat([p[often], p[~often].sum()[None]]).double() * n
+    keep = expected > 0.5
+    k = int(keep.sum()) - 1
+    statistic = ((observed - expected)[keep] ** 2 / expected[keep]).sum().item()
+    assert statistic < k + 5 * math.sqrt(2 * k), (statistic, k)
+
+
+def naive_support(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """What may be drawn, with its probability: the k largest, of those the fewest that together reach top_p."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    weight = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
+    kept = order[:top_k] if top_k else order
+    total, reached, support = sum(weight[i] for i in kept), 0.0, {}
+    for i in kept:
+        if reached >= top_p:
+            break
+        support[i] = weight[i]
+        reached += weight[i] / total
+    total = sum(support.values())
+    return {i: w / total for i, w in support.items()}
+
+
+def grid(n: int) -> torch.Tensor:
+    """n numbers that fill [0, 1) evenly."""
+    return (torch.arange(n) + 0.5) / n
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_drawn_tokens_have_the_frequencies_of_the_softmax(temperature):
+    n = 20000
+    p = torch.tensor([math.exp(x / temperature) for x in LOGITS.tolist()])
+    uniforms = torch.from_numpy(np.random.default_rng(0).random(n, np.float32))
+    tokens, logps = draw(LOGITS.expand(n, -1), uniforms, temperature)
+    chi_square(torch.bincount(tokens, minlength=10), p / p.sum())
+    torch.testing.assert_close(logps, (p / p.sum()).log()[tokens], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [0, 1, 3, 9, 10, 50])
+@pytest.mark.parametrize("top_p", [0.05, 0.3, 0.77, 0.9, 0.995, 1.0])
+def test_top_k_and_top_p_leave_exactly_the_right_tokens_with_their_shares(temperature, top_k, top_p):
+    n = 10000
+    tokens, logps = draw(LOGITS.expand(n, -1), grid(n), temperature, top_k, top_p)
+    share = torch.bincount(tokens, minlength=10) / n
+    wanted = naive_support(LOGITS.tolist(), temperature, top_k, top_p)
+    assert {i for i in range(10) if share[i] > 0} == {i for i, p in wanted.items() if p > 1 / n}
+    for i in range(10):
+        assert share[i].item() == pytest.approx(wanted.get(i, 0.0), abs=2 / n)
+    whole = (LOGITS / temperature).log_softmax(-1)
+    torch.testing.assert_close(logps, whole[tokens], atol=1e-5, rtol=0)
+
+
+def test_top_p_keeps_the_token_that_crosses_it():
+    """Probabilities 0.5, 0.3, 0.15, 0.05."""
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(1000, -1)
+    for top_p, kept in ((0.01, {1}), (0.45, {1}), (0.55, {1, 3}), (0.75, {1, 3}), (0.85, {0, 1, 3}), (0.99, {0, 1, 2, 3})):
+        assert set(draw(logits, grid(1000), 1.0, top_p=top_p)[0].tolist()) == kept
+
+
+@pytest.mark.parametrize("top_p", [1e-9, pytest.param(0.0, marks=pytest.mark.xfail(strict=True, reason="no token left"))])
+def test_the_most_probable_token_can_always_be_drawn(top_p):
+    assert draw(LOGITS.expand(9, -1), grid(9), 1.0, top_p=top_p)[0].tolist() == [2] * 9
+
+
+def test_rows_are_drawn_each_from_its_own_distribution():
+    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(0)) * 3
+    uniforms = grid(50)
+    options = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    tokens, logps = draw(logits, uniforms, **options)
+    for i in range(50):
+        token, logp = draw(logits[i : i + 1], uniforms[i : i + 1], **options)
+        assert (token, logp) == (tokens[i], logps[i])
+
+
+EDGES = [0.0, 2**-24, 0.5, 1 - 1e-7, 1 - 2**-24]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([-math.inf, -200.0, -20.0, 0.0, 1.0, 30.0]), min_size=2, max_size=9).filter(
+        lambda logits: max(logits) > -math.inf
+    ),
+    st.sampled_from([0.3, 1.0, 3.0]),
+    st.sampled_from([0, 1, 2, 5]),
+    st.sampled_from([0.1, 0.9, 1.0]),
+)
+def test_a_token_of_probability_zero_is_never_drawn(logits, temperature, top_k, top_p):
+    tokens, logps = draw(torch.tensor([logits] * 5), torch.tensor(EDGES), temperature, top_k, top_p)
+    largest = max(logits)
+    for token, logp in zip(tokens.tolist(), logps.tolist(), strict=True):
+        assert (logits[token] - largest) / temperature > -104  # below that the float32 probability is 0
+        assert math.isfinite(logp)
+
+
+def test_the_ends_of_a_large_vocabulary_are_drawn_only_where_they_have_probability():
+    """A cumulative sum over 50,000 tokens does not end at 1 exactly."""
+    logits = torch.randn(5, 50_000, generator=torch.Generator().manual_seed(0))
+    logits[:, :100] = logits[:, -100:] = -math.inf
+    tokens, _ = draw(logits, torch.tensor(EDGES), 1.0)
+    assert tokens.min() >= 100 and tokens.max() < 49_900
+
+
+def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at_1():
+    tokens, logps = draw(torch.stack([LOGITS, -LOGITS]), torch.tensor([0.0, 0.999]), 0)
+    assert tokens.tolist() == [2, 4]
+    total = [sum(math.exp(s * x) for x in LOGITS.tolist()) for s in (1, -1)]
+    assert logps.tolist() == pytest.approx([2.0 - math.log(total[0]), 4.0 - math.log(total[1])], abs=1e-5)

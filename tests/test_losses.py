@@ -1,0 +1,618 @@
+"""Losses: against values recorded from TRL, against numbers worked out by hand, and against naive loops."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+from common.losses import (
+    DPO_LOSS_TYPES,
+    GRPO_LOSS_TYPES,
+    combine_rewards,
+    dpo_loss,
+    group_advantages,
+    grpo_loss,
+    grpo_token_weights,
+    log1mexp,
+    nll,
+    segment_ids,
+    segment_sum,
+)
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+RECORDED = json.loads(Path(__file__).with_name("trl_recorded.json").read_text())
+NAN = float("nan")
+LN2 = math.log(2)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(found: torch.Tensor, wanted, tolerance: float = 1e-5) -> None:
+    wanted = torch.as_tensor(wanted, dtype=found.dtype)
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def case_name(case: dict) -> str:
+    shown = [f"{k}={v}" for k, v in case.items() if isinstance(v, int | float) and k not in ("loss", "simpo_gamma")]
+    return " ".join([case.get("loss_type") or case["scale_rewards"], *shown])
+
+
+def flat_row(rows: list[list[float]], lengths: list[int]) -> torch.Tensor:
+    """Rows end to end; the first token of each has no log-probability: column i of a row is its token i + 1."""
+    return torch.cat([torch.tensor([0.0, *row[: n - 1]]) for row, n in zip(rows, lengths, strict=True)])
+
+
+def borders(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+# --- sums over the sequences of a flat row --------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_segments_of_a_flat_row_are_those_of_a_loop_over_its_tokens(lengths, random):
+    values = [random.uniform(-5, 5) for _ in range(sum(lengths))]
+    ids, sums, t = [], [], 0
+    for s, length in enumerate(lengths):
+        sums.append(0.0)
+        for _ in range(length):
+            ids.append(s)
+            sums[-1] += values[t]
+            t += 1
+    assert segment_ids(borders(lengths), len(values)).tolist() == ids
+    close(segment_sum(tensor(*values), borders(lengths)), sums, 1e-12)
+
+
+def test_the_gradient_of_a_segment_sum_reaches_every_token_of_its_sequence():
+    values = tensor(1.0, 2.0, 3.0, 4.0, 5.0).requires_grad_()
+    (segment_sum(values, torch.tensor([0, 2, 5])) * tensor(10.0, 7.0)).sum().backward()
+    assert values.grad.tolist() == [10, 10, 7, 7, 7]
+
+
+def test_nll_is_minus_the_sum_over_the_trained_tokens():
+    assert nll(tensor(-1.0, -2.0, -4.0, -8.0), tensor(0.0, 1.0, 0.0, 1.0)).item() == 10.0
+
+
+# --- DPO and its family: recorded -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", RECORDED["dpo"]["cases"], ids=case_name)
+def test_a_preference_loss_and_its_gradient_are_trls(case):
+    """On the flat row of the recorded pairs, chosen and rejected in turn. TRL ignores label_smoothing for sigmoid: its
+    smoothed form is compared below, with CPO's recorded values and with the formula."""
+    inputs = RECORDED["dpo"]
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    lengths = [inputs["lengths"][i] for i in order]
+    logps, ref, mask = (flat_row([inputs[x][i] for i in order], lengths) for x in ("logps", "ref_logps", "mask"))
+    logps.requires_grad_()
+    sums, ref_sums, tokens = (segment_sum(x * mask, borders(lengths)) for x in (logps, ref, torch.ones_like(mask)))
+    losses, _, _ = dpo_loss(
+        sums[::2],
+        sums[1::2],
+        ref_sums[::2],
+        ref_sums[1::2],
+        tokens[::2],
+        tokens[1::2],
+        beta=case["beta"],
+        loss_type=case["loss_type"],
+        label_smoothing=case["label_smoothing"],
+    )
+    losses.mean().backward()
+    close(losses.mean(), case["loss"])
+    per_token = [[case["grad_per_token"][i]] * 9 for i in order]
+    close(logps.grad, flat_row(per_token, lengths) * mask)
+
+
+def reference_free(case: dict, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """The loss of mean log-probabilities (B,), given to dpo_loss as sums over tokens: 3 and 5, or 1 where no mean is
+    taken. The reference gives probability 1, which leaves it out."""
+    simpo = case["loss_type"] == "simpo"
+    n, m, zero = torch.full_like(chosen, 3 if simpo else 1), torch.full_like(chosen, 5 if simpo else 1), chosen * 0
+    options = {k: case[k] for k in ("beta", "loss_type", "label_smoothing", "simpo_gamma")}
+    return dpo_loss(chosen * n, rejected * m, zero.detach(), zero.detach(), n, m, **options)[0]
+
+
+@pytest.mark.parametrize("case", RECORDED["cpo"]["cases"], ids=case_name)
+def test_a_loss_without_reference_and_its_gradient_are_trls(case):
+    """Among them simpo, and the conservative form of sigmoid and simpo with label_smoothing 0.1."""
+    chosen, rejected = (torch.tensor(RECORDED["cpo"][x], requires_grad=True) for x in ("chosen_logps", "rejected_logps"))
+    losses = reference_free(case, chosen, rejected)
+    losses.mean().backward()
+    close(losses, case["losses"])
+    close(chosen.grad, case["grad_chosen"])
+    close(rejected.grad, case["grad_rejected"])
+
+
+# --- DPO and its family: by hand ------------------------------------------------------------------------------------
+
+
+def one_pair(loss_type: str, **options) -> tuple[float, float, float]:
+    """β = 0.5; chosen: 4 tokens, log-probability -2, reference -3.5; rejected: 2 tokens, -3, reference -2.5.
+    So x = 1.5 - (-0.5) = 2 and βx = 1; the means are -0.5 and -1.5."""
+    pair = (tensor(-2.0), tensor(-3.0), tensor(-3.5), tensor(-2.5), tensor(4.0), tensor(2.0))
+    return tuple(x.item() for x in dpo_loss(*pair, beta=0.5, loss_type=loss_type, **options))
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log(1 + math.exp(-x))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "options", "wanted"),
+    [
+        ("sigmoid", {}, 0.31326169),  # -log σ(1)
+        ("sigmoid", {"label_smoothing": 0.1}, 0.41326169),  # 0.9 · 0.31326169 + 0.1 · 1.31326169
+        ("robust", {"label_smoothing": 0.1}, 0.18826169),  # (0.9 · 0.31326169 - 0.1 · 1.31326169) / 0.8
+        ("hinge", {}, 0.0),  # relu(1 - 1)
+        ("ipo", {}, 0.140625),  # (1.5/4 + 0.5/2 - 1)²
+        ("apo_zero", {}, 1 - sigmoid(0.75) + sigmoid(-0.25)),
+        ("sppo_hard", {}, 0.5),  # (1.5 - 1)² + (-0.5 + 1)²
+        ("simpo", {"simpo_gamma": 0.2}, -log_sigmoid(0.3)),  # 0.5 · (-0.5 + 1.5) - 0.2
+        ("simpo", {"simpo_gamma": 0.2, "label_smoothing": 0.2}, -0.8 * log_sigmoid(0.3) - 0.2 * log_sigmoid(-0.3)),
+    ],
+)
+def test_a_preference_loss_is_what_its_formula_gives_by_hand(loss_type, options, wanted):
+    assert one_pair(loss_type, **options)[0] == pytest.approx(wanted, abs=1e-8)
+
+
+def test_orpo_compares_odds():
+    """Mean probabilities 0.6 and 0.2: odds 3/2 and 1/4, a ratio of 6; -0.1 · log(6/7)."""
+    pair = (3 * tensor(0.6).log(), 5 * tensor(0.2).log(), tensor(NAN), tensor(NAN), tensor(3.0), tensor(5.0))
+    losses, _, _ = dpo_loss(*pair, beta=0.1, loss_type="orpo")
+    close(losses, [0.1 * math.log(7 / 6)], 1e-12)
+
+
+def test_orpos_gradient_is_that_of_the_difference_quotient():
+    def naive(chosen_mean: float) -> float:
+        p, q = math.exp(chosen_mean), 0.2
+        return -0.1 * log_sigmoid(math.log(p / (1 - p)) - math.log(q / (1 - q)))
+
+    for p in (0.01, 0.3, 0.9, 0.999):
+        mean = tensor(math.log(p)).requires_grad_()
+        pair = (mean, tensor(math.log(0.2)), tensor(NAN), tensor(NAN), tensor(1.0), tensor(1.0))
+        dpo_loss(*pair, beta=0.1, loss_type="orpo")[0].backward()
+        h = 1e-6 * (1 - p)
+        quotient = (naive(math.log(p) + h) - naive(math.log(p) - h)) / (2 * h)
+        assert mean.grad.item() == pytest.approx(quotient, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "robust", "apo_zero", "sppo_hard"])
+def test_implicit_rewards_are_beta_times_the_log_ratio_to_the_reference(loss_type):
+    assert one_pair(loss_type)[1:] == pytest.approx((0.5 * 1.5, 0.5 * -0.5))
+
+
+@pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
+def test_without_reference_the_rewards_are_beta_times_the_mean_and_the_reference_is_not_read(loss_type):
+    pair = (tensor(-2.0), tensor(-3.0), tensor(NAN), tensor(NAN), tensor(4.0), tensor(2.0))
+    losses, chosen, rejected = dpo_loss(*pair, beta=0.5, loss_type=loss_type)
+    assert math.isfinite(losses.item())
+    assert (chosen.item(), rejected.item()) == pytest.approx((0.5 * -0.5, 0.5 * -1.5))
+
+
+@pytest.mark.parametrize("loss_type", DPO_LOSS_TYPES)
+def test_rewards_carry_no_gradient(loss_type):
+    pair = [tensor(-2.0).requires_grad_(), tensor(-3.0).requires_grad_(), tensor(-3.5), tensor(-2.5), tensor(4.0)]
+    losses, chosen, rejected = dpo_loss(*pair, tensor(2.0), beta=0.5, loss_type=loss_type)
+    assert losses.requires_grad and not chosen.requires_grad and not rejected.requires_grad
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.4])
+def test_where_the_policy_is_the_reference_dpo_starts_at_ln_2(label_smoothing):
+    logps = tensor(-10.0, -0.5), tensor(-300.0, -7.0)
+    for loss_type in ("sigmoid", "robust"):
+        options = {"beta": 0.1, "loss_type": loss_type, "label_smoothing": label_smoothing}
+        losses, chosen, rejected = dpo_loss(*logps, *logps, tensor(3.0, 1.0), tensor(9.0, 2.0), **options)
+        close(losses, [LN2, LN2], 1e-12)
+        assert chosen.tolist() == rejected.tolist() == [0, 0]
+
+
+def test_label_smoothing_acts_on_sigmoid():
+    assert one_pair("sigmoid", label_smoothing=0.1)[0] - one_pair("sigmoid")[0] == pytest.approx(0.1)  # ε · βx
+
+
+def test_robust_has_the_clean_loss_as_its_mean_over_flipped_labels():
+    """Its defining property: with a share ε of the labels flipped, the expected loss is that of the true labels."""
+    chosen, rejected, zero, one = tensor(-2.0), tensor(-3.0), tensor(0.0), tensor(1.0)
+    options = {"beta": 0.5, "loss_type": "robust", "label_smoothing": 0.3}
+    kept = dpo_loss(chosen, rejected, zero, zero, one, one, **options)[0]
+    flipped = dpo_loss(rejected, chosen, zero, zero, one, one, **options)[0]
+    close(0.7 * kept + 0.3 * flipped, [-log_sigmoid(0.5)], 1e-12)
+
+
+def test_the_number_of_tokens_matters_to_ipo_simpo_and_orpo_only():
+    matters = set()
+    for loss_type in DPO_LOSS_TYPES:
+        pair = (tensor(-2.0), tensor(-3.0), tensor(-3.5), tensor(-2.5))
+        a, b = (dpo_loss(*pair, tensor(4.0), tensor(n), beta=0.5, loss_type=loss_type)[0].item() for n in (2.0, 7.0))
+        if a != b:
+            matters.add(loss_type)
+    assert matters == {"ipo", "simpo", "orpo"}
+
+
+@pytest.mark.parametrize("loss_type", DPO_LOSS_TYPES)
+def test_a_preference_losss_gradient_is_that_of_finite_differences(loss_type):
+    chosen, rejected = tensor(-2.0, -9.0, -0.3).requires_grad_(), tensor(-3.0, -4.0, -6.0).requires_grad_()
+    rest = (tensor(-3.5, -8.0, -0.5), tensor(-2.5, -5.5, -3.0), tensor(4.0, 3.0, 1.0), tensor(2.0, 5.0, 3.0))
+    assert torch.autograd.gradcheck(
+        lambda c, r: dpo_loss(c, r, *rest, beta=0.2, loss_type=loss_type)[0], (chosen, rejected)
+    )
+
+
+def test_extreme_margins_give_finite_losses_and_gradients():
+    for loss_type in DPO_LOSS_TYPES:
+        chosen, rejected = torch.tensor([-1e4, -1e-7, 0.0]), torch.tensor([-1e-7, -1e4, 0.0])
+        chosen.requires_grad_()
+        ref, one = torch.zeros(3), torch.ones(3)
+        losses, _, _ = dpo_loss(chosen, rejected, ref, ref, one, one, beta=1.0, loss_type=loss_type)
+        losses.sum().backward()
+        assert losses.isfinite().all() and chosen.grad.isfinite().all(), loss_type
+
+
+@pytest.mark.parametrize("x", [-1e-6, -1e-3, -0.5, -0.693, -0.6932, -2.0, -30.0, -80.0])
+def test_log1mexp_keeps_its_digits_at_both_ends(x):
+    x = torch.tensor(x).item()  # as float32 holds it
+    wanted = math.log(-math.expm1(x)) if x > -0.5 else math.log1p(-math.exp(x))
+    found = torch.tensor(x, requires_grad=True)
+    y = log1mexp(found)
+    y.backward()
+    assert y.item() == pytest.approx(wanted, rel=1e-6)
+    assert found.grad.item() == pytest.approx(-math.exp(x) / -math.expm1(x), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"loss_type": "dpo"}, "sigmoid, hinge"),
+        ({"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"loss_type": "apo_zero", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"loss_type": "sppo_hard", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"loss_type": "orpo", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "0.5"),
+        ({"loss_type": "sigmoid", "label_smoothing": -0.1}, "-0.1"),
+        ({"loss_type": "simpo", "label_smoothing": 1.0}, "1.0"),
+    ],
+)
+def test_an_unknown_loss_or_a_senseless_label_smoothing_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        dpo_loss(*[tensor(-1.0)] * 4, tensor(1.0), tensor(1.0), beta=0.1, **options)
+
+
+# --- rewards and advantages -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", RECORDED["advantages"]["cases"], ids=case_name)
+def test_advantages_are_trls(case):
+    """The recordings hold no abstention; ours is tested below, with what the docstring says: out of its group, and 0."""
+    rewards = combine_rewards(torch.tensor(case["rewards_per_func"]), torch.tensor(case["reward_weights"]))
+    close(group_advantages(rewards.view(2, 4), case["scale_rewards"]).flatten(), case["advantages"])
+
+
+def test_rewards_are_summed_with_their_weights_over_the_functions_that_gave_one():
+    table = torch.tensor([[1.0, 2.0], [1.0, NAN], [NAN, 2.0], [NAN, NAN]])
+    close(combine_rewards(table, torch.tensor([1.0, 0.25])), [1.5, 1.0, 0.5, NAN])
+
+
+@pytest.mark.parametrize(
+    ("scale", "wanted"),
+    [
+        ("group", [[-1 / 1.0001, 0, 1 / 1.0001, 0], [2 / 2.8285271, -2 / 2.8285271, 0, 0]]),  # std 1 and √8
+        ("batch", [[-1 / 1.9236384, 0, 1 / 1.9236384, 0], [2 / 1.9236384, -2 / 1.9236384, 0, 0]]),  # √(14.8 / 4)
+        ("none", [[-1, 0, 1, 0], [2, -2, 0, 0]]),
+    ],
+)
+def test_a_reward_that_is_nan_is_left_out_of_its_group_and_gets_0(scale, wanted):
+    close(group_advantages(tensor(1, 2, 3, NAN, 6, 2, NAN, NAN).view(2, 4), scale), wanted, 1e-7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, NAN]), min_size=4, max_size=4), min_size=1, max_size=4),
+    st.sampled_from(["group", "batch", "none"]),
+)
+def test_advantages_are_those_of_a_loop_over_groups(groups, scale):
+    everything = [r for group in groups for r in group if not math.isnan(r)]
+    wanted = []
+    for group in groups:
+        known = [r for r in group if not math.isnan(r)]
+        if len(set(known)) < 2:
+            wanted.append([0.0] * 4)
+            continue
+        std = {"group": statistics.stdev(known), "batch": statistics.stdev(everything), "none": 1 - 1e-4}[scale]
+        mean = statistics.mean(known)
+        wanted.append([0.0 if math.isnan(r) else (r - mean) / (std + 1e-4) for r in group])
+    close(group_advantages(torch.tensor(groups, dtype=torch.float64), scale), wanted, 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9), st.integers(0, 2), st.sampled_from(["group", "batch", "none"]))
+def test_a_group_without_spread_gets_exactly_0(reward, G, abstained, scale):
+    """Also where the mean of equal numbers is not that number, as for 0.1 in float32."""
+    for dtype in (torch.float32, torch.float64):
+        rewards = torch.tensor([[reward] * G + [NAN] * abstained, [0.1] * (G + abstained)], dtype=dtype)
+        assert (group_advantages(rewards, scale) == 0).all()
+
+
+def test_groups_in_which_nobody_or_one_has_a_reward_get_0():
+    rewards = torch.tensor([[NAN, NAN], [3.0, NAN], [0.0, 1.0]])
+    for scale in ("group", "batch", "none"):
+        advantages = group_advantages(rewards, scale)
+        assert advantages[:2].tolist() == [[0, 0], [0, 0]] and advantages[2, 1] == -advantages[2, 0] > 0
+    for scale in ("group", "batch", "none"):
+        assert group_advantages(torch.full((2, 3), NAN), scale).tolist() == [[0] * 3] * 2
+
+
+def test_an_unknown_scale_of_rewards_is_refused():
+    with pytest.raises(ValueError, match="group, batch or none"):
+        group_advantages(torch.zeros(1, 2), "std")
+
+
+# --- GRPO and its family: recorded ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", RECORDED["grpo"]["cases"], ids=case_name)
+def test_a_policy_loss_and_its_gradient_are_trls(case):
+    """On a flat row, in which each completion follows one token of prompt.
+
+    A window is grad_accum of TRL's micro-batches, of which this is one: 4 completions, 20 tokens.
+    """
+    inputs = RECORDED["grpo"]
+    lengths = [1 + sum(row) for row in inputs["mask"]]
+    logps, old, ref, mask = (flat_row(inputs[x], lengths) for x in ("logps", "old_logps", "ref_logps", "mask"))
+    cu_seqlens = borders(lengths)
+    sequence = segment_ids(cu_seqlens, len(mask))
+    logps.requires_grad_()
+    losses, stats = grpo_loss(
+        logps,
+        logps.detach() if case.get("on_policy") else old,
+        ref if case["beta"] else None,
+        torch.tensor(inputs["advantages"])[sequence],
+        mask,
+        cu_seqlens,
+        epsilon=case["epsilon"],
+        epsilon_high=case["epsilon_high"],
+        beta=case["beta"],
+        use_bias_correction_kl=case.get("use_bias_correction_kl", True),
+    )
+    weights = grpo_token_weights(
+        case["loss_type"],
+        segment_sum(mask, cu_seqlens),
+        window_tokens=case["num_items_in_batch"] if case["loss_type"] == "dapo" else 20 * case["grad_accum"],
+        window_completions=4 * case["grad_accum"],
+        max_completion_length=12,
+    )
+    loss = (losses * weights[sequence]).sum()
+    loss.backward()
+    close(loss, case["loss"])
+    close(logps.grad, flat_row(case["grad_logps"], lengths))
+    close((stats["clip_low"] + stats["clip_high"]).sum() / 20, case["metrics"]["clip_ratio/region_mean"])
+    if case["beta"]:
+        close(stats["kl"].sum() / 20, case["metrics"]["kl"])
+
+
+# --- GRPO and its family: by hand -----------------------------------------------------------------------------------
+
+
+def one_token(ratio: float, advantage: float, **options) -> tuple[float, float, dict[str, float]]:
+    """The loss of one completion token after one prompt token, its derivative by the log-probability, the statistics."""
+    logps = tensor(0.0, math.log(0.1 * ratio)).requires_grad_()
+    old, mask = tensor(0.0, math.log(0.1)), tensor(0.0, 1.0)
+    ref = options.pop("ref", None)
+    ref_logps = None if ref is None else tensor(0.0, math.log(ref))
+    losses, stats = grpo_loss(logps, old, ref_logps, mask * advantage, mask, torch.tensor([0, 2]), **options)
+    losses.sum().backward()
+    assert losses[0] == 0 and logps.grad[0] == 0
+    return losses[1].item(), logps.grad[1].item(), {name: value[1].item() for name, value in stats.items()}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        (1.0, 2.0, -2.0, -2.0, None),
+        (1.1, 2.0, -2.2, -2.2, None),
+        (1.5, 2.0, -2.4, 0.0, "clip_high"),  # 1.2 · 2: no reason to make it likelier still
+        (0.5, 2.0, -1.0, -1.0, None),  # the way back is open
+        (0.5, -1.0, 0.8, 0.0, "clip_low"),
+        (1.5, -1.0, 1.5, 1.5, None),
+    ],
+)
+def test_the_ratio_is_clipped_where_it_has_moved_far_enough_to_the_good(ratio, advantage, loss, slope, clipped):
+    found, found_slope, stats = one_token(ratio, advantage)
+    assert (found, found_slope) == pytest.approx((loss, slope), abs=1e-12)
+    assert (stats["clip_low"], stats["clip_high"]) == (clipped == "clip_low", clipped == "clip_high")
+
+
+def test_epsilon_high_moves_the_upper_bound_alone():
+    assert one_token(2.0, 1.0, epsilon=0.2, epsilon_high=0.28)[0] == pytest.approx(-1.28)
+    assert one_token(0.1, -1.0, epsilon=0.2, epsilon_high=0.28)[0] == pytest.approx(0.8)
+
+
+def test_kl_is_the_k3_estimator_times_the_ratio():
+    """Probabilities: now 0.12, sampled at 0.1, reference 0.06: k3 = 0.5 - ln 0.5 - 1 = 0.1931472; ρ = 1.2."""
+    k3 = 0.5 + LN2 - 1
+    loss, _, stats = one_token(1.2, 0.0, ref=0.06, beta=0.5)
+    assert (loss, stats["kl"]) == pytest.approx((0.5 * 1.2 * k3, 1.2 * k3))
+    loss, _, stats = one_token(1.2, 0.0, ref=0.06, beta=0.5, use_bias_correction_kl=False)
+    assert (loss, stats["kl"]) == pytest.approx((0.5 * k3, k3))
+
+
+@pytest.mark.parametrize("sampled_from", ["the policy", "an older policy"])
+def test_the_kl_term_pulls_as_the_exact_reverse_kl_does(sampled_from):
+    """Three tokens, all enumerated with the probability that they are sampled; finite differences of the exact KL."""
+    theta, ref = [0.3, -0.5, 1.1], [0.2, 0.7, 0.1]
+    softmax = [math.exp(x) / sum(map(math.exp, theta)) for x in theta]
+    old = softmax if sampled_from == "the policy" else [0.5, 0.3, 0.2]
+
+    def reverse_kl(theta: list[float]) -> float:
+        total = sum(map(math.exp, theta))
+        return sum(math.exp(x) / total * (x - math.log(total) - math.log(r)) for x, r in zip(theta, ref, strict=True))
+
+    h, exact = 1e-6, []
+    for i in range(3):
+        up, down = (reverse_kl([x + d * (i == j) for j, x in enumerate(theta)]) for d in (h, -h))
+        exact.append((up - down) / (2 * h))
+
+    def expected(corrected: bool) -> tuple[float, torch.Tensor]:
+        logits = tensor(*theta).requires_grad_()
+        # Each possible token is a sequence of its own, after one token of prompt.
+        logps = torch.stack([tensor(0.0, 0.0, 0.0), logits.log_softmax(-1)], dim=1).flatten()
+        flat = [torch.stack([tensor(0.0, 0.0, 0.0), tensor(*p).log()], dim=1).flatten() for p in (old, ref)]
+        mask, weight = tensor(0, 1, 0, 1, 0, 1), tensor(*(x for p in old for x in (0.0, p)))
+        cu_seqlens, advantages = torch.tensor([0, 2, 4, 6]), torch.zeros(6, dtype=torch.float64)
+        options = {"beta": 1.0, "use_bias_correction_kl": corrected}
+        loss = (grpo_loss(logps, *flat, advantages, mask, cu_seqlens, **options)[0] * weight).sum()
+        loss.backward()
+        return loss.item(), logits.grad
+
+    value, gradient = expected(corrected=True)
+    assert value == pytest.approx(reverse_kl(theta))
+    close(gradient, exact, 1e-7)
+    _, uncorrected = expected(corrected=False)
+    assert (uncorrected - tensor(*exact)).abs().max() > 0.1  # what the correction is for
+
+
+def test_at_sequence_level_the_ratio_is_the_geometric_mean_over_the_completion():
+    """Token ratios 2 and 1 (after a prompt token): √2 for both; 3 alone in the second sequence, clipped."""
+    logps = tensor(0.0, 2 * 0.1, 0.3, 0.0, 3 * 0.2)
+    logps = torch.where(logps > 0, logps, 1.0).log().requires_grad_()
+    old = torch.where(tensor(0.0, 0.1, 0.3, 0.0, 0.2) > 0, tensor(1, 0.1, 0.3, 1, 0.2), 1.0).log()
+    mask, advantages, cu_seqlens = tensor(0, 1, 1, 0, 1), tensor(-1, -1, -1, 1, 1), torch.tensor([0, 3, 5])
+    losses, _ = grpo_loss(logps, old, None, advantages, mask, cu_seqlens, importance_sampling_level="sequence")
+    losses.sum().backward()
+    close(losses, [0, math.sqrt(2), math.sqrt(2), 0, -1.2], 1e-12)
+    close(logps.grad, [0, math.sqrt(2), math.sqrt(2), 0, 0], 1e-12)  # d(2 √(ρ1 ρ2)) / d log ρ1
+
+
+def uneven_row(dtype=torch.float64) -> tuple:
+    """Three completions of 1, 4 and 2 tokens, each after 2 tokens of prompt, off policy."""
+    lengths = [3, 6, 4]
+    mask = torch.cat([torch.tensor([0.0, 0.0] + [1.0] * (n - 2)) for n in lengths]).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    logps, old, ref = (-torch.rand(13, generator=generator).to(dtype) * 3 * mask for _ in range(3))
+    advantages = tensor(1.0, -0.5, 0.7).to(dtype)[segment_ids(borders(lengths), 13)]
+    return logps, old, ref, advantages, mask, borders(lengths)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_policy_losss_gradient_is_that_of_finite_differences(level, corrected):
+    logps, *rest = uneven_row()
+    options = {"beta": 0.3, "importance_sampling_level": level, "use_bias_correction_kl": corrected}
+    assert torch.autograd.gradcheck(lambda x: grpo_loss(x, *rest, **options)[0], (logps.requires_grad_(),))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_flat_row_gives_each_completion_what_it_gets_alone(level):
+    logps, old, ref, advantages, mask, cu_seqlens = uneven_row()
+    options = {"beta": 0.1, "importance_sampling_level": level}
+    together, stats = grpo_loss(logps, old, ref, advantages, mask, cu_seqlens, **options)
+    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        part = [x[start:end] for x in (logps, old, ref, advantages, mask)]
+        alone, alone_stats = grpo_loss(*part, torch.tensor([0, end - start]), **options)
+        close(together[start:end], alone, 1e-12)
+        for name, value in alone_stats.items():
+            close(stats[name][start:end], value, 1e-12)
+
+
+def test_what_is_not_trained_has_no_loss_no_gradient_and_no_statistics():
+    logps, old, ref, advantages, mask, cu_seqlens = uneven_row()
+    logps = (logps + (1 - mask) * -9.0).requires_grad_()  # a prompt that has become unlikely
+    losses, stats = grpo_loss(logps, old, ref, advantages, mask, cu_seqlens, beta=1.0)
+    losses.sum().backward()
+    for values in (losses, logps.grad, *stats.values()):
+        assert (values[mask == 0] == 0).all()
+    assert not any(value.requires_grad for value in stats.values())
+
+
+def window_weights(loss_type: str, tokens: list[float], trained: list[float] | None = None, **options) -> torch.Tensor:
+    trained = trained or [1.0] * len(tokens)
+    counts = {
+        "window_tokens": sum(n for n, t in zip(tokens, trained, strict=True) if t),
+        "window_completions": sum(trained),
+        "max_completion_length": 8,
+    }
+    return grpo_token_weights(loss_type, torch.tensor(tokens), **(counts | options))
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "options", "wanted"),
+    [
+        ("grpo", {}, 0.0),  # (-1 + mean(1, 1, 1)) / 2
+        ("bnpo", {}, 0.5),  # (-1 + 1 + 1 + 1) / 4
+        ("dapo", {"window_tokens": 5.0}, 0.4),  # 2 / 5, where a rollout of 10 tokens serves 2 windows
+        ("dr_grpo", {}, 0.125),  # 2 / (2 · 8)
+    ],
+)
+def test_the_loss_types_weigh_completions_of_1_and_3_tokens_differently(loss_type, options, wanted):
+    """On policy, advantages 1 and -1: the token losses are -1 and 1 1 1."""
+    token_losses, sequence = torch.tensor([-1.0, 1.0, 1.0, 1.0]), torch.tensor([0, 1, 1, 1])
+    weights = window_weights(loss_type, [1.0, 3.0], **options)
+    assert (token_losses * weights[sequence]).sum().item() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_on_policy_with_means_over_sequences_the_loss_is_0_and_its_gradient_is_not():
+    logps, _, _, _, mask, cu_seqlens = uneven_row()
+    advantages = tensor(1.0, -0.25, -0.75)[segment_ids(cu_seqlens, 13)]  # sum 0
+    logps.requires_grad_()
+    losses, _ = grpo_loss(logps, logps.detach(), None, advantages, mask, cu_seqlens)
+    loss = (losses * window_weights("grpo", [1.0, 4.0, 2.0])[segment_ids(cu_seqlens, 13)]).sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(0, abs=1e-7) and logps.grad.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("loss_type", GRPO_LOSS_TYPES)
+def test_a_masked_completion_leaves_numerator_and_denominator(loss_type):
+    """The window with its second completion masked is the window without it."""
+
+    def loss_and_gradient(kept: list[int], masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logps, *rest, mask, cu_seqlens = uneven_row()
+        trained = [1.0, 0.0 if masked else 1.0, 1.0]
+        mask = mask * torch.tensor(trained)[segment_ids(cu_seqlens, 13)]
+        pieces = [slice(cu_seqlens[i], cu_seqlens[i + 1]) for i in kept]
+        logps, *rest, mask = (torch.cat([x[piece] for piece in pieces]) for x in (logps, *rest, mask))
+        cu_seqlens = borders([piece.stop - piece.start for piece in pieces])
+        logps.requires_grad_()
+        losses, _ = grpo_loss(logps, *rest, mask, cu_seqlens, beta=0.1)
+        weights = window_weights(loss_type, [[1.0, 4.0, 2.0][i] for i in kept], [trained[i] for i in kept])
+        loss = (losses * weights[segment_ids(cu_seqlens, len(logps))]).sum()
+        loss.backward()
+        return loss, logps.grad
+
+    loss, gradient = loss_and_gradient([0, 1, 2], masked=True)
+    without, its_gradient = loss_and_gradient([0, 2], masked=False)
+    close(loss, without, 1e-7)
+    close(torch.cat([gradient[:3], gradient[9:]]), its_gradient, 1e-7)
+    assert (gradient[3:9] == 0).all()
+    unmasked, _ = loss_and_gradient([0, 1, 2], masked=False)
+    assert abs(unmasked - loss) > 1e-3
+
+
+@pytest.mark.parametrize("loss_type", GRPO_LOSS_TYPES)
+def test_a_window_without_anything_to_train_gives_0_and_not_nan(loss_type):
+    logps, *rest, mask, cu_seqlens = uneven_row()
+    logps.requires_grad_()
+    losses, _ = grpo_loss(logps, *rest, mask * 0, cu_seqlens, beta=0.1)
+    weights = window_weights(loss_type, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
+    assert weights.isfinite().all()
+    loss = (losses * weights[segment_ids(cu_seqlens, 13)]).sum()
+    loss.backward()
+    assert loss == 0 and (logps.grad == 0).all()
+
+
+def test_unknown_policy_options_are_refused():
+    logps, *rest = uneven_row()
+    with pytest.raises(ValueError, match="token or sequence"):
+        grpo_loss(logps, *rest, importance_sampling_level="word")
+    with pytest.raises(ValueError, match="grpo, bnpo, dapo, dr_grpo"):
+        window_weights("ppo", [1.0])

@@ -1,0 +1,219 @@
+"""The one primitive: log-probabilities of a flat row, against transformers' own logits in float64, sequence by sequence."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.attention import plan_flat_row
+from common.collators import flat_batch
+from common.errors import UserError
+from common.model import HEAD_CHUNK_ELEMENTS, LogProbModel, add_lora, disable_dropout, enable_gradient_checkpointing, load_model, reference_of, wrap
+
+V = 512
+SMALL = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=False),
+    "llama-tied": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "qwen3-tied": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
+    "gpt2-tied": lambda: transformers.GPT2Config(
+        vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
+    ),
+    "mistral-sliding-window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=5),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=5),
+    "granite-scaled-logits": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=3.0),
+    "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+}
+PADDED = {
+    "gemma2-soft-capping": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=5),
+    "gpt-oss-sinks": lambda: transformers.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4),
+    "bloom-alibi": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4),
+    "mamba-state": lambda: transformers.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "lfm2-convolution": lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+}
+LENGTHS = (7, 40, 2, 13, 13, 64, 5, 30)
+
+
+def make(config, std=0.2) -> torch.nn.Module:
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(config())
+    with torch.no_grad():  # larger weights than at initialisation: differences would not hide in near-uniform logits
+        for p in lm.parameters():
+            if p.dim() >= 2:
+                p.normal_(0, std)
+    return lm
+
+
+def units(lengths=LENGTHS, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = [{"input_ids": rng.integers(3, V, n), "loss_mask": (rng.random(n) < 0.7).astype(np.uint8)} for n in lengths]
+    for row in rows:
+        row["loss_mask"][-1] = 1
+    return [[row] for row in rows]
+
+
+def alone_in_float64(lm, unit, temperature=1.0):
+    """log-softmax over the full logits of one sequence by itself: (n,), 0 where a token is not trained or is the first."""
+    experts = getattr(lm.config, "num_local_experts", None)  # grouped matrix products know no float64
+    lm = (lm if experts else lm.double()).eval()
+    ids = torch.as_tensor(unit[0]["input_ids"])[None]
+    logps = (lm(input_ids=ids, use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+    chosen = torch.cat([torch.zeros(1), logps.gather(-1, ids[0, 1:, None])[:, 0]])
+    return chosen * torch.as_tensor(unit[0]["loss_mask"])
+
+
+def expected(config, temperature=1.0):
+    lm = make(config)
+    out = torch.cat([alone_in_float64(lm, unit, temperature) for unit in units()])
+    for start in np.cumsum((0, *LENGTHS))[:-1]:
+        out[start] = 0
+    return out, lm
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *PADDED])
+def test_log_probabilities_of_a_flat_row_are_those_of_each_sequence_alone(name):
+    config = (CONFIGS | PADDED)[name]
+    model = wrap(make(config)).eval()
+    assert model.padded == (name in PADDED)
+    wanted, _ = expected(config)
+    with torch.no_grad():
+        logps = model(flat_batch(units(), torch.device("cpu")))
+    assert logps.shape == wanted.shape and logps.dtype == torch.float32
+    torch.testing.assert_close(logps.double(), wanted.double(), atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-tied", "gpt2-tied"])
+@pytest.mark.parametrize("chunk", [64 * V, 2**20], ids=["several chunks", "one chunk"])
+def test_gradients_are_those_of_the_full_logits(name, chunk, monkeypatch):
+    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", chunk)
+    model = wrap(make(CONFIGS[name])).train()
+    disable_dropout(model)
+    weight = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
+    (model(flat_batch(units(), torch.device("cpu")), temperature=0.7) * weight).sum().backward()
+    wanted, lm = expected(CONFIGS[name], temperature=0.7)
+    (wanted * weight).sum().backward()
+    for (key, p), q in zip(model.lm.named_parameters(), lm.parameters(), strict=True):
+        scale = q.grad.abs().max().clamp(min=1e-6)
+        assert ((p.grad - q.grad).abs().max() / scale) < 2e-4, key
+
+
+def test_entropy_and_accuracy_are_those_of_the_full_distribution():
+    model, lm = wrap(make(CONFIGS["llama"])).eval(), make(CONFIGS["llama"]).double().eval()
+    unit = units((20,))
+    with torch.no_grad():
+        stats = model(flat_batch(unit, torch.device("cpu")), temperature=0.5, stats=True)
+        ids = torch.as_tensor(unit[0][0]["input_ids"])
+        logps = (lm(input_ids=ids[None]).logits[0, :-1] / 0.5).log_softmax(-1)
+    mask = torch.as_tensor(unit[0][0]["loss_mask"])[1:].bool()
+    torch.testing.assert_close(stats.entropy[1:][mask].double(), -(logps.exp() * logps).sum(-1)[mask], atol=1e-3, rtol=1e-3)
+    assert torch.equal(stats.correct[1:][mask].bool(), (logps.argmax(-1) == ids[1:])[mask])
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_no_tensor_of_the_size_of_the_full_logits_or_of_a_full_mask_is_ever_made():
+    big_v, T = 20_000, 4096
+    config = transformers.LlamaConfig(**GROUPED | {"vocab_size": big_v})
+    model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
+    rows = [[{"input_ids": np.arange(3, 3 + 128), "loss_mask": np.ones(128, np.uint8)}] for _ in range(T // 128)]
+    with Largest() as largest:
+        model(flat_batch(rows, torch.device("cpu")), stats=True).logps.sum().backward()
+    assert largest.elements < T * big_v / 50 and largest.elements < T * T / 8
+
+
+def test_a_sequence_does_not_see_its_neighbours():
+    model = wrap(make(CONFIGS["llama"])).eval()
+    one, other = units(), units(seed=5)
+    other[-1] = one[-1]
+    with torch.no_grad():
+        a, b = (model(flat_batch(row, torch.device("cpu")))[-LENGTHS[-1] :] for row in (one, other))
+    assert torch.equal(a, b)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    gradients = []
+    for checkpointing in (False, True):
+        model = wrap(make(CONFIGS["llama"])).train()
+        if checkpointing:
+            enable_gradient_checkpointing(model)
+        model(flat_batch(units(), torch.device("cpu"))).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_lora_starts_at_the_base_trains_every_adapter_and_its_reference_stays_the_base():
+    pytest.importorskip("peft")
+    batch = flat_batch(units(), torch.device("cpu"))
+    base = wrap(make(CONFIGS["llama"])).eval()
+    with torch.no_grad():
+        before = base(batch)
+    model = add_lora(base, 4, 8, 0.0, None)
+    enable_gradient_checkpointing(model)
+    model.train()
+    assert torch.equal(model(batch).detach(), before)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        model(batch).sum().backward()
+        optimizer.step()
+    assert all(p.abs().max() > 0 for name, p in model.named_parameters() if "lora_B" in name)
+    assert not torch.allclose(model(batch).detach(), before, atol=1e-3)
+    assert torch.equal(reference_of(model, None)(batch), before)
+
+
+def test_an_adapter_folder_loads_as_the_model_it_stands_for(tmp_path):
+    pytest.importorskip("peft")
+    make(CONFIGS["llama"]).save_pretrained(tmp_path / "base")
+    model = add_lora(load_model(str(tmp_path / "base")), 4, 8, 0.0, None)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.1)
+    batch = flat_batch(units(), torch.device("cpu"))
+    model.lm.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(str(tmp_path / "adapter")).eval()(batch), model.eval()(batch), atol=1e-4, rtol=1e-4)
+
+
+def test_weights_are_float32_whatever_the_file_holds(tmp_path):
+    make(CONFIGS["llama"]).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).lm.dtype == torch.float32
+    assert load_model(str(tmp_path), dtype="bfloat16").lm.dtype == torch.bfloat16
+
+
+def test_a_broken_model_folder_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot load the model"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [3, 9, 1, 9, 8, 100, 2]])
+def test_the_plan_of_a_flat_row_deals_out_each_token_once(lengths):
+    plan = plan_flat_row(lengths, torch.device("cpu"))
+    places = [b.index.flatten() if b.real is None else b.index.flatten()[b.real] for b in plan.buckets]
+    places = torch.cat(places)
+    assert sorted(places.tolist()) == list(range(sum(lengths)))
+    back = places if plan.inverse is None else places[plan.inverse]
+    assert back.tolist() == list(range(sum(lengths)))
+
+
+def test_the_wrapper_is_what_the_scripts_save_and_load(tmp_path):
+    model = wrap(make(CONFIGS["llama-tied"])).eval()
+    assert isinstance(model, LogProbModel)
+    model.lm.save_pretrained(tmp_path)
+    batch = flat_batch(units(), torch.device("cpu"))
+    with torch.no_grad():
+        assert torch.equal(load_model(str(tmp_path)).eval()(batch), model(batch))

@@ -1,0 +1,79 @@
+"""The four scripts on real files with real tokenizers, a few steps each. Skipped where the folder of real data is absent."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from tests.conftest import ROOT, read_metrics, train_metrics
+
+DATA = Path(os.environ.get("PLAINLOOP_DATA", ROOT.parent / "shared" / "data"))
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real data is not here")
+RUN = ["--max_steps", "3", "--logging_steps", "1", "--eval_steps", "0", "--save_steps", "0", "--max_train_samples", "60"]
+SMALL = ["--hidden_size", "32", "--num_layers", "2", "--num_heads", "4", "--max_length", "128"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """base("gpt2"): a small model with that tokenizer, pretrained for three steps on tiny Shakespeare."""
+    made = {}
+
+    def base_with(tokenizer, launch):
+        if tokenizer not in made:
+            folder = tmp_path_factory.mktemp(tokenizer)
+            corpus = ["--dataset_name", DATA / "pretrain" / "tinyshakespeare.txt", "--eval_fraction", "0.02", "--max_eval_samples", "20"]
+            words = [*corpus, "--tokenizer_name", DATA / "tokenizers" / tokenizer, *SMALL, *RUN, "--per_device_train_batch_size", "4"]
+            made[tokenizer] = launch("pretrain", *words, "--eval_steps", "3", output=str(folder / "base"))
+        return made[tokenizer]
+
+    return base_with
+
+
+def check(output):
+    rows = train_metrics(output)
+    assert len(rows) == 3 and all(math.isfinite(row["loss"]) and row["grad_norm"] >= 0 for row in rows)
+    assert (output / "model.safetensors").exists() and (output / "curves.png").stat().st_size > 5000
+    return rows
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "minimind", "phi3_mini"])
+def test_pretraining_on_a_text_corpus(tokenizer, launch, base):
+    output = base(tokenizer, launch)
+    check(output)
+    before, after = [row["eval_loss"] for row in read_metrics(output) if "eval_loss" in row]
+    assert after < before
+
+
+@pytest.mark.parametrize("tokenizer", ["minimind", "phi3_mini"])
+@pytest.mark.parametrize("file", ["alpaca_5k.json", "sharegpt_zh_400.jsonl", "oasst_en_60_messages.jsonl"])
+def test_sft_on_alpaca_sharegpt_and_messages(tokenizer, file, launch, base):
+    words = ["--model_name_or_path", base(tokenizer, launch), "--dataset_name", DATA / "sft" / file, "--max_length", "256"]
+    rows = check(launch("sft", *words, *RUN, "--per_device_train_batch_size", "4", "--learning_rate", "1e-3"))
+    assert 0 < rows[0]["mean_token_accuracy"] + 1e-9 <= 1
+
+
+@pytest.mark.parametrize("file", ["hh_harmless_0_1200.jsonl", "prompt_chosen_rejected_en_100.jsonl", "sharegpt_pairs_en_100.json"])
+def test_dpo_on_pairs(file, launch, base):
+    words = ["--model_name_or_path", base("minimind", launch), "--dataset_name", DATA / "dpo" / file, "--max_length", "512"]
+    rows = check(launch("dpo", *words, *RUN, "--per_device_train_batch_size", "4", "--beta", "0.1"))
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)  # policy = reference at the first step
+
+
+def test_grpo_on_gsm8k(launch, base):
+    words = ["--model_name_or_path", base("minimind", launch), "--dataset_name", DATA / "grpo" / "gsm8k_train.jsonl"]
+    words += ["--columns", "prompt=question", "--reward_funcs", "exact_number", "length:8", "--num_generations", "4"]
+    words += ["--per_device_train_batch_size", "8", "--max_completion_length", "16"]
+    output = launch("grpo", *words, *RUN)
+    rows = check(output)
+    assert all(0 <= row["rewards/exact_number/mean"] <= 1 and row["rewards/length/mean"] <= 0 for row in rows)
+    assert len((output / "completions.jsonl").read_text().splitlines()) == 3 * 8
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_or_given_one(launch, base):
+    words = ["--model_name_or_path", base("gpt2", launch), "--dataset_name", DATA / "sft" / "alpaca_5k.json", *RUN]
+    with pytest.raises(UserError, match="no chat template: pass --chat_template"):
+        launch("sft", *words)
+    for template in ("plain", "chatml"):
+        check(launch("sft", *words, "--chat_template", template, "--per_device_train_batch_size", "4", output=template))
