@@ -8,6 +8,7 @@ prompt -> prompt and everything else for the rewards.
 import gzip
 import hashlib
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -87,12 +88,12 @@ def hold_out(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
 
 
 def _load_source(name: str, split: str, config: str | None, optional: bool) -> list[Row]:
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_file():
         return _read_file(path) if split == "train" or not optional else []
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            return _from_datasets(name, split, config, optional, saved=True)
+            return _from_datasets(str(path), split, config, optional, saved=True)
         files = sorted(f for f in path.iterdir() if _suffix(f) in SUFFIXES)
         named = [f for f in files if f.name.split(".")[0].split("-")[0] == split]
         if not named and split == "train" and not any(f.name.startswith(("validation", "test", "dev")) for f in files):
@@ -121,15 +122,17 @@ def _read_file(path: Path) -> list[Row]:
     try:
         with (gzip.open if path.name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
             text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    if not text.strip():
+        raise UserError(f"{path}: the file is empty")
     if kind == ".txt":
         return [Row(f"{path}:{line}", {"text": block}) for line, block in _paragraphs(text)]
     if kind == ".json" or text.lstrip().startswith("["):
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            if kind == ".json" and "\n{" in text.strip():
+            if text.lstrip().startswith("{") and "\n{" in text:
                 return _json_lines(path, text)  # JSON lines under the wrong name
             raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
         if not isinstance(values, list):
@@ -179,14 +182,18 @@ def _from_datasets(name: str, split: str, config: str | None, optional: bool, sa
     try:
         if saved:
             table = datasets.load_from_disk(name)
-            table = table[split] if isinstance(table, datasets.DatasetDict) else table
+            if not isinstance(table, datasets.DatasetDict):
+                table = datasets.DatasetDict({"train" if optional else split: table})
+            if split not in table and not optional:
+                raise ValueError(f"no split {split}; found {', '.join(table)}")
+            table = table.get(split, [])
         elif Path(name).is_file():
             table = datasets.load_dataset(_suffix(Path(name))[1:], data_files=name, split="train")
         else:
             table = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the library raises many kinds, with texts of many lines
         reason = " ".join(str(error).split())[:300]
-        if optional and ("nknown split" in reason or isinstance(error, KeyError)):
+        if optional and "nknown split" in reason:
             return []
         hint = "" if Path(name).exists() else " (no such file or folder here; as a Hub name it cannot be loaded)"
         raise UserError(f"--dataset_name {name}{hint}: {reason}") from None
@@ -200,9 +207,7 @@ def as_text(columns: dict[str, Any], field: str = "text") -> str:
     """The document of a pretraining row."""
     if field not in columns:
         raise UserError(f"no column {field}; found {_names(columns)} (map it: --columns {field}=...)")
-    if not isinstance(columns[field], str) or not columns[field].strip():
-        raise BadRow("empty text")
-    return columns[field]
+    return _string(columns, field)
 
 
 def as_chat(columns: dict[str, Any]) -> dict[str, Any]:
@@ -212,11 +217,9 @@ def as_chat(columns: dict[str, Any]) -> dict[str, Any]:
     (strings or messages), text. Raises UserError where no format fits, BadRow for a row that cannot be trained on.
     """
     tools = _tools(columns)
+    _refuse_labels(columns)
     if "messages" in columns or "conversations" in columns:
-        messages = _messages(columns.get("messages", columns.get("conversations")))
-        if "system" in columns and isinstance(columns["system"], str) and columns["system"]:
-            messages = [{"role": "system", "content": columns["system"]}, *messages]
-        return {"messages": messages, "tools": tools}
+        return {"messages": _answered(_conversation(columns)), "tools": tools}
     if "instruction" in columns and "output" in columns:
         answer = [{"role": "assistant", "content": _string(columns, "output")}]
         return {"messages": _alpaca_prompt(columns) + answer, "tools": tools}
@@ -224,9 +227,8 @@ def as_chat(columns: dict[str, Any]) -> dict[str, Any]:
         prompt, completion = columns["prompt"], columns["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return {"prompt": _string(columns, "prompt"), "completion": _string(columns, "completion")}
-        completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return {"messages": _messages(prompt) + _messages(completion), "tools": tools, "prompt_turns": len(prompt)}
+        prompt = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        return {"messages": prompt + _answered(_answer(completion)), "tools": tools, "prompt_turns": len(prompt)}
     if "text" in columns:
         return {"text": as_text(columns)}
     raise UserError(
@@ -244,17 +246,20 @@ def as_preference(columns: dict[str, Any]) -> dict[str, Any]:
     instruction with chosen and rejected. Raises UserError where no format fits, BadRow for an unusable row.
     """
     if "chosen" not in columns or "rejected" not in columns:
-        if "label" in columns or "kto_tag" in columns:
-            raise UserError("rows with a label instead of a pair (KTO) are not read: DPO needs chosen and rejected")
+        _refuse_labels(columns)
         raise UserError(f"no column chosen and rejected; found {_names(columns)} (map them: --columns chosen=...)")
+    if _tools(columns):
+        raise BadRow("a pair with tools (to train without them: --columns unused=tools)")
     chosen, rejected = columns["chosen"], columns["rejected"]
+    if not chosen or not rejected:
+        raise BadRow("empty answer")
     if all(isinstance(side, str) and "\n\nAssistant:" in side for side in (chosen, rejected)) and "prompt" not in columns:
         chosen, rejected = _hh_messages(chosen), _hh_messages(rejected)
 
     if "prompt" in columns:
         prompt = columns["prompt"]
         if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-            pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            pair = {name: _string(columns, name) for name in ("prompt", "chosen", "rejected")}
         else:
             turns = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
             chosen, rejected = _answer(chosen), _answer(rejected)
@@ -262,8 +267,7 @@ def as_preference(columns: dict[str, Any]) -> dict[str, Any]:
                 chosen, rejected = chosen[len(turns) :], rejected[len(turns) :]  # the prompt is repeated in the sides
             pair = {"prompt": turns, "chosen": chosen, "rejected": rejected}
     elif "conversations" in columns or "messages" in columns:
-        turns = _messages(columns.get("conversations", columns.get("messages")))
-        pair = {"prompt": turns, "chosen": _answer(chosen), "rejected": _answer(rejected)}
+        pair = {"prompt": _conversation(columns), "chosen": _answer(chosen), "rejected": _answer(rejected)}
     elif "instruction" in columns:
         pair = {"prompt": _alpaca_prompt(columns), "chosen": _answer(chosen), "rejected": _answer(rejected)}
     elif isinstance(chosen, list) and isinstance(rejected, list):
@@ -278,6 +282,9 @@ def as_preference(columns: dict[str, Any]) -> dict[str, Any]:
         raise BadRow("no shared prompt")
     if pair["chosen"] == pair["rejected"]:
         raise BadRow("chosen equals rejected")
+    for side in (pair["chosen"], pair["rejected"]):
+        if not isinstance(side, str) and _answered(side)[0]["role"] != "assistant":
+            raise BadRow("an answer that does not start with the assistant")
     return pair
 
 
@@ -291,9 +298,9 @@ def as_prompt(columns: dict[str, Any]) -> dict[str, Any]:
     if isinstance(row.get("reward_model"), dict) and "ground_truth" in row["reward_model"]:
         row.setdefault("answer", row["reward_model"]["ground_truth"])
     if "prompt" in row:
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else _messages(row["prompt"])
+        prompt = _string(row, "prompt") if isinstance(row["prompt"], str) else _messages(row["prompt"])
     elif "messages" in row or "conversations" in row:
-        prompt = _messages(row.get("messages", row.get("conversations")))
+        prompt = _conversation(row)
     elif "instruction" in row:
         prompt = _alpaca_prompt(row)
     else:
@@ -306,7 +313,7 @@ def as_prompt(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert(rows: list[Row], function: Callable[[dict[str, Any]], Any], what: str) -> list[Any]:
-    """`function` on the columns of each row; rows that it refuses (BadRow) or maps to None are left out, counted, aloud.
+    """`function` on the columns of each row; rows that it refuses (BadRow) are left out, counted, aloud.
 
     Raises UserError, with the row's place, where the function does, and where no row is left.
     """
@@ -338,7 +345,25 @@ def _string(columns: dict[str, Any], name: str) -> str:
         raise BadRow(f"{name} is not a string but {type(value).__name__}")
     if not value.strip():
         raise BadRow(f"empty {name}")
-    return value
+    return _unicode(value)
+
+
+def _unicode(text: str) -> str:
+    """The text, checked: JSON can hold half of a surrogate pair, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRow("text that is not valid Unicode (half a surrogate pair)") from None
+    return text
+
+
+def _refuse_labels(columns: dict[str, Any]) -> None:
+    """KTO's rows look like prompt and completion, but some of the completions are bad ones."""
+    if "kto_tag" in columns or isinstance(columns.get("label"), bool):
+        raise UserError(
+            "rows with a label, good or bad, instead of a pair (KTO) are not read: DPO needs chosen and rejected; "
+            "for SFT keep the good rows, without the column"
+        )
 
 
 def _tools(columns: dict[str, Any]) -> list[Any] | None:
@@ -348,7 +373,27 @@ def _tools(columns: dict[str, Any]) -> list[Any] | None:
             tools = json.loads(tools)
         except json.JSONDecodeError:
             raise BadRow("tools is not valid JSON") from None
+    tools = [tools] if isinstance(tools, dict) else tools
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow("tools is not a list of objects")
     return tools or None
+
+
+def _conversation(columns: dict[str, Any]) -> list[Message]:
+    """The messages or conversations column, with the system column before it."""
+    messages = _messages(columns.get("messages") or columns.get("conversations"))
+    system = columns.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": _unicode(system)}, *messages]
+    return messages
+
+
+def _answered(messages: list[Message]) -> list[Message]:
+    """Messages, checked: each turn of the assistant says or calls something."""
+    for message in messages:
+        if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
+            raise BadRow("empty answer")
+    return messages
 
 
 def _messages(value: Any) -> list[Message]:
@@ -359,10 +404,13 @@ def _messages(value: Any) -> list[Message]:
     for turn in value:
         if not isinstance(turn, dict):
             raise BadRow("a message is not an object")
-        name = turn.get("role", turn.get("from"))
-        if name not in ROLES:
-            raise BadRow(f"unknown role {name!r}")
-        content = turn.get("content", turn.get("value"))
+        # Parquet gives every turn the keys of all turns, None where it has none.
+        name, content = (
+            turn.get(key) if turn.get(key) is not None else turn.get(other)
+            for key, other in (("role", "from"), ("content", "value"))
+        )
+        if not isinstance(name, str) or name not in ROLES:
+            raise BadRow(f"unknown role {name!r}; known: {', '.join(ROLES)}")
         if isinstance(content, list):
             parts = [part.get("text") if isinstance(part, dict) else part for part in content]
             if not all(isinstance(part, str) for part in parts):
@@ -372,18 +420,30 @@ def _messages(value: Any) -> list[Message]:
             content = ""
         if not isinstance(content, str):
             raise BadRow("a message without text content")
-        message = {"role": ROLES[name], "content": content}
-        message |= {key: turn[key] for key in ("tool_calls", "name", "tool_call_id") if turn.get(key) is not None}
+        message = {"role": ROLES[name], "content": _unicode(content)}
+        message |= {key: turn[key] for key in ("reasoning_content", "name", "tool_call_id") if turn.get(key) is not None}
+        if turn.get("tool_calls"):
+            message["tool_calls"] = [_tool_call(call) for call in turn["tool_calls"]]
         messages.append(message)
     return messages
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """A tool call with its arguments as an object: OpenAI writes them as JSON text, chat templates turn objects into it."""
+    if not isinstance(call, dict):
+        raise BadRow("a tool call is not an object")
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _tool_call(call["function"])}
+    try:
+        return call | {"arguments": json.loads(call["arguments"])}
+    except (KeyError, TypeError, ValueError):  # none, an object already, or no JSON
+        return call
 
 
 def _answer(value: Any) -> list[Message]:
     """One side of a pair: a string, one turn, or a list of turns."""
     if isinstance(value, str):
-        if not value.strip():
-            raise BadRow("empty answer")
-        return [{"role": "assistant", "content": value}]
+        return _answered([{"role": "assistant", "content": _unicode(value)}])
     return _messages([value] if isinstance(value, dict) else value)
 
 
@@ -391,18 +451,21 @@ def _alpaca_prompt(columns: dict[str, Any]) -> list[Message]:
     """System, history and the instruction with its input, as messages."""
     messages = []
     if columns.get("system"):
-        messages.append({"role": "system", "content": str(columns["system"])})
-    for question, answer in columns.get("history") or []:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages.append({"role": "system", "content": _string(columns, "system")})
+    for pair in columns.get("history") or []:
+        if not isinstance(pair, (list, tuple)) or not all(isinstance(text, str) for text in pair) or len(pair) != 2:
+            raise BadRow("history is not a list of [question, answer]")
+        messages += [{"role": r, "content": _unicode(t)} for r, t in zip(("user", "assistant"), pair, strict=True)]
     instruction = _string(columns, "instruction")
-    text = f"{instruction}\n{columns['input']}" if columns.get("input") else instruction
+    extra = columns.get("input")
+    text = f"{instruction}\n{_unicode(extra)}" if isinstance(extra, str) and extra.strip() else instruction
     return [*messages, {"role": "user", "content": text}]
 
 
 def _hh_messages(text: str) -> list[Message]:
     """HH-RLHF's "\\n\\nHuman: ...\\n\\nAssistant: ..." as messages."""
     messages: list[Message] = []
-    rest = text
+    rest = _unicode(text)
     while rest:
         for mark, role in (("\n\nHuman:", "user"), ("\n\nAssistant:", "assistant")):
             if rest.startswith(mark):

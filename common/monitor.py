@@ -185,7 +185,7 @@ def require_finite(loss: torch.Tensor, grad_norm: torch.Tensor, step: int, outpu
         saved = checkpoints(output_dir)
         last = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"
         raise UserError(
-            f"step {step + 1}: loss {float(loss):g}, gradient norm {float(grad_norm):g}: the step was not taken; {last}; "
+            f"step {step + 1}: loss {loss.item():g}, gradient norm {grad_norm.item():g}: the step was not taken; {last}; "
             "try a lower --learning_rate, or look for broken rows"
         )
 

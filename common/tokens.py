@@ -31,7 +31,7 @@ Sequence = dict[str, np.ndarray]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING_HEADER = re.compile(r"<think>\s*(</think>\s*)?$")
-# A special token that a message spells, by its number, while the template is applied: noncharacters, never in real text.
+# A special token that a message spells, by its number, while the template is applied. Real text has no noncharacters.
 _PLACEHOLDER = re.compile("\ufdd0(\\d+)\ufdd1")
 
 
@@ -232,7 +232,7 @@ def _apply_template(
 def _derive_start(text: str, before: list[Message], tokenizer: Any, tools: list[Any] | None) -> int:
     """Where the answer to the chat `before` starts in the text of the longer chat."""
     if not before:
-        raise BadRow("the chat starts with the assistant (only a template with generation markers, as chatml, allows it)")
+        raise BadRow("the chat starts with the assistant (use a template with generation markers: --chat_template chatml)")
     header = _apply_template(before, tokenizer, tools, add_generation_prompt=True)[0]
     if not text.startswith(header):
         # A header that opens or closes the thinking in advance; an answer that thinks starts before that.
@@ -269,7 +269,10 @@ def _holds(written: str, message: Message, tokenizer: Any) -> bool:
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     if not all(str(call.get("name", "")) in written for call in calls):
         return False
-    said, written = ("".join(part.split()) for part in (message["content"], written))
+    parts = (message["content"], message.get("reasoning_content") or "", written)
+    said, thought, written = ("".join(part.split()) for part in parts)
+    if thought not in written:
+        return False
     return said in written if calls else written.endswith(said)
 
 

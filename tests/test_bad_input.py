@@ -60,7 +60,7 @@ def test_data_is_checked(launch, tmp_path):
     empty.write_text("")
     write(columns, [{"question": "1+1?", "solution": "2"}])
     refused(launch, "sft", [*SFT, "--dataset_name", "nowhere.jsonl"], "nowhere.jsonl", "no such file")
-    refused(launch, "sft", [*SFT, "--dataset_name", str(empty)], "empty.jsonl", "no rows")
+    refused(launch, "sft", [*SFT, "--dataset_name", str(empty)], "empty.jsonl", "empty")
     refused(launch, "sft", [*SFT, "--dataset_name", str(columns)], "columns.jsonl:1", "question, solution", "messages")
     refused(launch, "dpo", [*SFT[2:], "--dataset_name", str(columns)], "chosen", "rejected", "question, solution")
     refused(launch, "grpo", [*GRPO, "--dataset_name", str(columns)], "prompt", "question, solution", "--columns")

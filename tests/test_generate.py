@@ -22,7 +22,9 @@ NEW = 20
 
 @pytest.fixture(scope="module", params=TINY)
 def pair(request):
-    return tiny_pair(request.param)
+    model, lm = tiny_pair(request.param)
+    assert model.config._attn_implementation == "flat" and not model.padded
+    return model, lm
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,27 @@ def test_a_completion_that_ends_with_its_last_allowed_token_is_finished(pair):
     assert (free.ids, free.finished, ended.ids, ended.finished) == (ended.ids, False, free.ids, True)
 
 
+def rows_per_call(model, **options) -> list[int]:
+    """How many rows each call of the language model had while PROMPTS were completed."""
+    rows = []
+    handle = model.lm.register_forward_pre_hook(lambda m, a, kw: rows.append(len(kw["input_ids"])), with_kwargs=True)
+    try:
+        ours(model, temperature=0, **options)
+    finally:
+        handle.remove()
+    return rows
+
+
+def test_no_work_is_done_for_completions_that_have_ended(pair, stop_ids):
+    """The first call reads the prompts, each distinct one once. (A batch of ten or more shrinks in steps of a tenth.)"""
+    model, _ = pair
+    assert rows_per_call(model, stop_ids=[]) == [7] + [8] * (NEW - 1)
+    assert rows_per_call(model, stop_ids=range(V)) == [7]
+    lengths = [len(c.ids) for c in ours(model, stop_ids=stop_ids, temperature=0)]
+    wanted = [sum(n > t for n in lengths) for t in range(1, max(lengths))]
+    assert rows_per_call(model, stop_ids=stop_ids) == [7] + wanted
+
+
 def test_no_prompt_gives_no_completion(pair):
     assert ours(pair[0], [], []) == []
 
@@ -153,9 +176,9 @@ def test_completions_have_the_frequencies_of_the_model(pair):
 # --- the model afterwards -------------------------------------------------------------------------------------------
 
 
-def state_of(model) -> tuple:
-    modes = {name: module.training for name, module in model.named_modules()}
-    return modes, model.config._attn_implementation, torch.is_grad_enabled()
+def state_of(model) -> dict[str, bool]:
+    assert model.config._attn_implementation == "flat" and torch.is_grad_enabled()
+    return {name: module.training for name, module in model.named_modules()}
 
 
 def training_pass(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -186,7 +209,7 @@ def test_an_exception_while_sampling_leaves_the_model_as_it_was(pair):
     calls = []
 
     def fail_at_the_third_token(module, args, kwargs):
-        calls.append(module.training)
+        calls.append((module.training, torch.is_grad_enabled()))
         if len(calls) == 3:
             raise KeyboardInterrupt
 
@@ -196,7 +219,7 @@ def test_an_exception_while_sampling_leaves_the_model_as_it_was(pair):
             ours(model, stop_ids=[])
     finally:
         handle.remove()
-    assert calls == [False] * 3  # eval mode while sampling
+    assert calls == [(False, False)] * 3  # eval mode and no gradients while sampling
     assert state_of(model) == before
     assert torch.equal(training_pass(model)[0], logps)
 
@@ -280,11 +303,21 @@ def test_top_k_and_top_p_leave_exactly_the_right_tokens_with_their_shares(temper
 def test_top_p_keeps_the_token_that_crosses_it():
     """Probabilities 0.5, 0.3, 0.15, 0.05."""
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(1000, -1)
-    for top_p, kept in ((0.01, {1}), (0.45, {1}), (0.55, {1, 3}), (0.75, {1, 3}), (0.85, {0, 1, 3}), (0.99, {0, 1, 2, 3})):
+    for top_p, kept in (
+        (0.01, {1}),
+        (0.45, {1}),
+        (0.55, {1, 3}),
+        (0.75, {1, 3}),
+        (0.85, {0, 1, 3}),
+        (0.99, {0, 1, 2, 3}),
+    ):
         assert set(draw(logits, grid(1000), 1.0, top_p=top_p)[0].tolist()) == kept
 
 
-@pytest.mark.parametrize("top_p", [1e-9, pytest.param(0.0, marks=pytest.mark.xfail(strict=True, reason="no token left"))])
+@pytest.mark.parametrize(
+    "top_p",
+    [1e-9, pytest.param(0.0, marks=pytest.mark.xfail(strict=True, reason="leaves no token: draws the last one"))],
+)
 def test_the_most_probable_token_can_always_be_drawn(top_p):
     assert draw(LOGITS.expand(9, -1), grid(9), 1.0, top_p=top_p)[0].tolist() == [2] * 9
 

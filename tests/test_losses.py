@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 RECORDED = json.loads(Path(__file__).with_name("trl_recorded.json").read_text())
+SCALES = ["group", "batch", "none"]
 NAN = float("nan")
 LN2 = math.log(2)
 
@@ -122,7 +123,8 @@ def reference_free(case: dict, chosen: torch.Tensor, rejected: torch.Tensor) -> 
 @pytest.mark.parametrize("case", RECORDED["cpo"]["cases"], ids=case_name)
 def test_a_loss_without_reference_and_its_gradient_are_trls(case):
     """Among them simpo, and the conservative form of sigmoid and simpo with label_smoothing 0.1."""
-    chosen, rejected = (torch.tensor(RECORDED["cpo"][x], requires_grad=True) for x in ("chosen_logps", "rejected_logps"))
+    inputs = RECORDED["cpo"]
+    chosen, rejected = (torch.tensor(inputs[x], requires_grad=True) for x in ("chosen_logps", "rejected_logps"))
     losses = reference_free(case, chosen, rejected)
     losses.mean().backward()
     close(losses, case["losses"])
@@ -244,9 +246,8 @@ def test_the_number_of_tokens_matters_to_ipo_simpo_and_orpo_only():
 def test_a_preference_losss_gradient_is_that_of_finite_differences(loss_type):
     chosen, rejected = tensor(-2.0, -9.0, -0.3).requires_grad_(), tensor(-3.0, -4.0, -6.0).requires_grad_()
     rest = (tensor(-3.5, -8.0, -0.5), tensor(-2.5, -5.5, -3.0), tensor(4.0, 3.0, 1.0), tensor(2.0, 5.0, 3.0))
-    assert torch.autograd.gradcheck(
-        lambda c, r: dpo_loss(c, r, *rest, beta=0.2, loss_type=loss_type)[0], (chosen, rejected)
-    )
+    options = {"beta": 0.2, "loss_type": loss_type}
+    assert torch.autograd.gradcheck(lambda c, r: dpo_loss(c, r, *rest, **options)[0], (chosen, rejected))
 
 
 def test_extreme_margins_give_finite_losses_and_gradients():
@@ -294,7 +295,7 @@ def test_an_unknown_loss_or_a_senseless_label_smoothing_is_refused(options, says
 
 @pytest.mark.parametrize("case", RECORDED["advantages"]["cases"], ids=case_name)
 def test_advantages_are_trls(case):
-    """The recordings hold no abstention; ours is tested below, with what the docstring says: out of its group, and 0."""
+    """The recordings hold no abstention; ours is tested below: out of its group, and 0."""
     rewards = combine_rewards(torch.tensor(case["rewards_per_func"]), torch.tensor(case["reward_weights"]))
     close(group_advantages(rewards.view(2, 4), case["scale_rewards"]).flatten(), case["advantages"])
 
@@ -318,8 +319,8 @@ def test_a_reward_that_is_nan_is_left_out_of_its_group_and_gets_0(scale, wanted)
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, NAN]), min_size=4, max_size=4), min_size=1, max_size=4),
-    st.sampled_from(["group", "batch", "none"]),
+    st.lists(st.tuples(*[st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, NAN])] * 4), min_size=1, max_size=4),
+    st.sampled_from(SCALES),
 )
 def test_advantages_are_those_of_a_loop_over_groups(groups, scale):
     everything = [r for group in groups for r in group if not math.isnan(r)]
@@ -336,7 +337,7 @@ def test_advantages_are_those_of_a_loop_over_groups(groups, scale):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9), st.integers(0, 2), st.sampled_from(["group", "batch", "none"]))
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9), st.integers(0, 2), st.sampled_from(SCALES))
 def test_a_group_without_spread_gets_exactly_0(reward, G, abstained, scale):
     """Also where the mean of equal numbers is not that number, as for 0.1 in float32."""
     for dtype in (torch.float32, torch.float64):
@@ -346,10 +347,10 @@ def test_a_group_without_spread_gets_exactly_0(reward, G, abstained, scale):
 
 def test_groups_in_which_nobody_or_one_has_a_reward_get_0():
     rewards = torch.tensor([[NAN, NAN], [3.0, NAN], [0.0, 1.0]])
-    for scale in ("group", "batch", "none"):
+    for scale in SCALES:
         advantages = group_advantages(rewards, scale)
         assert advantages[:2].tolist() == [[0, 0], [0, 0]] and advantages[2, 1] == -advantages[2, 0] > 0
-    for scale in ("group", "batch", "none"):
+    for scale in SCALES:
         assert group_advantages(torch.full((2, 3), NAN), scale).tolist() == [[0] * 3] * 2
 
 
@@ -405,7 +406,7 @@ def test_a_policy_loss_and_its_gradient_are_trls(case):
 
 
 def one_token(ratio: float, advantage: float, **options) -> tuple[float, float, dict[str, float]]:
-    """The loss of one completion token after one prompt token, its derivative by the log-probability, the statistics."""
+    """The loss of a token after one token of prompt, its derivative by the log-probability, and the statistics."""
     logps = tensor(0.0, math.log(0.1 * ratio)).requires_grad_()
     old, mask = tensor(0.0, math.log(0.1)), tensor(0.0, 1.0)
     ref = options.pop("ref", None)

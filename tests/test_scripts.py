@@ -1,0 +1,98 @@
+"""Each script, launched as a user launches it, learns on the embedded demo and leaves behind what the README says."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, read_metrics
+
+# script -> (arguments that make the demo short, what must have happened between the first and the last evaluation)
+RUNS = {
+    "pretrain": (["--max_steps", "100", "--eval_steps", "100"], lambda a, b: b["eval_perplexity"] < a["eval_perplexity"] / 50),
+    "sft": (["--max_steps", "120", "--eval_steps", "120"], lambda a, b: b["eval_loss"] < 0.5 < 3 < a["eval_loss"]),
+    "dpo": (
+        ["--max_steps", "30", "--eval_steps", "30", "--max_eval_samples", "60"],
+        lambda a, b: b["eval_rewards/accuracies"] > 0.85 and b["eval_rewards/margins"] > 1 and a["eval_rewards/margins"] == 0,
+    ),
+    "grpo": (
+        ["--config", "data/configs/grpo_zero.yaml", "--max_steps", "16", "--eval_steps", "16"],
+        lambda a, b: b["eval_exact_number"] > a["eval_exact_number"] + 0.1,
+    ),
+}
+LEFT = {"model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl", "samples.jsonl", "args.yaml", "summary.json"}
+LEFT |= {"curves.png", "generation_config.json"}
+TRAINED = {
+    "pretrain": {"mean_token_accuracy", "entropy"},
+    "sft": {"mean_token_accuracy", "entropy"},
+    "dpo": {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected"},
+    "grpo": {"reward", "reward_std", "rewards/exact_number/mean", "rewards/regex/mean", "frac_reward_zero_std", "entropy"}
+    | {"clip_ratio/region_mean", "completions/mean_length", "completions/clipped_ratio", "sampling/logp_difference"},
+}
+
+
+@pytest.mark.parametrize("stage", RUNS)
+def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
+    arguments, learned = RUNS[stage]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"] if stage == "sft" else [sys.executable]
+    command = [*launcher, f"train_{stage}.py", *arguments, "--output_dir", str(tmp_path / "out")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "eval:" in run.stdout and "saved in" in run.stdout and "try next:" in run.stdout and "->" in run.stdout
+
+    output = tmp_path / "out"
+    assert LEFT | {f"train_{stage}.py"} <= {path.name for path in output.iterdir()}
+    evaluations = [row for row in read_metrics(output) if any(name.startswith("eval_") for name in row)]
+    assert learned(evaluations[0], evaluations[-1]), evaluations
+    logged = [row for row in map(json.loads, (output / "metrics.jsonl").open()) if "loss" in row]
+    always = {"step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second"}
+    assert all(always | TRAINED[stage] <= row.keys() for row in logged)
+    assert [row["step"] for row in logged] == sorted({row["step"] for row in logged})
+    sample = json.loads((output / "samples.jsonl").read_text().splitlines()[0])
+    assert {"step", "prompt", "completion", "temperature"} <= sample.keys()
+    assert yaml.safe_load((output / "args.yaml").read_text())["output_dir"] == str(output)
+    if stage == "grpo":
+        row = json.loads((output / "completions.jsonl").read_text().splitlines()[0])
+        assert {"step", "prompt", "completion", "rewards", "advantage"} <= row.keys()
+
+
+def test_defaults_chain_from_stage_to_stage_and_say_so(tmp_path, monkeypatch, capsys):
+    from common.model import choose_model
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "data" / "base_model", "data/base_model")
+    assert choose_model("mine", "outputs/sft") == "mine"
+    assert choose_model(None, "outputs/sft") == "data/base_model" and "base model" in capsys.readouterr().out
+    (tmp_path / "outputs" / "sft").mkdir(parents=True)
+    assert choose_model(None, "outputs/sft") == "data/base_model"  # a run that has not finished is not taken
+    (tmp_path / "outputs" / "sft" / "summary.json").write_text("{}")
+    assert choose_model(None, "outputs/sft") == "outputs/sft" and "outputs/sft" in capsys.readouterr().out
+
+
+def test_lora_and_gradient_checkpointing_run_in_every_stage(launch, tmp_path):
+    """The adapter is what is saved; DPO's reference is the model without it (ln 2 at the first step)."""
+    pytest.importorskip("peft")
+    few = ["--max_steps", "2", "--logging_steps", "1", "--eval_steps", "0", "--save_steps", "1", "--use_peft", "--lora_r", "4"]
+    few += ["--model_name_or_path", "data/base_model", "--gradient_checkpointing", "--eval_prompts", "", "--max_train_samples", "40"]
+    for stage in ("sft", "dpo", "grpo"):
+        batch = ["--per_device_train_batch_size", "16"]
+        more = ["--beta", "0.1"] if stage != "sft" else []
+        more += ["--sft_weight", "0", "--precompute_ref_log_probs", "false"] if stage == "dpo" else []
+        output = launch(stage, "--config", f"data/configs/{stage}.yaml", *few, *batch, *more, output=stage)
+        assert (output / "adapter_model.safetensors").exists() and not (output / "model.safetensors").exists()
+        if stage == "dpo":
+            first = next(row for row in read_metrics(output) if "loss" in row)
+            assert first["loss"] == pytest.approx(0.693147, abs=1e-5)
+
+
+def test_a_new_dataset_takes_the_standard_settings_and_not_those_of_the_demo(capsys):
+    from common.arguments import parse_args
+    from train_sft import DEMO, Args
+
+    assert parse_args(Args, DEMO, []).learning_rate == 1e-3 and "embedded demo" in capsys.readouterr().err
+    assert parse_args(Args, DEMO, ["--dataset_name", "mine.jsonl"]).learning_rate == 2e-5
+    assert parse_args(Args, DEMO, ["--learning_rate", "5e-4"]).learning_rate == 5e-4
