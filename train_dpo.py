@@ -33,6 +33,7 @@ from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, segment_sum
 from common.model import (
     add_lora,
     base_lm,
+    check_positions,
     choose_model,
     compile_layers,
     count_parameters,
@@ -169,13 +170,14 @@ def main(args: Args) -> None:
     prompts = convert(load_rows(args.eval_prompts), as_prompt, "prompts") if args.eval_prompts else []
 
     # --- model ---------------------------------------------------------------------------------------------------
-    model = load_model(
+    model = load_model(  # a checkpoint is a model like any other, but for LoRA's, which holds the adapter only
         args.model_name_or_path if args.use_peft else str(checkpoint or args.model_name_or_path),
         dtype=args.dtype,
         revision=args.model_revision,
         trust=args.trust_remote_code,
         vocab_size=len(tokenizer),
     )
+    check_positions(model, max(len(sequence["input_ids"]) for unit in units + eval_units for sequence in unit))
     if args.use_peft:
         model = add_lora(
             model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
@@ -193,7 +195,7 @@ def main(args: Args) -> None:
     optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
     flops = flops_per_token(model, args.max_length)
     trained, all_parameters = count_parameters(model)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
     reference = None
     if args.loss_type not in REFERENCE_FREE:
         frozen = None
@@ -217,6 +219,7 @@ def main(args: Args) -> None:
     )
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
+    done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
@@ -227,11 +230,9 @@ def main(args: Args) -> None:
     )
 
     # --- loop ----------------------------------------------------------------------------------------------------
-    for step in (bar := progress(range(first_step, last_step + 1), "dpo")):
-        if due(step, args.eval_steps, first=first_step, last=last_step):
-            values = {}
-            if eval_units:
-                values |= evaluate(accelerator, model, reference, eval_units, args)
+    for step in (bar := progress(first_step, last_step, "dpo")):
+        if due(step, args.eval_steps, done, last_step):
+            values = evaluate(accelerator, model, reference, eval_units, args) if eval_units else {}
             means, samples = complete_prompts(
                 accelerator,
                 model,
@@ -244,7 +245,7 @@ def main(args: Args) -> None:
                 seed=args.seed,
             )
             metrics.log_eval(step, values | means, samples, show=args.num_samples)
-        if due(step, args.save_steps, first=max(first_step, 1), last=-1):
+        if due(step, args.save_steps, max(done, 0)):
             save_checkpoint(
                 accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
             )
@@ -269,7 +270,7 @@ def main(args: Args) -> None:
             metrics.add(batch["sequence_mask"][::2].sum(), **logged)
             metrics.add_share(loss=loss)
         metrics.num_tokens += window.num_tokens
-        if due(step + 1, args.logging_steps, first=first_step, last=last_step):
+        if due(step + 1, args.logging_steps, done, last_step):
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
 
     # --- export --------------------------------------------------------------------------------------------------

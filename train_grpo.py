@@ -45,6 +45,7 @@ from common.losses import (
 from common.model import (
     add_lora,
     base_lm,
+    check_positions,
     choose_model,
     compile_layers,
     count_parameters,
@@ -123,6 +124,8 @@ def check(args: Args, world: int) -> None:
             raise UserError(f"--{name} {getattr(args, name)}: one of {', '.join(allowed)}")
     if args.reward_weights is not None and len(args.reward_weights) != len(args.reward_funcs):
         raise UserError(f"--reward_weights: {len(args.reward_weights)} weights for {len(args.reward_funcs)} functions")
+    if not 0 < args.top_p <= 1 or args.top_k < 0:
+        raise UserError(f"--top_p is a share in (0, 1] and --top_k at least 0, not {args.top_p} and {args.top_k}")
     if args.temperature <= 0:
         raise UserError("--temperature must be above 0: greedy completions of a prompt are all the same")
 
@@ -174,13 +177,13 @@ def judge(
         raise UserError("no reward function gave a number for any completion of this step (all returned None)")
     groups = reward.view(-1, G)  # (P, G)
     advantages = group_advantages(groups, scale_rewards)
-    spread = torch.nan_to_num(groups.nanmean(-1, keepdim=True) - groups).abs().amax(-1)
+    stds = torch.stack([group[~group.isnan()].std() for group in groups])  # NaN where fewer than two are known
     lengths = torch.tensor([len(completion["ids"]) for completion in completions], dtype=torch.float64)
     finished = torch.tensor([completion["finished"] for completion in completions])
     logged = {
         "reward": reward.nanmean().item(),
-        "reward_std": torch.stack([group[~group.isnan()].std(correction=0) for group in groups]).nanmean().item(),
-        "frac_reward_zero_std": (spread < 1e-12).double().mean().item(),
+        "reward_std": stds.nanmean().item(),
+        "frac_reward_zero_std": (~(stds > 1e-12)).double().mean().item(),
         "completions/mean_length": lengths.mean().item(),
         "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
@@ -283,13 +286,14 @@ def main(args: Args) -> None:
     eval_rewards = load_rewards(args.eval_reward_funcs, accelerator.device) if args.eval_reward_funcs else rewards
 
     # --- model ---------------------------------------------------------------------------------------------------
-    model = load_model(
+    model = load_model(  # a checkpoint is a model like any other, but for LoRA's, which holds the adapter only
         args.model_name_or_path if args.use_peft else str(checkpoint or args.model_name_or_path),
         dtype=args.dtype,
         revision=args.model_revision,
         trust=args.trust_remote_code,
         vocab_size=len(tokenizer),
     )
+    check_positions(model, max(len(row["prompt_ids"]) for row in prompts) + args.max_completion_length)
     if args.use_peft:
         model = add_lora(
             model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
@@ -307,7 +311,7 @@ def main(args: Args) -> None:
     optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
     flops = flops_per_token(model, args.max_prompt_length + args.max_completion_length)
     trained, all_parameters = count_parameters(model)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
     reference = None
     if args.beta > 0:
         frozen = None
@@ -334,6 +338,7 @@ def main(args: Args) -> None:
     )
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
+    done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
@@ -345,8 +350,8 @@ def main(args: Args) -> None:
 
     # --- loop ----------------------------------------------------------------------------------------------------
     save_wanted = False
-    for step in (bar := progress(range(first_step, last_step + 1), "grpo")):
-        if due(step, args.eval_steps, first=first_step, last=last_step):
+    for step in (bar := progress(first_step, last_step, "grpo")):
+        if due(step, args.eval_steps, done, last_step):
             means, samples = complete_prompts(
                 accelerator,
                 model,
@@ -359,7 +364,7 @@ def main(args: Args) -> None:
                 seed=args.seed,
             )
             metrics.log_eval(step, means, samples, show=args.num_samples)
-        save_wanted |= due(step, args.save_steps, first=max(first_step, 1), last=-1)
+        save_wanted |= due(step, args.save_steps, max(done, 0))
         if save_wanted and step % cycle == 0:  # between rollouts, so that a checkpoint needs none
             save_checkpoint(
                 accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
@@ -424,7 +429,7 @@ def main(args: Args) -> None:
                 per_token["sampling/logp_difference"] = (logps - batch["sampled_logps"]).abs()
             metrics.add(mask.sum(), **{name: (values.detach() * mask).sum() for name, values in per_token.items()})
         metrics.num_tokens += rollout_tokens // args.steps_per_generation
-        if due(step + 1, args.logging_steps, first=first_step, last=last_step):
+        if due(step + 1, args.logging_steps, done, last_step):
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
 
     # --- export --------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from common.losses import nll
 from common.model import (
     add_lora,
     base_lm,
+    check_positions,
     compile_layers,
     count_parameters,
     create_model,
@@ -138,6 +139,7 @@ def main(args: Args) -> None:
             tie_word_embeddings=args.tie_word_embeddings,
         )
         model = create_model(config, dtype=args.dtype, seed=args.seed)
+    check_positions(model, args.max_length)
     if args.use_peft:
         model = add_lora(
             model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
@@ -160,9 +162,10 @@ def main(args: Args) -> None:
     optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
     flops = flops_per_token(model, args.max_length)
     trained, all_parameters = count_parameters(model)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
+    done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
@@ -174,8 +177,8 @@ def main(args: Args) -> None:
     baseline = unigram_perplexity(documents, eval_documents, len(tokenizer)) if eval_documents else None
 
     # --- loop ----------------------------------------------------------------------------------------------------
-    for step in (bar := progress(range(first_step, last_step + 1), "pretrain")):
-        if due(step, args.eval_steps, first=first_step, last=last_step):
+    for step in (bar := progress(first_step, last_step, "pretrain")):
+        if due(step, args.eval_steps, done, last_step):
             values = {}
             if eval_units:
                 values |= evaluate_nll(accelerator, model, eval_units, args.per_device_eval_batch_size)
@@ -192,7 +195,7 @@ def main(args: Args) -> None:
                 seed=args.seed,
             )
             metrics.log_eval(step, values | means, samples, show=args.num_samples)
-        if due(step, args.save_steps, first=max(first_step, 1), last=-1):
+        if due(step, args.save_steps, max(done, 0)):
             save_checkpoint(
                 accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
             )
@@ -217,7 +220,7 @@ def main(args: Args) -> None:
             metrics.add(mask.sum(), loss=nll(logps, mask), mean_token_accuracy=(correct * mask).sum())
             metrics.add(mask.sum(), entropy=(entropy * mask).sum())
         metrics.num_tokens += window.num_tokens
-        if due(step + 1, args.logging_steps, first=first_step, last=last_step):
+        if due(step + 1, args.logging_steps, done, last_step):
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
 
     # --- export --------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def _yaml_as_flags(path: str, args_class: type) -> list[str]:
     except FileNotFoundError:
         raise UserError(f"--config {path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"--config {path}: cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: expected `name: value` lines")
     known = {f.name for f in dataclasses.fields(args_class)}

@@ -283,7 +283,7 @@ def as_preference(columns: dict[str, Any]) -> dict[str, Any]:
     if pair["chosen"] == pair["rejected"]:
         raise BadRow("chosen equals rejected")
     for side in (pair["chosen"], pair["rejected"]):
-        if not isinstance(side, str) and _answered(side)[0]["role"] != "assistant":
+        if not isinstance(side, str) and [m["role"] for m in _answered(side)][:1] != ["assistant"]:
             raise BadRow("an answer that does not start with the assistant")
     return pair
 
@@ -421,7 +421,8 @@ def _messages(value: Any) -> list[Message]:
         if not isinstance(content, str):
             raise BadRow("a message without text content")
         message = {"role": ROLES[name], "content": _unicode(content)}
-        message |= {key: turn[key] for key in ("reasoning_content", "name", "tool_call_id") if turn.get(key) is not None}
+        extras = ("reasoning_content", "name", "tool_call_id")
+        message |= {key: turn[key] for key in extras if turn.get(key) is not None}
         if turn.get("tool_calls"):
             message["tool_calls"] = [_tool_call(call) for call in turn["tool_calls"]]
         messages.append(message)
@@ -429,7 +430,7 @@ def _messages(value: Any) -> list[Message]:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI writes them as JSON text, chat templates turn objects into it."""
+    """A tool call with its arguments as an object: OpenAI's are JSON text, chat templates make JSON text of them."""
     if not isinstance(call, dict):
         raise BadRow("a tool call is not an object")
     if isinstance(call.get("function"), dict):

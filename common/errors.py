@@ -7,6 +7,9 @@ import sys
 class UserError(Exception):
     """Bad input. The message is one line: what is wrong, where, what was expected, how to mend it."""
 
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))  # other people's exceptions are quoted, and often have many lines
+
 
 def show_and_exit(error: UserError) -> None:
     """Print one line, no traceback, and leave with exit code 1."""

@@ -133,7 +133,9 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, t
     if top_p < 1.0:
         weights = weights / weights.sum(-1, keepdim=True)
         ordered, order = weights.sort(descending=True, stable=True)
-        ordered = ordered * (ordered.cumsum(-1) - ordered < top_p)  # the token that crosses top_p is kept
+        keep = ordered.cumsum(-1) - ordered < top_p  # up to and with the token that crosses top_p
+        keep[:, 0] = True
+        ordered = ordered * keep
         weights = torch.zeros_like(weights).scatter(-1, order, ordered)
     cumulative = weights.cumsum(-1)
     tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]

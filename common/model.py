@@ -313,7 +313,7 @@ def add_lora(
     try:
         return LogProbModel(peft.get_peft_model(model.lm, config), padded=model.padded)
     except ValueError as error:
-        raise UserError(f"--lora_target_modules: {' '.join(str(error).split())}") from None
+        raise UserError(f"--lora_target_modules: {error}") from None
 
 
 def _peft(wanted_by: str) -> Any:
@@ -329,6 +329,13 @@ def enable_gradient_checkpointing(model: LogProbModel) -> None:
     base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False})
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()
+
+
+def check_positions(model: LogProbModel, longest: int) -> None:
+    """Raise UserError where the longest sequence has more tokens than the model has positions."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and longest > most:
+        raise UserError(f"a sequence may have {longest} tokens, the model has {most} positions: lower the length limits")
 
 
 def compile_layers(model: LogProbModel) -> None:

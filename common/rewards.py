@@ -10,15 +10,18 @@ import importlib.util
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
+from common.losses import combine_rewards
 
 import torch
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A minus belongs to the number unless it stands behind one (10-3, pages 3-5); commas only between groups of three.
+NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
 
 
 class Reward(NamedTuple):
@@ -110,8 +113,9 @@ def _from_file(spec: str) -> Reward:
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise UserError(f"--reward_funcs {spec}: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module_spec = importlib.util.spec_from_file_location(f"plainloop_reward_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # where dataclasses and pickle look for the module of a class
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file raises while it is imported
@@ -207,10 +211,9 @@ def scorer(rewards: list[Reward], tokenizer: Any, weights: list[float] | None = 
         scores = score(rewards, rows, texts, ids)
         named = dict(zip([reward.name for reward in rewards], scores, strict=True))
         if weights is not None:
-            named["reward"] = [
-                sum(w * v for w, v in zip(weights, values, strict=True) if v is not None)
-                for values in zip(*scores, strict=True)
-            ]
+            table = torch.tensor([[math.nan if v is None else v for v in values] for values in zip(*scores, strict=True)])
+            total = combine_rewards(table, torch.tensor(weights)).tolist()
+            named["reward"] = [None if math.isnan(value) else value for value in total]
         return named
 
     return score_ids

@@ -16,6 +16,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
+from tqdm import tqdm
 
 
 def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
@@ -74,6 +75,11 @@ def finish(accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metr
     """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
     export(accelerator, model, tokenizer, args.output_dir)
     metrics.finish()
+    before_after = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
+    if before_after:
+        say("\nbefore -> after, held out:")
+    for name, before, after in before_after:
+        say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
     say(f"\nsaved in {args.output_dir}: the model and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png")
     say(f"try next: {next_command}")
     accelerator.end_training()
@@ -102,17 +108,22 @@ def _refuse_false_launches(accelerator: Accelerator) -> None:
             raise UserError(f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}")
 
 
-def due(step: int, every: int, *, first: int, last: int) -> bool:
-    """Whether something that happens every N steps, and at the end, happens at this one (0: never).
+def due(step: int, every: int, done: int, last: int = -1) -> bool:
+    """Whether something that happens every N steps (0: never), and at the step `last`, happens at this one.
 
-    first: where this process began; a resumed run does not do again what it had done before its checkpoint.
+    done: the last step at which it has happened already; a resumed run does nothing twice.
     """
-    return every > 0 and (step % every == 0 or step == last) and (step > first or step == 0)
+    return every > 0 and step > done and (step % every == 0 or step == last)
 
 
-def progress(steps: range, description: str) -> Any:
-    """A progress bar on the main process; few lines where the output is a file."""
-    from tqdm import tqdm
-
-    quiet = os.environ.get("RANK", "0") != "0"
-    return tqdm(steps, desc=description, disable=quiet, mininterval=0.5 if sys.stderr.isatty() else 20, dynamic_ncols=True)
+def progress(first_step: int, last_step: int, description: str) -> Any:
+    """first_step .. last_step (included, for what happens after the last update) with a bar on the main process."""
+    return tqdm(
+        range(first_step, last_step + 1),
+        desc=description,
+        initial=first_step,
+        total=last_step,
+        disable=os.environ.get("RANK", "0") != "0",
+        mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines where the output is a file
+        dynamic_ncols=True,
+    )

@@ -155,7 +155,7 @@ def render(
 
     A special token that a message spells is a placeholder in it, which only the functions here read.
     """
-    messages, tools = _hide_specials([messages, tools], tokenizer)
+    messages, tools = _hide([messages, tools], _special_tokens(tokenizer))
     return _apply_template(messages, tokenizer, tools, add_generation_prompt)[0]
 
 
@@ -171,7 +171,7 @@ def assistant_spans(
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     turns = set(answers if turns is None else turns)
-    messages, tools = _hide_specials([messages, tools], tokenizer)
+    messages, tools = _hide([messages, tools], _special_tokens(tokenizer))
     text, marked = _apply_template(messages, tokenizer, tools)
     if marked is not None and len(marked) != len(answers):
         raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
@@ -232,7 +232,7 @@ def _apply_template(
 def _derive_start(text: str, before: list[Message], tokenizer: Any, tools: list[Any] | None) -> int:
     """Where the answer to the chat `before` starts in the text of the longer chat."""
     if not before:
-        raise BadRow("the chat starts with the assistant (use a template with generation markers: --chat_template chatml)")
+        raise BadRow("the chat starts with the assistant (--chat_template chatml allows that)")
     header = _apply_template(before, tokenizer, tools, add_generation_prompt=True)[0]
     if not text.startswith(header):
         # A header that opens or closes the thinking in advance; an answer that thinks starts before that.
@@ -440,17 +440,17 @@ def _with_bos(ids: list[int], tokenizer: Any) -> list[int]:
     return [bos, *ids] if _adds_bos(tokenizer) and ids[:1] != [bos] else ids
 
 
-def _hide_specials(value: Any, tokenizer: Any) -> Any:
-    """The strings in a value with a placeholder for each special token that they spell."""
+def _hide(value: Any, marks: list[str]) -> Any:
+    """The strings in a value with a placeholder for each of the special tokens `marks` that they spell."""
     if isinstance(value, list):
-        return [_hide_specials(item, tokenizer) for item in value]
+        return [_hide(item, marks) for item in value]
     if isinstance(value, dict):
-        return {key: item if key == "role" else _hide_specials(item, tokenizer) for key, item in value.items()}
+        return {key: item if key == "role" else _hide(item, marks) for key, item in value.items()}
     if not isinstance(value, str):
         return value
     if "\ufdd0" in value or "\ufdd1" in value:
         raise BadRow("the text contains a Unicode noncharacter")
-    for i, mark in enumerate(_special_tokens(tokenizer)):
+    for i, mark in enumerate(marks):
         if mark in value:
             value = value.replace(mark, f"\ufdd0{i}\ufdd1")
     return value

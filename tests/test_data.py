@@ -176,6 +176,7 @@ def test_a_pair_of_plain_strings_stays_plain():
         ({"chosen": "Hi.\n\nAssistant: a", "rejected": HH + "b"}, "text before the first Human:/Assistant: turn"),
         ({"chosen": [U, A], "rejected": [A, B]}, "no shared prompt"),
         ({"prompt": "q", "chosen": [U | {"content": "q!"}, A], "rejected": [B]}, "does not start with the assistant"),
+        ({"prompt": [U], "chosen": [U, A], "rejected": [U]}, "does not start with the assistant"),
         ({"conversations": [U], "chosen": A, "rejected": B, "tools": '[{"name": "f"}]'}, "--columns unused=tools"),
     ],
 )
@@ -320,6 +321,12 @@ def test_several_sources_follow_one_another_and_rows_know_their_place(tmp_path):
     rows = load_rows(names)
     assert columns(rows) == [*ROWS, {"text": "x"}, {"text": "y"}]
     assert [rows[i].where for i in (1, 4)] == [f"{names[0]}:2", f"{names[1]}:4"]
+
+
+def test_a_single_file_has_no_other_splits_but_is_read_whole_where_a_split_is_demanded(tmp_path):
+    name = write(tmp_path / "a.jsonl", LINES)
+    assert load_rows(name, "validation", optional=True) == []
+    assert columns(load_rows(name, "validation")) == ROWS
 
 
 def test_columns_are_renamed(tmp_path):

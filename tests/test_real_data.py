@@ -29,7 +29,7 @@ if not (DATA / "tokenizers").is_dir():
     pytest.skip("no real data here", allow_module_level=True)
 
 ROWS = 60
-TOKENIZERS = [("minimind", None), ("phi3_mini", None), ("gpt2", "plain"), ("gpt2", "chatml"), ("minimind", "chatml")]
+TOKENIZERS = [("minimind", None), ("phi3_mini", None), ("gpt2", "plain"), ("gpt2", "chatml")]
 # What the columns of a file are called here.
 RENAMES = {
     "bbh_boolean_expressions_250.jsonl": ["prompt=input"],

@@ -57,6 +57,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_dropout_is_a_function_of_the_step_so_that_resuming_changes_nothing(launch, monkeypatch, tmp_path):
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=256)).save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "m")
+    arguments = [*STAGES["sft"], *COMMON, "--model_name_or_path", tmp_path / "m", "--eval_steps", "0"]
+    whole = launch("sft", *arguments, output="whole")
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_after_save(patch, "sft", at=3)
+        launch("sft", *arguments, output="stopped")
+    assert read_metrics(launch("sft", *arguments, output="stopped")) == read_metrics(whole)
+    evaluated_first = launch("sft", *arguments, "--eval_steps", "100", output="evaluated")
+    assert [row["loss"] for row in read_metrics(evaluated_first) if "loss" in row] == [
+        row["loss"] for row in read_metrics(whole)
+    ]
+
+
 def test_a_run_that_was_killed_goes_on_with_the_same_command(launch, tmp_path):
     arguments = [*STAGES["sft"], *COMMON, "--max_steps", "60", "--save_steps", "5", "--eval_steps", "0"]
     whole = launch("sft", *arguments, output="whole")
@@ -85,6 +103,8 @@ def test_checkpoints_rotate_and_load_with_from_pretrained(launch):
 
     output = launch("sft", *STAGES["sft"], *COMMON, "--save_steps", "2", "--save_total_limit", "2")
     assert [path.name for path in checkpoints(output)] == ["checkpoint-6", "checkpoint-8"]
+    few = launch("sft", *STAGES["sft"], *COMMON, "--save_steps", "6", "--save_total_limit", "0", output="few")
+    assert [path.name for path in checkpoints(few)] == ["checkpoint-6"]
     for folder in (output, checkpoints(output)[-1]):
         model = AutoModelForCausalLM.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)

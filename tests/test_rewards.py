@@ -98,10 +98,6 @@ def test_exact_number_without_an_answer_column_says_which_columns_there_are():
     one_line(error, "exact_number", "answer", "columns: solution")
 
 
-DOUBTFUL = pytest.mark.xfail(strict=True, reason="NUMBER takes a hyphen for a minus, .5 for 5, and 1,2,3 for 123")
-
-
-@DOUBTFUL
 @pytest.mark.parametrize(
     ("completion", "answer"), [("10-3", "3"), ("it is .5", "0.5"), ("the numbers 1,2,3", "3"), ("pages 3-5", "5")]
 )
@@ -235,7 +231,6 @@ def test_a_function_that_raises_is_told_with_the_columns_and_the_prompt(tmp_path
     one_line(error, "my_reward", "golden", "columns: gold", "What is 6 times 7?")
 
 
-@pytest.mark.xfail(strict=True, reason="score puts the prompt and the exception into the message as they are")
 @pytest.mark.parametrize(
     ("prompt", "body"), [("Question: 6 · 7?\nAnswer:", "raise KeyError"), ("q", r"raise ValueError('bad\nlines')")]
 )
@@ -267,7 +262,6 @@ def test_a_file_that_cannot_be_imported_is_told_in_one_line(tmp_path, source, sa
     one_line(error, "my_rewards.py:my_reward", says)
 
 
-@pytest.mark.xfail(strict=True, reason="_from_file does not put the module into sys.modules, where dataclasses look")
 def test_a_users_file_may_define_dataclasses(tmp_path):
     source = """
     from __future__ import annotations
@@ -306,7 +300,6 @@ def test_an_evaluation_scores_decoded_tokens_by_name_with_their_weighted_sum():
     assert scorer([], Letters()) is None
 
 
-@pytest.mark.xfail(strict=True, reason="scorer gives 0 where all abstained; combine_rewards, in training, gives NaN")
 def test_in_an_evaluation_too_there_is_no_reward_where_all_functions_abstained():
     rewards = [Reward("abstains", lambda completions, **_: [None, 1.0])]
     rows, ids = [{"prompt": "p"}, {"prompt": "p"}], [[1], [2]]
