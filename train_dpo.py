@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
+from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
 from common.collators import Windows, eval_batches, flat_batch, pack
-from common.data import as_preference, as_prompt, convert, hold_out, load_rows
+from common.data import as_preference, convert, hold_out, load_rows
 from common.errors import UserError, say
-from common.evaluate import complete_prompts, evaluating, gather_lists
+from common.evaluate import complete_prompts, evaluating, gather_lists, load_prompts
 from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, segment_sum
 from common.model import (
     add_lora,
@@ -49,7 +50,7 @@ from common.monitor import Metrics, require_finite
 from common.optimizer import adamw, schedule, set_lr
 from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
-from common.tokens import show_trained, stop_token_ids, tokenize_pair
+from common.tokens import show_trained, tokenize_pair
 
 import torch
 
@@ -153,12 +154,16 @@ def main(args: Args) -> None:
     accelerator, checkpoint = start(args, __file__)
 
     # --- tokenizer and data ----------------------------------------------------------------------------------------
+    tokenizer_name = args.tokenizer_name or args.model_name_or_path
     tokenizer = load_tokenizer(
-        args.tokenizer_name or args.model_name_or_path, args.chat_template, trust=args.trust_remote_code
+        tokenizer_name,
+        args.chat_template,
+        revision=None if args.tokenizer_name else args.model_revision,
+        trust=args.trust_remote_code,
     )
     train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
-    eval_names = args.eval_dataset_name or args.dataset_name
-    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional=True)
+    eval_names, optional = args.eval_dataset_name or args.dataset_name, args.eval_dataset_name is None
+    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional)
     if args.eval_fraction:
         train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
     units, eval_units = (
@@ -167,7 +172,7 @@ def main(args: Args) -> None:
     )
     for side, sequence in zip(("chosen", "rejected"), units[0], strict=True):
         say(f"one pair, {side}, with what is trained marked:\n{show_trained(sequence, tokenizer)}")
-    prompts = convert(load_rows(args.eval_prompts), as_prompt, "prompts") if args.eval_prompts else []
+    prompts = load_prompts(args.eval_prompts, tokenizer) if args.eval_prompts else []
 
     # --- model ---------------------------------------------------------------------------------------------------
     model = load_model(  # a checkpoint is a model like any other, but for LoRA's, which holds the adapter only
@@ -200,7 +205,13 @@ def main(args: Args) -> None:
     if args.loss_type not in REFERENCE_FREE:
         frozen = None
         if not args.use_peft:
-            frozen = load_model(args.model_name_or_path, dtype=args.dtype, vocab_size=len(tokenizer))
+            frozen = load_model(
+                args.model_name_or_path,
+                dtype=args.dtype,
+                revision=args.model_revision,
+                trust=args.trust_remote_code,
+                vocab_size=len(tokenizer),
+            )
             frozen.to(accelerator.device).eval()
         reference = reference_of(accelerator.unwrap_model(model), frozen)
     if args.precompute_ref_log_probs and reference is not None:

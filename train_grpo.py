@@ -28,11 +28,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
+from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
 from common.collators import flat_batch, sample_index
-from common.data import BadRow, as_prompt, convert, hold_out, load_rows
+from common.data import convert, hold_out, load_rows
 from common.errors import UserError, say
-from common.evaluate import complete_prompts, gather_lists
+from common.evaluate import complete_prompts, gather_lists, load_prompts
 from common.generate import sample
 from common.losses import (
     GRPO_LOSS_TYPES,
@@ -61,7 +62,7 @@ from common.monitor import Metrics, require_finite
 from common.optimizer import adamw, schedule, set_lr
 from common.rewards import load_rewards, score, scorer
 from common.run import due, finish, progress, seed_step, start
-from common.tokens import stop_token_ids, tokenize_prompt
+from common.tokens import tokenize_row
 
 import numpy as np
 import torch
@@ -130,15 +131,6 @@ def check(args: Args, world: int) -> None:
         raise UserError("--temperature must be above 0: greedy completions of a prompt are all the same")
 
 
-def make_prompt(columns: dict[str, Any], tokenizer: Any, max_prompt_length: int) -> dict[str, Any]:
-    """A dataset row as {"prompt", "prompt_ids", other columns for the rewards}."""
-    row = as_prompt(columns)
-    ids = tokenize_prompt(row["prompt"], tokenizer)
-    if len(ids) > max_prompt_length:
-        raise BadRow(f"a prompt of more than max_prompt_length {max_prompt_length} tokens")
-    return row | {"prompt_ids": ids}
-
-
 def roll_out(
     accelerator: Any, model: Any, tokenizer: Any, rows: list[dict], rewards: list, key: tuple[int, int], sampling: dict
 ) -> list[dict[str, Any]]:
@@ -157,8 +149,9 @@ def roll_out(
             **sampling,
         )
     texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in completions]
-    columns = [{name: value for name, value in rows[i].items() if name != "prompt_ids"} for i in mine]
-    scores = score(rewards, columns, texts, [completion.ids for completion in completions])  # [F][completion]
+    scores = score(
+        rewards, [rows[i] for i in mine], texts, [completion.ids for completion in completions]
+    )  # [F][completion]
     results = [
         completion._asdict() | {"text": text, "rewards": [function[k] for function in scores]}
         for k, (completion, text) in enumerate(zip(completions, texts, strict=True))
@@ -267,20 +260,24 @@ def main(args: Args) -> None:
     check(args, accelerator.num_processes)
 
     # --- tokenizer and data ----------------------------------------------------------------------------------------
+    tokenizer_name = args.tokenizer_name or args.model_name_or_path
     tokenizer = load_tokenizer(
-        args.tokenizer_name or args.model_name_or_path, args.chat_template, trust=args.trust_remote_code
+        tokenizer_name,
+        args.chat_template,
+        revision=None if args.tokenizer_name else args.model_revision,
+        trust=args.trust_remote_code,
     )
     train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
-    eval_names = args.eval_dataset_name or args.dataset_name
-    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional=True)
+    eval_names, optional = args.eval_dataset_name or args.dataset_name, args.eval_dataset_name is None
+    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional)
     if args.eval_fraction:
         train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
     prompts, eval_prompts = (
-        convert(rows[:most], lambda columns: make_prompt(columns, tokenizer, args.max_prompt_length), "prompts")
+        convert(rows[:most], lambda columns: tokenize_row(columns, tokenizer, args.max_prompt_length), "prompts")
         for rows, most in ((train_rows, args.max_train_samples), (eval_rows, args.max_eval_samples))
     )
     if args.eval_prompts:
-        eval_prompts = convert(load_rows(args.eval_prompts), as_prompt, "prompts")
+        eval_prompts = load_prompts(args.eval_prompts, tokenizer)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     weights = args.reward_weights or [1.0] * len(rewards)
     eval_rewards = load_rewards(args.eval_reward_funcs, accelerator.device) if args.eval_reward_funcs else rewards
@@ -316,7 +313,13 @@ def main(args: Args) -> None:
     if args.beta > 0:
         frozen = None
         if not args.use_peft:
-            frozen = load_model(args.model_name_or_path, dtype=args.dtype, vocab_size=len(tokenizer))
+            frozen = load_model(
+                args.model_name_or_path,
+                dtype=args.dtype,
+                revision=args.model_revision,
+                trust=args.trust_remote_code,
+                vocab_size=len(tokenizer),
+            )
             frozen.to(accelerator.device).eval()
         reference = reference_of(accelerator.unwrap_model(model), frozen)
 

@@ -20,11 +20,12 @@ import math
 from dataclasses import dataclass
 
 from common.arguments import CommonArgs, arg, run
+from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
 from common.collators import Windows, concatenate, pack, whole
-from common.data import as_prompt, as_text, convert, hold_out, load_rows
+from common.data import as_text, convert, hold_out, load_rows
 from common.errors import UserError, say
-from common.evaluate import complete_prompts, evaluate_nll
+from common.evaluate import complete_prompts, evaluate_nll, load_prompts
 from common.losses import nll
 from common.model import (
     add_lora,
@@ -36,6 +37,7 @@ from common.model import (
     enable_gradient_checkpointing,
     flops_per_token,
     llama_config,
+    load_config,
     load_model,
     load_tokenizer,
     set_stop_tokens,
@@ -44,10 +46,9 @@ from common.monitor import Metrics, require_finite
 from common.optimizer import adamw, schedule, set_lr
 from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
-from common.tokens import stop_token_ids, tokenize_documents, train_tokenizer
+from common.tokens import tokenize_documents, train_tokenizer
 
 import numpy as np
-from transformers import AutoConfig
 
 DEMO = "data/configs/pretrain.yaml"
 
@@ -98,10 +99,10 @@ def main(args: Args) -> None:
     args.dataset_name = args.dataset_name or ["data/pretrain"]
     accelerator, checkpoint = start(args, __file__)
 
-    # --- data ----------------------------------------------------------------------------------------------------
+    # --- tokenizer and data ----------------------------------------------------------------------------------------
     train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
-    eval_names = args.eval_dataset_name or args.dataset_name
-    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional=True)
+    eval_names, optional = args.eval_dataset_name or args.dataset_name, args.eval_dataset_name is None
+    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional)
     if args.eval_fraction:
         train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
     texts, eval_texts = (
@@ -110,22 +111,33 @@ def main(args: Args) -> None:
     )
     tokenizer_name = str(checkpoint or args.tokenizer_name or args.model_name_or_path or args.config_name or "")
     if tokenizer_name:
-        tokenizer = load_tokenizer(tokenizer_name, args.chat_template, trust=args.trust_remote_code)
+        tokenizer = load_tokenizer(
+            tokenizer_name,
+            args.chat_template,
+            revision=None if args.tokenizer_name else args.model_revision,
+            trust=args.trust_remote_code,
+        )
     else:
         say(f"tokenizer: none named; training a byte-level BPE of {args.vocab_size} tokens on the documents")
         tokenizer = train_tokenizer(texts, args.vocab_size)
     documents, eval_documents = tokenize_documents(texts, tokenizer), tokenize_documents(eval_texts, tokenizer)
     units = make_units(documents, args.max_length, args.packing_strategy)
     eval_units = make_units(eval_documents, args.max_length, args.packing_strategy) if eval_documents else []
-    prompts = convert(load_rows(args.eval_prompts), as_prompt, "prompts") if args.eval_prompts else []
+    prompts = load_prompts(args.eval_prompts, tokenizer) if args.eval_prompts else []
 
     # --- model ---------------------------------------------------------------------------------------------------
+    if args.use_peft and not args.model_name_or_path:
+        raise UserError("--use_peft adapts a model that is there: name it with --model_name_or_path")
     if checkpoint or args.model_name_or_path:
-        name = str(checkpoint or args.model_name_or_path)
-        model = load_model(name, dtype=args.dtype, trust=args.trust_remote_code, vocab_size=len(tokenizer))
+        model = load_model(  # a checkpoint is a model like any other, but for LoRA's, which holds the adapter only
+            args.model_name_or_path if args.use_peft else str(checkpoint or args.model_name_or_path),
+            dtype=args.dtype,
+            revision=args.model_revision,
+            trust=args.trust_remote_code,
+            vocab_size=len(tokenizer),
+        )
     elif args.config_name:
-        config = AutoConfig.from_pretrained(args.config_name, vocab_size=len(tokenizer))
-        model = create_model(config, dtype=args.dtype, seed=args.seed)
+        model = create_model(load_config(args.config_name, tokenizer), dtype=args.dtype, seed=args.seed)
     else:
         config = llama_config(
             tokenizer,

@@ -20,7 +20,9 @@ CHAT, ZERO, BASE = (f"data/prompts/{name}_test.jsonl" for name in ("chat", "zero
 
 def stages(seed: int, work: Path) -> dict[str, list[str]]:
     """name -> arguments; the order is that of the chain."""
-    out = {name: str(work / f"{name}_{seed}") for name in ("pretrain", "sft", "dpo", "dpo_sft_term_only", "grpo", "grpo_zero")}
+    out = {
+        name: str(work / f"{name}_{seed}") for name in ("pretrain", "sft", "dpo", "dpo_sft_term_only", "grpo", "grpo_zero")
+    }
 
     def run(name: str, script: str, config: str, start: str | None, prompts: str, *more: str) -> list[str]:
         model = ["--model_name_or_path", out[start]] if start else []
@@ -50,7 +52,11 @@ def measure(name: str, words: list[str]) -> dict:
 def table(results: list[dict]) -> str:
     """Markdown: one line per stage and metric, one column per seed."""
     shown = {
-        "pretrain": {"eval_perplexity": "perplexity", "eval_times_below_unigram": "times below unigram", "eval_exact_number": "right, working forced"},
+        "pretrain": {
+            "eval_perplexity": "perplexity",
+            "eval_times_below_unigram": "times below unigram",
+            "eval_exact_number": "right, working forced",
+        },
         "sft": {"eval_exact_number": "right answers"},
         "dpo": {
             "eval_polite": "preferred style, greedy",
@@ -63,7 +69,10 @@ def table(results: list[dict]) -> str:
     }
     shown["dpo_sft_term_only"] = shown["dpo"]
     seeds = sorted({result["seed"] for result in results})
-    lines = ["| stage | held-out | " + " | ".join(f"seed {seed}" for seed in seeds) + " |", "|---|---|" + "---|" * len(seeds)]
+    lines = [
+        "| stage | held-out | " + " | ".join(f"seed {seed}" for seed in seeds) + " |",
+        "|---|---|" + "---|" * len(seeds),
+    ]
     for stage, metrics in shown.items():
         runs = [result for seed in seeds for result in results if result["seed"] == seed and result["stage"] == stage]
         for metric, title in metrics.items():
@@ -83,7 +92,11 @@ def main() -> None:
         for name, words in stages(seed, args.work).items():
             results.append({"seed": seed, **measure(name, words)})
             print(json.dumps(results[-1]), flush=True)
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
     here = Path(__file__).parent
     (here / "demo.json").write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
     (here / "demo.md").write_text(table(results))

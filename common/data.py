@@ -297,6 +297,8 @@ def as_prompt(columns: dict[str, Any]) -> dict[str, Any]:
     row = dict(columns)
     if isinstance(row.get("reward_model"), dict) and "ground_truth" in row["reward_model"]:
         row.setdefault("answer", row["reward_model"]["ground_truth"])
+    if row.get("tools"):
+        row["tools"] = _tools(row)
     if "prompt" in row:
         prompt = _string(row, "prompt") if isinstance(row["prompt"], str) else _messages(row["prompt"])
     elif "messages" in row or "conversations" in row:
@@ -424,7 +426,8 @@ def _messages(value: Any) -> list[Message]:
         extras = ("reasoning_content", "name", "tool_call_id")
         message |= {key: turn[key] for key in extras if turn.get(key) is not None}
         if turn.get("tool_calls"):
-            message["tool_calls"] = [_tool_call(call) for call in turn["tool_calls"]]
+            calls = turn["tool_calls"]
+            message["tool_calls"] = [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
         messages.append(message)
     return messages
 
@@ -433,7 +436,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     """A tool call with its arguments as an object: OpenAI's are JSON text, chat templates make JSON text of them."""
     if not isinstance(call, dict):
         raise BadRow("a tool call is not an object")
-    if isinstance(call.get("function"), dict):
+    if call.get("function") is not None:
         return call | {"function": _tool_call(call["function"])}
     try:
         return call | {"arguments": json.loads(call["arguments"])}

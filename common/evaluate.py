@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from common.collators import Unit, eval_batches
+from common.data import convert, load_rows
 from common.generate import sample
 from common.losses import nll
 from common.model import LogProbModel
-from common.tokens import tokenize_prompt
+from common.tokens import tokenize_row
 
 import torch
 
@@ -44,6 +45,11 @@ def evaluate_nll(accelerator: Any, model: Any, units: Sequence[Unit], batch_size
     }
 
 
+def load_prompts(name: str, tokenizer: Any) -> list[dict[str, Any]]:
+    """The prompts of a file, each {"prompt", "prompt_ids"} with its other columns for the scores."""
+    return convert(load_rows(name), lambda columns: tokenize_row(columns, tokenizer), "prompts")
+
+
 def complete_prompts(
     accelerator: Any,
     model: LogProbModel,
@@ -58,14 +64,14 @@ def complete_prompts(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Complete fixed prompts at each temperature and score the completions: the generative part of an evaluation.
 
-    rows: {"prompt", ...}. score: see rewards.scorer; None: nothing is scored. Returns the means, `eval_<name>` at
-    temperature 0 (or the first one) and `eval_<name>_t<T>` at the others, and the samples, on all processes. Each process
-    samples its share.
+    rows: {"prompt", "prompt_ids", ...}. score: see rewards.scorer; None: nothing is scored. Returns the means,
+    `eval_<name>` at temperature 0 (or the first one) and `eval_<name>_t<T>` at the others, and the samples, on all
+    processes. Each process samples its share.
     """
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
     mine = range(accelerator.process_index, len(rows), accelerator.num_processes)
-    ids = [tokenize_prompt(rows[i]["prompt"], tokenizer) for i in mine]
+    ids = [rows[i]["prompt_ids"] for i in mine]
     for temperature in temperatures:
         with accelerator.autocast():
             completions = (

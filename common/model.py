@@ -192,7 +192,8 @@ def choose_model(model_name_or_path: str | None, previous_stage: str) -> str:
     base = "data/base_model"
     if not Path(base, "config.json").exists():
         raise UserError(f"no --model_name_or_path, and neither {previous_stage} nor {base} is here: name a model")
-    say(f"model: {base} (the base model that ships here: there is no finished run in {previous_stage})")
+    stage = Path(previous_stage).name
+    say(f"model: {base} (it ships here; there is no finished run in {previous_stage}, which train_{stage}.py would make)")
     return base
 
 
@@ -352,6 +353,17 @@ def set_stop_tokens(model: LogProbModel, stop_ids: list[int], pad_id: int) -> No
     config.pad_token_id = pad_id
     if not config.do_sample and any(getattr(config, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
         config.do_sample = True  # transformers refuses to save sampling settings without it, at the end of the run
+
+
+def load_config(name: str, tokenizer: Any) -> transformers.PretrainedConfig:
+    """The configuration of a model on the Hub or in a folder, for this tokenizer."""
+    with _hub_errors("config", name):
+        config = transformers.AutoConfig.from_pretrained(name)
+    text = config.get_text_config()
+    text.vocab_size = len(tokenizer)
+    text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    text.pad_token_id = tokenizer.pad_token_id
+    return config
 
 
 def llama_config(

@@ -169,7 +169,7 @@ def score(
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+    columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "prompt_ids")}
     results = []
     for reward in rewards:
         where = f"reward function {reward.name}"

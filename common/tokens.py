@@ -1,38 +1,25 @@
-"""Text and chats as tokens: documents, templates, the spans that are trained, prompts, and the tokens that end a turn.
+"""Text, chats and pairs as tokens: sequences of ids with a mask of what is trained, and prompts to sample from.
 
-In a chat, which tokens are trained is decided on the rendered text, as spans of characters, and brought to tokens so
-that no token crosses the border of a span. Trained is what the model will have to write: the assistant's words and the
-end of its turn; not the header that introduces it.
-
-Chats are content and raw text is format: a message that spells a special token keeps it as plain characters, so that
-it cannot end or forge a turn; in documents, prompt and completion strings a spelled special token is that token.
+In documents, prompt and completion strings a spelled special token is that token: raw text is format. In chats it is not
+(see chat.py, which says what of a chat is trained). No token crosses the border of what is trained.
 """
 
-import functools
-import json
-import re
 import sys
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from common.data import BadRow, Message
+from common.chat import PLACEHOLDER, assistant_spans, per_tokenizer, render, special_tokens
+from common.data import BadRow, Message, as_prompt
 from common.errors import UserError
 from common.model import read_chat_template
 
 import numpy as np
 import tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 TRAIN_ON = ("all_turns", "last_turn", "everything")
 Sequence = dict[str, np.ndarray]
-
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THINKING_HEADER = re.compile(r"<think>\s*(</think>\s*)?$")
-# A special token that a message spells, by its number, while the template is applied. Real text has no noncharacters.
-_PLACEHOLDER = re.compile("\ufdd0(\\d+)\ufdd1")
 
 
 def tokenize_chat(
@@ -148,132 +135,13 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Any, tools: list[Any
     return _encode(render(prompt, tokenizer, tools, add_generation_prompt=True), tokenizer)[0]
 
 
-def render(
-    messages: list[Message], tokenizer: Any, tools: list[Any] | None = None, add_generation_prompt: bool = False
-) -> str:
-    """The chat template's text. Raises UserError without a template, BadRow where the template refuses the chat.
-
-    A special token that a message spells is a placeholder in it, which only the functions here read.
-    """
-    messages, tools = _hide([messages, tools], _special_tokens(tokenizer))
-    return _apply_template(messages, tokenizer, tools, add_generation_prompt)[0]
-
-
-def assistant_spans(
-    messages: list[Message], tokenizer: Any, tools: list[Any] | None = None, turns: Iterable[int] | None = None
-) -> tuple[str, dict[int, tuple[int, int]]]:
-    """The text of `render`, and for each of the assistant's turns (by its index; all, unless `turns` names them) the
-    characters [start, end) that the model writes.
-
-    Taken from the template's {% generation %} markers; without them, derived: a turn starts where the chat before it,
-    with the header of the answer, ends, and ends after the special token that ends turns. Raises BadRow where the text
-    does not bear this out or lacks a message, UserError for a template that ends turns with no special token.
-    """
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = set(answers if turns is None else turns)
-    messages, tools = _hide([messages, tools], _special_tokens(tokenizer))
-    text, marked = _apply_template(messages, tokenizer, tools)
-    if marked is not None and len(marked) != len(answers):
-        raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
-    for tool in tools or []:
-        if isinstance(tool, dict) and str(tool.get("function", tool).get("name", "")) not in text:
-            raise BadRow("the chat template leaves out the tools (to train without them: --columns unused=tools)")
-
-    spans: dict[int, tuple[int, int]] = {}
-    at = 0  # all messages so far stand before it
-    for i, message in enumerate(messages):
-        if i in turns:
-            if marked is not None:
-                start, end = marked[answers.index(i)]
-            else:
-                start = end = _derive_start(text, messages[:i], tokenizer, tools)
-            end = _turn_end(text, start, end, tokenizer)
-            spans[i] = start, end
-            if start < at or not _holds(text[start:end], message, tokenizer):
-                raise BadRow(
-                    "the chat template changes an answer or ends its turn in another way "
-                    "(try --train_on last_turn, or --chat_template chatml)"
-                )
-            at = end
-        elif message["role"] != "assistant" and (content := message["content"].strip()):
-            forms = (content, json.dumps(content, ensure_ascii=False)[1:-1])  # some templates write tool output as JSON
-            found = next((place + len(form) for form in forms if (place := text.find(form, at)) >= 0), None)
-            if found is None:
-                raise BadRow(f"the chat template leaves out a {message['role']} message (try --chat_template chatml)")
-            at = found
-    return text, spans
-
-
-def _apply_template(
-    messages: list[Message], tokenizer: Any, tools: list[Any] | None, add_generation_prompt: bool = False
-) -> tuple[str, list[tuple[int, int]] | None]:
-    """The text, and the spans of the template's {% generation %} markers, None where it has none."""
-    if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template: pass --chat_template chatml, plain, or a .jinja file")
-    try:
-        template = tokenizer.get_chat_template(tools=tools)
-        if add_generation_prompt or not _GENERATION.search(template):
-            text = tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-            return text, None
-        texts, marked = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-        return texts[0], marked[0]
-    except Exception as error:  # templates raise what they like (raise_exception, a missing key, a filter on None)
-        raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from None
-
-
-def _derive_start(text: str, before: list[Message], tokenizer: Any, tools: list[Any] | None) -> int:
-    """Where the answer to the chat `before` starts in the text of the longer chat."""
-    if not before:
-        raise BadRow("the chat starts with the assistant (--chat_template chatml allows that)")
-    header = _apply_template(before, tokenizer, tools, add_generation_prompt=True)[0]
-    if not text.startswith(header):
-        # A header that opens or closes the thinking in advance; an answer that thinks starts before that.
-        header = _THINKING_HEADER.sub("", header)
-        if not text.startswith(header + "<think>"):
-            raise BadRow("the chat template rewrites earlier turns (try --chat_template chatml, or single-turn chats)")
-    return len(header)
-
-
-def _turn_end(text: str, start: int, end: int, tokenizer: Any) -> int:
-    """The end of the turn that starts at `start`, the special token that ends it included.
-
-    end: where its markers end, which may leave that token outside: a model that never learns it never stops.
-    """
-    if end > start and text[start:end].rstrip().endswith(tuple(_special_tokens(tokenizer))):
-        return end
-    mark = end_of_turn(tokenizer)
-    if mark is None:
-        raise UserError(
-            "the chat template ends answers with no special token, so a model would not learn to stop: "
-            "pass --chat_template chatml, plain, or a .jinja file that writes eos_token"
-        )
-    # Content cannot contain it: what a message spells is hidden. With markers, it follows them.
-    place = text.find(mark, end)
-    if place < 0 or (end > start and text[end:place].strip()):
-        raise BadRow("the chat template ends this answer with no special token (try --chat_template chatml)")
-    return place + len(mark)
-
-
-def _holds(written: str, message: Message, tokenizer: Any) -> bool:
-    """Whether the text of a turn ends with the words of the message, up to white space, or has its words and calls."""
-    written = written.rstrip()
-    written = written.removesuffix(next((m for m in _special_tokens(tokenizer) if written.endswith(m)), ""))
-    calls = [call.get("function") or call for call in message.get("tool_calls") or []]
-    if not all(str(call.get("name", "")) in written for call in calls):
-        return False
-    parts = (message["content"], message.get("reasoning_content") or "", written)
-    said, thought, written = ("".join(part.split()) for part in parts)
-    if thought not in written:
-        return False
-    return said in written if calls else written.endswith(said)
+def tokenize_row(columns: dict[str, Any], tokenizer: Any, max_length: int | None = None) -> dict[str, Any]:
+    """A dataset row as {"prompt", "prompt_ids"} with its other columns; BadRow for more than max_length tokens."""
+    row = as_prompt(columns)
+    ids = tokenize_prompt(row["prompt"], tokenizer, row.get("tools"))
+    if max_length is not None and len(ids) > max_length:
+        raise BadRow(f"a prompt of more than {max_length} tokens")
+    return row | {"prompt_ids": ids}
 
 
 def tokenize_spans(text: str, spans: list[tuple[int, int]], tokenizer: Any) -> Sequence:
@@ -304,11 +172,11 @@ def _mask(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray | Non
 
 def _encode(text: str, tokenizer: Any, cuts: Iterable[int] = ()) -> tuple[list[int], np.ndarray]:
     """Text of `render` as ids and their characters [start, end); no token crosses a cut. Placeholders become text."""
-    hidden = list(_PLACEHOLDER.finditer(text))
+    hidden = list(PLACEHOLDER.finditer(text))
     if text.count("\ufdd0") != len(hidden):
         raise BadRow("the chat template cuts a special token that the text contains")
     borders = sorted({0, len(text), *cuts, *(border for match in hidden for border in match.span())})
-    marks = {match.span(): _special_tokens(tokenizer)[int(match[1])] for match in hidden}
+    marks = {match.span(): special_tokens(tokenizer)[int(match[1])] for match in hidden}
     ids, offsets = [], []
     for start, end in pairwise(borders):
         if (start, end) in marks:
@@ -371,66 +239,19 @@ def truncate(sequence: Sequence, max_length: int) -> Sequence:
     return cut
 
 
-def _per_tokenizer(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Remembers function(tokenizer) while its special tokens and template stay the same: asking for them is slow."""
-    known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-    @functools.wraps(function)
-    def remembered(tokenizer: Any) -> Any:
-        state = (len(tokenizer), tokenizer.all_special_tokens, tokenizer.chat_template)
-        if tokenizer not in known or known[tokenizer][0] != state:
-            known[tokenizer] = (state, function(tokenizer))
-        return known[tokenizer][1]
-
-    return remembered
-
-
-@_per_tokenizer
-def end_of_turn(tokenizer: Any) -> str | None:
-    """The special token with which the chat template ends an assistant turn; None without a template or such a token."""
-    if not tokenizer.chat_template:
-        return None
-    word = "plainloop"
-    try:
-        text = render([{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], tokenizer)
-    except BadRow:
-        return None
-    at = text.find(word)
-    rest = text[at + len(word) :].lstrip() if at >= 0 else ""
-    return next((mark for mark in _special_tokens(tokenizer) if rest.startswith(mark)), None)
-
-
-def stop_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
-    """All tokens that end a completion: those of the generation config, the tokenizer's, the template's end of turn."""
-    ids = generation_config.eos_token_id
-    stops = set([ids] if isinstance(ids, int) else ids or []) | {tokenizer.eos_token_id}
-    if (mark := end_of_turn(tokenizer)) is not None:
-        stops.add(tokenizer.convert_tokens_to_ids(mark))
-    return sorted(stops)
-
-
-@_per_tokenizer
-def _special_tokens(tokenizer: Any) -> list[str]:
-    """Longest first, so that one that begins like another is not taken for it."""
-    marks = {str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special} | set(
-        tokenizer.all_special_tokens
-    )
-    return sorted(marks, key=lambda mark: (-len(mark), mark))
-
-
-@_per_tokenizer
+@per_tokenizer
 def _special_ids(tokenizer: Any) -> frozenset[int]:
-    return frozenset(tokenizer.convert_tokens_to_ids(_special_tokens(tokenizer)))
+    return frozenset(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer)))
 
 
-@_per_tokenizer
+@per_tokenizer
 def _adds_space(tokenizer: Any) -> bool:
     """Whether it writes a space before a text (SentencePiece's ▁, byte-level's Ġ)."""
     ids = tokenizer("x", add_special_tokens=False).input_ids
     return tokenizer.convert_ids_to_tokens(ids)[0][0] in "▁Ġ"
 
 
-@_per_tokenizer
+@per_tokenizer
 def _adds_bos(tokenizer: Any) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("x").input_ids[0] == tokenizer.bos_token_id
 
@@ -438,19 +259,3 @@ def _adds_bos(tokenizer: Any) -> bool:
 def _with_bos(ids: list[int], tokenizer: Any) -> list[int]:
     bos = tokenizer.bos_token_id
     return [bos, *ids] if _adds_bos(tokenizer) and ids[:1] != [bos] else ids
-
-
-def _hide(value: Any, marks: list[str]) -> Any:
-    """The strings in a value with a placeholder for each of the special tokens `marks` that they spell."""
-    if isinstance(value, list):
-        return [_hide(item, marks) for item in value]
-    if isinstance(value, dict):
-        return {key: item if key == "role" else _hide(item, marks) for key, item in value.items()}
-    if not isinstance(value, str):
-        return value
-    if "\ufdd0" in value or "\ufdd1" in value:
-        raise BadRow("the text contains a Unicode noncharacter")
-    for i, mark in enumerate(marks):
-        if mark in value:
-            value = value.replace(mark, f"\ufdd0{i}\ufdd1")
-    return value

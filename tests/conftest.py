@@ -22,9 +22,9 @@ CLOCK = ("tokens_per_second", "peak_memory_gib")
 @pytest.fixture
 def launch(tmp_path):
     """launch("sft", "--max_steps", "2", ...) runs train_sft.py's main here; returns the output folder."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     from common.arguments import parse_args
+
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     def launch_stage(stage: str, *argv: str, output: str = "out") -> Path:
         for state in (AcceleratorState, GradientState, PartialState):

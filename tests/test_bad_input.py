@@ -5,14 +5,34 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from common.errors import UserError
 from tests.conftest import ROOT, train_metrics
 
+import pytest
+
 SFT = ["--config", "data/configs/sft.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", "0"]
-SFT += ["--eval_prompts", "", "--max_steps", "2", "--per_device_train_batch_size", "2", "--save_steps", "0", "--logging_steps", "1"]
-GRPO = ["--config", "data/configs/grpo.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", "0", "--max_steps", "1"]
+SFT += [
+    "--eval_prompts",
+    "",
+    "--max_steps",
+    "2",
+    "--per_device_train_batch_size",
+    "2",
+    "--save_steps",
+    "0",
+    "--logging_steps",
+    "1",
+]
+GRPO = [
+    "--config",
+    "data/configs/grpo.yaml",
+    "--model_name_or_path",
+    "data/base_model",
+    "--eval_steps",
+    "0",
+    "--max_steps",
+    "1",
+]
 GRPO += ["--per_device_train_batch_size", "8", "--eval_prompts", ""]
 CHAT = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
 
@@ -47,7 +67,12 @@ def test_flags_and_keys_are_checked(launch, tmp_path):
     refused(launch, "sft", [*SFT, "--lr_scheduler_type", "up"], "lr_scheduler_type", "cosine")
     refused(launch, "sft", [*SFT, "--dtype", "int8"], "dtype", "bfloat16")
     refused(launch, "dpo", [*SFT[2:], "--dataset_name", "data/dpo", "--loss_type", "kto"], "loss_type", "sigmoid")
-    refused(launch, "dpo", [*SFT[2:], "--dataset_name", "data/dpo", "--loss_type", "ipo", "--label_smoothing", "0.1"], "smoothing")
+    refused(
+        launch,
+        "dpo",
+        [*SFT[2:], "--dataset_name", "data/dpo", "--loss_type", "ipo", "--label_smoothing", "0.1"],
+        "smoothing",
+    )
 
 
 def test_trackers_must_be_known_and_installed(launch):
@@ -76,7 +101,9 @@ def test_rows_without_a_trained_token_are_left_out_and_counted(launch, tmp_path,
     assert "1 of 3 rows left out: no trained token within max_length 256" in said
     assert len(train_metrics(output)) == 2
     none = write(tmp_path / "none.jsonl", [{"messages": CHAT["messages"][:1]}])
-    refused(launch, "sft", [*SFT, "--dataset_name", none, "--output_dir", str(tmp_path / "b")], "none of the 1 rows", "assistant")
+    refused(
+        launch, "sft", [*SFT, "--dataset_name", none, "--output_dir", str(tmp_path / "b")], "none of the 1 rows", "assistant"
+    )
 
 
 def test_grpo_settings_are_checked(launch, tmp_path):
@@ -102,6 +129,17 @@ def test_grpo_settings_are_checked(launch, tmp_path):
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
 def test_a_nan_stops_the_run_before_the_step_and_names_the_last_checkpoint(stage, launch):
     arguments = ["--config", f"data/configs/{stage}.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", "0"]
-    arguments += ["--max_steps", "6", "--save_steps", "2", "--learning_rate", "1e30", "--warmup_steps", "0", "--max_grad_norm", "0"]
+    arguments += [
+        "--max_steps",
+        "6",
+        "--save_steps",
+        "2",
+        "--learning_rate",
+        "1e30",
+        "--warmup_steps",
+        "0",
+        "--max_grad_norm",
+        "0",
+    ]
     with pytest.raises(UserError, match=r"step \d+: loss .* the step was not taken; .*checkpoint"):
         launch(stage, *arguments, "--per_device_train_batch_size", "4", "--max_train_samples", "40")

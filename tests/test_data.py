@@ -115,6 +115,8 @@ def test_text_is_a_document():
             "a message part that is not text",
         ),
         ({"messages": [U, {"role": "assistant", "content": " "}]}, "empty answer"),
+        ({"messages": [U, A | {"tool_calls": ["f"]}]}, "a tool call is not an object"),
+        ({"messages": [U, A | {"tool_calls": [{"function": "f"}]}]}, "a tool call is not an object"),
         ({"messages": [U, A], "tools": "[{"}, "tools is not valid JSON"),
         ({"messages": [U, A], "tools": ["f"]}, "tools is not a list of objects"),
         ({"messages": [U, {"role": "assistant", "content": "\ud83d"}]}, "not valid Unicode"),
@@ -274,9 +276,7 @@ def test_a_file_is_read_by_its_suffix(tmp_path, name, text):
     assert columns(load_rows(write(tmp_path / name, text))) == ROWS
 
 
-@pytest.mark.parametrize(
-    "name, text", [("a.jsonl.gz", LINES), ("a.json.gz", json.dumps(ROWS)), ("a.txt.gz", "one\nline\n")]
-)
+@pytest.mark.parametrize("name, text", [("a.jsonl.gz", LINES), ("a.json.gz", json.dumps(ROWS)), ("a.txt.gz", "one\nline\n")])
 def test_a_file_may_be_gzipped(tmp_path, name, text):
     (tmp_path / name).write_bytes(gzip.compress(text.encode()))
     assert columns(load_rows(str(tmp_path / name)))[0] == ROWS[0]

@@ -5,11 +5,22 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from tests.conftest import ROOT, train_metrics
 
-COMMON = ["--eval_steps", "0", "--logging_steps", "1", "--save_steps", "0", "--max_grad_norm", "1.0", "--lr_scheduler_type", "constant"]
+import pytest
+
+COMMON = [
+    "--eval_steps",
+    "0",
+    "--logging_steps",
+    "1",
+    "--save_steps",
+    "0",
+    "--max_grad_norm",
+    "1.0",
+    "--lr_scheduler_type",
+    "constant",
+]
 # Windows of 8 units of uneven length; 20 units, so that the last of 3 windows holds 4 and some processes have none.
 STAGES = {
     "pretrain": ["--config", "data/configs/pretrain.yaml", "--model_name_or_path", "data/base_model", "--max_steps", "-1"]

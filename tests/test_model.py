@@ -1,15 +1,24 @@
 """The one primitive: log-probabilities of a flat row, against transformers' own logits in float64, sequence by sequence."""
 
+from common.attention import plan_flat_row
+from common.collators import flat_batch
+from common.errors import UserError
+from common.model import (
+    HEAD_CHUNK_ELEMENTS,
+    LogProbModel,
+    add_lora,
+    disable_dropout,
+    enable_gradient_checkpointing,
+    load_model,
+    reference_of,
+    wrap,
+)
+
 import numpy as np
 import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from common.attention import plan_flat_row
-from common.collators import flat_batch
-from common.errors import UserError
-from common.model import HEAD_CHUNK_ELEMENTS, LogProbModel, add_lora, disable_dropout, enable_gradient_checkpointing, load_model, reference_of, wrap
 
 V = 512
 SMALL = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -186,7 +195,9 @@ def test_an_adapter_folder_loads_as_the_model_it_stands_for(tmp_path):
     batch = flat_batch(units(), torch.device("cpu"))
     model.lm.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
-        torch.testing.assert_close(load_model(str(tmp_path / "adapter")).eval()(batch), model.eval()(batch), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            load_model(str(tmp_path / "adapter")).eval()(batch), model.eval()(batch), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_weights_are_float32_whatever_the_file_holds(tmp_path):

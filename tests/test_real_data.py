@@ -7,18 +7,11 @@ import os
 from functools import cache
 from pathlib import Path
 
+from common.chat import end_of_turn, stop_token_ids
 from common.data import BadRow, as_chat, as_preference, as_prompt, as_text, convert, load_rows
 from common.errors import UserError
 from common.model import load_tokenizer
-from common.tokens import (
-    end_of_turn,
-    show_trained,
-    stop_token_ids,
-    tokenize_chat,
-    tokenize_documents,
-    tokenize_pair,
-    tokenize_prompt,
-)
+from common.tokens import show_trained, tokenize_chat, tokenize_documents, tokenize_pair, tokenize_prompt
 
 import numpy as np
 import pytest
@@ -168,9 +161,7 @@ def test_prompts_hold_the_question_and_the_header_of_the_answer(file, name, temp
 def test_without_a_chat_template_the_first_chat_says_what_to_pass():
     tokenizer = tokenizer_of("gpt2")
     rows = rows_of("sft", "alpaca_5k.json")
-    with pytest.raises(
-        UserError, match=r"alpaca_5k.json row 1: the tokenizer has no chat template: pass --chat_template"
-    ):
+    with pytest.raises(UserError, match=r"alpaca_5k.json row 1: the tokenizer has no chat template: pass --chat_template"):
         convert(rows, lambda columns: tokenize_chat(as_chat(columns)["messages"], tokenizer), "rows")
 
 
@@ -182,9 +173,7 @@ def test_the_stop_tokens_hold_the_end_of_turn_and_eos(name, marks):
 
 def test_phi3_shows_what_is_trained():
     tokenizer = tokenizer_of("phi3_mini")
-    chat = [
-        {"role": r, "content": c} for r, c in [("user", "q"), ("assistant", "a b"), ("user", "r"), ("assistant", "c")]
-    ]
+    chat = [{"role": r, "content": c} for r, c in [("user", "q"), ("assistant", "a b"), ("user", "r"), ("assistant", "c")]]
     expected = "<|user|>q<|end|><|assistant|>[[a b<|end|>]]<|user|>r<|end|><|assistant|>[[c<|end|>]]<|endoftext|>"
     assert show_trained(tokenize_chat(chat, tokenizer), tokenizer) == expected
 

@@ -4,10 +4,10 @@ import math
 import os
 from pathlib import Path
 
-import pytest
-
 from common.errors import UserError
 from tests.conftest import ROOT, read_metrics, train_metrics
+
+import pytest
 
 DATA = Path(os.environ.get("PLAINLOOP_DATA", ROOT.parent / "shared" / "data"))
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real data is not here")
@@ -23,8 +23,23 @@ def base(tmp_path_factory):
     def base_with(tokenizer, launch):
         if tokenizer not in made:
             folder = tmp_path_factory.mktemp(tokenizer)
-            corpus = ["--dataset_name", DATA / "pretrain" / "tinyshakespeare.txt", "--eval_fraction", "0.02", "--max_eval_samples", "20"]
-            words = [*corpus, "--tokenizer_name", DATA / "tokenizers" / tokenizer, *SMALL, *RUN, "--per_device_train_batch_size", "4"]
+            corpus = [
+                "--dataset_name",
+                DATA / "pretrain" / "tinyshakespeare.txt",
+                "--eval_fraction",
+                "0.02",
+                "--max_eval_samples",
+                "20",
+            ]
+            words = [
+                *corpus,
+                "--tokenizer_name",
+                DATA / "tokenizers" / tokenizer,
+                *SMALL,
+                *RUN,
+                "--per_device_train_batch_size",
+                "4",
+            ]
             made[tokenizer] = launch("pretrain", *words, "--eval_steps", "3", output=str(folder / "base"))
         return made[tokenizer]
 
@@ -54,7 +69,9 @@ def test_sft_on_alpaca_sharegpt_and_messages(tokenizer, file, launch, base):
     assert 0 < rows[0]["mean_token_accuracy"] + 1e-9 <= 1
 
 
-@pytest.mark.parametrize("file", ["hh_harmless_0_1200.jsonl", "prompt_chosen_rejected_en_100.jsonl", "sharegpt_pairs_en_100.json"])
+@pytest.mark.parametrize(
+    "file", ["hh_harmless_0_1200.jsonl", "prompt_chosen_rejected_en_100.jsonl", "sharegpt_pairs_en_100.json"]
+)
 def test_dpo_on_pairs(file, launch, base):
     words = ["--model_name_or_path", base("minimind", launch), "--dataset_name", DATA / "dpo" / file, "--max_length", "512"]
     rows = check(launch("dpo", *words, *RUN, "--per_device_train_batch_size", "4", "--beta", "0.1"))

@@ -9,21 +9,48 @@ import subprocess
 import sys
 import time
 
-import pytest
-import torch
-from safetensors.torch import load_file
-
 from common.checkpoint import checkpoints, defect, newest_whole
 from common.errors import UserError
 from tests.conftest import ROOT, read_metrics
 
-COMMON = ["--logging_steps", "1", "--eval_steps", "4", "--save_steps", "3", "--max_steps", "8", "--model_name_or_path", "data/base_model"]
+import pytest
+import torch
+from safetensors.torch import load_file
+
+COMMON = [
+    "--logging_steps",
+    "1",
+    "--eval_steps",
+    "4",
+    "--save_steps",
+    "3",
+    "--max_steps",
+    "8",
+    "--model_name_or_path",
+    "data/base_model",
+]
 COMMON += ["--eval_prompts", "data/prompts/chat_validation.jsonl", "--max_eval_samples", "8", "--eval_max_new_tokens", "4"]
 STAGES = {
-    "pretrain": ["--config", "data/configs/pretrain.yaml", "--max_train_samples", "100", "--per_device_train_batch_size", "4"],
+    "pretrain": [
+        "--config",
+        "data/configs/pretrain.yaml",
+        "--max_train_samples",
+        "100",
+        "--per_device_train_batch_size",
+        "4",
+    ],
     "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
     "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
-    "grpo": ["--config", "data/configs/grpo.yaml", "--per_device_train_batch_size", "16", "--num_iterations", "2", "--beta", "0.02"],
+    "grpo": [
+        "--config",
+        "data/configs/grpo.yaml",
+        "--per_device_train_batch_size",
+        "16",
+        "--num_iterations",
+        "2",
+        "--beta",
+        "0.02",
+    ],
 }
 
 
@@ -61,7 +88,9 @@ def test_dropout_is_a_function_of_the_step_so_that_resuming_changes_nothing(laun
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=256)).save_pretrained(tmp_path / "m")
+    GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=256)).save_pretrained(
+        tmp_path / "m"
+    )
     AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "m")
     arguments = [*STAGES["sft"], *COMMON, "--model_name_or_path", tmp_path / "m", "--eval_steps", "0"]
     whole = launch("sft", *arguments, output="whole")

@@ -6,18 +6,23 @@ import shutil
 import subprocess
 import sys
 
+from tests.conftest import ROOT, read_metrics
+
 import pytest
 import yaml
 
-from tests.conftest import ROOT, read_metrics
-
 # script -> (arguments that make the demo short, what must have happened between the first and the last evaluation)
 RUNS = {
-    "pretrain": (["--max_steps", "100", "--eval_steps", "100"], lambda a, b: b["eval_perplexity"] < a["eval_perplexity"] / 50),
+    "pretrain": (
+        ["--max_steps", "100", "--eval_steps", "100"],
+        lambda a, b: b["eval_perplexity"] < a["eval_perplexity"] / 50,
+    ),
     "sft": (["--max_steps", "120", "--eval_steps", "120"], lambda a, b: b["eval_loss"] < 0.5 < 3 < a["eval_loss"]),
     "dpo": (
         ["--max_steps", "30", "--eval_steps", "30", "--max_eval_samples", "60"],
-        lambda a, b: b["eval_rewards/accuracies"] > 0.85 and b["eval_rewards/margins"] > 1 and a["eval_rewards/margins"] == 0,
+        lambda a, b: (
+            b["eval_rewards/accuracies"] > 0.85 and b["eval_rewards/margins"] > 1 and a["eval_rewards/margins"] == 0
+        ),
     ),
     "grpo": (
         ["--config", "data/configs/grpo_zero.yaml", "--max_steps", "16", "--eval_steps", "16"],
@@ -66,7 +71,7 @@ def test_defaults_chain_from_stage_to_stage_and_say_so(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "data" / "base_model", "data/base_model")
     assert choose_model("mine", "outputs/sft") == "mine"
-    assert choose_model(None, "outputs/sft") == "data/base_model" and "base model" in capsys.readouterr().out
+    assert choose_model(None, "outputs/sft") == "data/base_model" and "ships here" in capsys.readouterr().out
     (tmp_path / "outputs" / "sft").mkdir(parents=True)
     assert choose_model(None, "outputs/sft") == "data/base_model"  # a run that has not finished is not taken
     (tmp_path / "outputs" / "sft" / "summary.json").write_text("{}")
@@ -76,8 +81,28 @@ def test_defaults_chain_from_stage_to_stage_and_say_so(tmp_path, monkeypatch, ca
 def test_lora_and_gradient_checkpointing_run_in_every_stage(launch, tmp_path):
     """The adapter is what is saved; DPO's reference is the model without it (ln 2 at the first step)."""
     pytest.importorskip("peft")
-    few = ["--max_steps", "2", "--logging_steps", "1", "--eval_steps", "0", "--save_steps", "1", "--use_peft", "--lora_r", "4"]
-    few += ["--model_name_or_path", "data/base_model", "--gradient_checkpointing", "--eval_prompts", "", "--max_train_samples", "40"]
+    few = [
+        "--max_steps",
+        "2",
+        "--logging_steps",
+        "1",
+        "--eval_steps",
+        "0",
+        "--save_steps",
+        "1",
+        "--use_peft",
+        "--lora_r",
+        "4",
+    ]
+    few += [
+        "--model_name_or_path",
+        "data/base_model",
+        "--gradient_checkpointing",
+        "--eval_prompts",
+        "",
+        "--max_train_samples",
+        "40",
+    ]
     for stage in ("sft", "dpo", "grpo"):
         batch = ["--per_device_train_batch_size", "16"]
         more = ["--beta", "0.1"] if stage != "sft" else []

@@ -6,13 +6,12 @@ The check is by decoding: the trained tokens of a chat, decoded, are the words o
 from functools import cache
 from types import SimpleNamespace
 
+from common.chat import end_of_turn, stop_token_ids
 from common.data import BadRow
 from common.errors import UserError
 from common.model import read_chat_template
 from common.tokens import (
-    end_of_turn,
     show_trained,
-    stop_token_ids,
     tokenize_chat,
     tokenize_completion,
     tokenize_documents,
@@ -451,9 +450,7 @@ def test_a_trained_tokenizer_reads_any_text_back_and_knows_its_template():
 LIKELY = st.sampled_from(" \n\t<|>/[]{}%:'\"\\aé你🙂\u0301\u200b")
 WORDS = st.text(st.one_of(LIKELY, st.characters(exclude_categories=["Cs"])), max_size=12)
 MARKUP = st.sampled_from(
-    "<|im_end|> <|im_start|>assistant\n <|endoftext|> </think> [/INST] {{x}} User: <|bos|> <|end|> <|eot_id|>".split(
-        " "
-    )
+    "<|im_end|> <|im_start|>assistant\n <|endoftext|> </think> [/INST] {{x}} User: <|bos|> <|end|> <|eot_id|>".split(" ")
 )
 CONTENT = st.lists(st.one_of(WORDS, MARKUP), max_size=4).map("".join)
 
