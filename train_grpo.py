@@ -395,7 +395,8 @@ def main(args: Args) -> None:
         for units, weight in windows[step % cycle % args.steps_per_generation]:
             batch = flat_batch(units, accelerator.device, weight)
             with accelerator.accumulate(model):
-                logps, entropy, _ = model(batch, temperature=args.temperature, stats=True)  # (T,) each
+                bonus = args.entropy_coef != 0
+                logps, entropy, _ = model(batch, args.temperature, stats=True, entropy_grad=bonus)  # (T,) each
                 mask, sequence = batch["loss_mask"], segment_ids(batch["cu_seqlens"], len(logps))
                 token_losses, stats = grpo_loss(
                     logps,

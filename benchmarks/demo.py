@@ -92,13 +92,16 @@ def main() -> None:
         for name, words in stages(seed, args.work).items():
             results.append({"seed": seed, **measure(name, words)})
             print(json.dumps(results[-1]), flush=True)
+    here = Path(__file__).parent
+    file = here / "demo.json"  # results of other seeds stay
+    earlier = json.loads(file.read_text())["results"] if file.exists() else []
+    results = sorted(results + [r for r in earlier if r["seed"] not in args.seeds], key=lambda r: r["seed"])
     machine = {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
-    here = Path(__file__).parent
-    (here / "demo.json").write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    file.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
     (here / "demo.md").write_text(table(results))
 
 

@@ -4,9 +4,11 @@ Each prompt is read once, however many completions it gets; finished rows leave 
 comes from a generator of its own, so what is sampled does not depend on what else is in the batch.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from common.errors import UserError
 from common.model import LogProbModel, base_lm, generating
 
 import numpy as np
@@ -39,6 +41,9 @@ def sample(
     temperature 0 takes the most probable token. top_k 0 and top_p 1 leave the distribution whole. batch_size: completions
     sampled at a time, which bounds the memory and changes nothing else.
     """
+    inner = base_lm(model.lm)
+    if getattr(inner, "_is_stateful", False) or "past_key_values" not in inspect.signature(inner.forward).parameters:
+        raise UserError(f"sampling from {type(inner).__name__} is not supported: it has no key/value cache to share")
     done: list[Completion] = []
     with generating(model) as lm:
         for start in range(0, len(prompts), batch_size):
@@ -105,14 +110,10 @@ def _sample_batch(
 
 def _next_logits(lm: Any, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: DynamicCache) -> Tensor:
     """(rows, V) float32 logits of the token after the last one."""
-    out = lm(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=position_ids,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    understood = inspect.signature(base_lm(lm).forward).parameters
+    optional = {"position_ids": position_ids, "logits_to_keep": 1}
+    optional = {name: value for name, value in optional.items() if name in understood}
+    out = lm(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional)
     return out.logits[:, -1].float()
 
 

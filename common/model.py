@@ -54,14 +54,17 @@ class LogProbModel(nn.Module):
     def config(self) -> Any:
         return self.lm.config
 
-    def forward(self, batch: dict[str, Any], temperature: float = 1.0, stats: bool = False) -> Tensor | TokenStats:
+    def forward(
+        self, batch: dict[str, Any], temperature: float = 1.0, stats: bool = False, entropy_grad: bool = False
+    ) -> Tensor | TokenStats:
         """batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets (N,).
 
-        temperature divides the logits, as it did when the tokens were sampled. Returns logps (T,), or TokenStats.
+        temperature divides the logits, as it did when the tokens were sampled. Returns logps (T,), or TokenStats, in
+        which only logps has a gradient, and with entropy_grad the entropy.
         """
         targets = batch["targets"]
         hidden = self._hidden_padded(batch) if self.padded else self._hidden_flat(batch)  # (T, D)
-        scores = self._score(hidden[targets - 1], batch["input_ids"][0, targets], temperature, stats)
+        scores = self._score(hidden[targets - 1], batch["input_ids"][0, targets], temperature, stats, entropy_grad)
         T = hidden.shape[0]
         scattered = [torch.zeros(T, dtype=s.dtype, device=s.device).index_put((targets,), s) for s in scores]
         return TokenStats(*scattered) if stats else scattered[0]
@@ -81,21 +84,26 @@ class LogProbModel(nn.Module):
         out = body(self.lm)(input_ids=padded, attention_mask=mask.long(), use_cache=False).last_hidden_state
         return out[mask]
 
-    def _score(self, hidden: Tensor, tokens: Tensor, temperature: float, stats: bool) -> tuple[Tensor, ...]:
+    def _score(
+        self, hidden: Tensor, tokens: Tensor, temperature: float, stats: bool, entropy_grad: bool
+    ) -> tuple[Tensor, ...]:
         """hidden (N, D), tokens (N,) -> (N,) each of logps and, with stats, entropy and correct."""
+        options = temperature, stats, entropy_grad
         V = self.config.get_text_config().vocab_size
         elements = HEAD_CHUNK_ELEMENTS.get(hidden.device.type, HEAD_CHUNK_ELEMENTS["cpu"])
         rows = max(64, elements // V)
         if len(tokens) <= rows:
-            return self._score_chunk(hidden, tokens, temperature, stats)
+            return self._score_chunk(hidden, tokens, *options)
         # The logits of a chunk are recomputed in the backward pass instead of being kept.
         chunks = [
-            checkpoint(self._score_chunk, h, t, temperature, stats, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self._score_chunk, h, t, *options, use_reentrant=False, preserve_rng_state=False)
             for h, t in zip(hidden.split(rows), tokens.split(rows), strict=True)
         ]
         return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
-    def _score_chunk(self, hidden: Tensor, tokens: Tensor, temperature: float, stats: bool) -> tuple[Tensor, ...]:
+    def _score_chunk(
+        self, hidden: Tensor, tokens: Tensor, temperature: float, stats: bool, entropy_grad: bool
+    ) -> tuple[Tensor, ...]:
         logits = head(self.lm, hidden).float()  # (n, V)
         if temperature != 1.0:
             logits = logits / temperature
@@ -104,8 +112,9 @@ class LogProbModel(nn.Module):
         logps = chosen - normalizer
         if not stats:
             return (logps,)
-        entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
-        correct = (chosen >= logits.amax(-1)).float().detach()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):  # else nothing is kept for it
+            entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
+        correct = (chosen >= logits.amax(-1)).float()
         return logps, entropy, correct
 
 

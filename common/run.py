@@ -82,6 +82,7 @@ def finish(accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metr
         say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
     say(f"\nsaved in {args.output_dir}: the model and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png")
     say(f"try next: {next_command}")
+    accelerator.wait_for_everyone()  # none leaves while another still writes
     accelerator.end_training()
 
 

@@ -3,7 +3,11 @@
 import importlib
 import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,6 +39,22 @@ def launch(tmp_path):
         return tmp_path / output
 
     return launch_stage
+
+
+def run_script(command: list[str], timeout: float = 240) -> subprocess.CompletedProcess:
+    """Run a command from the repository's root; one that hangs is aborted with the Python stacks of all its processes."""
+    env = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, env=env, start_new_session=True)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)
+            time.sleep(5)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        texts = [(file.seek(0), file.read())[1] for file in (out, err)]
+    return subprocess.CompletedProcess(command, process.returncode, *texts)
 
 
 def read_metrics(output: Path) -> list[dict]:

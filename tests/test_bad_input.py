@@ -1,12 +1,10 @@
 """A mistake of the user gives one clear line, exit code 1 and no traceback."""
 
 import json
-import os
-import subprocess
 import sys
 
 from common.errors import UserError
-from tests.conftest import ROOT, train_metrics
+from tests.conftest import run_script, train_metrics
 
 import pytest
 
@@ -52,7 +50,7 @@ def refused(launch, stage, arguments, *words):
 def test_a_script_ends_with_one_line_and_exit_code_1(tmp_path):
     for arguments in (["--dataset_name", "nowhere.jsonl"], ["--learning_rat", "1"]):
         command = [sys.executable, "train_sft.py", "--output_dir", str(tmp_path / "out"), *arguments]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+        run = run_script(command)
         assert run.returncode == 1 and "Traceback" not in run.stderr
         assert len([line for line in run.stderr.splitlines() if line.startswith("error: ")]) == 1
 

@@ -1,11 +1,10 @@
 """The same window gives the same loss and the same gradient, however it is split."""
 
 import json
-import os
-import subprocess
+import socket
 import sys
 
-from tests.conftest import ROOT, train_metrics
+from tests.conftest import run_script, train_metrics
 
 import pytest
 
@@ -31,6 +30,12 @@ STAGES = {
     + ["--num_iterations", "2", "--eval_prompts", ""],
 }
 BASE = {stage: ["--model_name_or_path", "data/base_model"] for stage in ("sft", "dpo", "grpo")}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def losses(output):
@@ -63,10 +68,10 @@ def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stag
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stage, launch, tmp_path):
     whole = losses(launch(stage, *arguments(stage, 8, 1)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29531"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
     command += [f"train_{stage}.py", *arguments(stage, 2, 2), "--output_dir", str(tmp_path / "two")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = run_script(command)
+    assert run.returncode == 0, run.stderr[-6000:]
     assert_same(whole, losses(tmp_path / "two"))
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["processes"] == 2
 

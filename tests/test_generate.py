@@ -365,3 +365,14 @@ def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at
     assert tokens.tolist() == [2, 4]
     total = [sum(math.exp(s * x) for x in LOGITS.tolist()) for s in (1, -1)]
     assert logps.tolist() == pytest.approx([2.0 - math.log(total[0]), 4.0 - math.log(total[1])], abs=1e-5)
+
+
+def test_a_model_without_a_key_value_cache_is_refused_in_one_line():
+    from common.errors import UserError
+    from common.model import wrap
+
+    import transformers
+
+    config = transformers.MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(UserError, match="MambaForCausalLM is not supported"):
+        sample(wrap(transformers.MambaForCausalLM(config)), [[1, 2]], [(0,)], stop_ids=[0], max_new_tokens=2)

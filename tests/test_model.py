@@ -121,6 +121,17 @@ def test_entropy_and_accuracy_are_those_of_the_full_distribution():
     assert torch.equal(stats.correct[1:][mask].bool(), (logps.argmax(-1) == ids[1:])[mask])
 
 
+def test_the_gradient_of_the_entropy_is_that_of_the_full_distribution():
+    unit = units((20,))
+    model, lm = wrap(make(CONFIGS["llama"])).train(), make(CONFIGS["llama"]).double()
+    model(flat_batch(unit, torch.device("cpu")), stats=True, entropy_grad=True).entropy.sum().backward()
+    mask = torch.as_tensor(unit[0][0]["loss_mask"])[1:].bool()
+    logps = lm(input_ids=torch.as_tensor(unit[0][0]["input_ids"])[None]).logits[0, :-1][mask].log_softmax(-1)
+    (-(logps.exp() * logps).sum()).backward()
+    for p, q in zip(model.lm.parameters(), lm.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() < 2e-4 * q.grad.abs().max().clamp(min=1e-6)
+
+
 class Largest(TorchDispatchMode):
     """The most elements that any tensor had."""
 

@@ -1,12 +1,10 @@
 """Each script, launched as a user launches it, learns on the embedded demo and leaves behind what the README says."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 
-from tests.conftest import ROOT, read_metrics
+from tests.conftest import ROOT, read_metrics, run_script
 
 import pytest
 import yaml
@@ -45,8 +43,8 @@ def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
     arguments, learned = RUNS[stage]
     launcher = [sys.executable, "-m", "accelerate.commands.launch"] if stage == "sft" else [sys.executable]
     command = [*launcher, f"train_{stage}.py", *arguments, "--output_dir", str(tmp_path / "out")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = run_script(command)
+    assert run.returncode == 0, run.stderr[-6000:]
     assert "eval:" in run.stdout and "saved in" in run.stdout and "try next:" in run.stdout and "->" in run.stdout
 
     output = tmp_path / "out"
