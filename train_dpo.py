@@ -193,7 +193,7 @@ def main(args: Args) -> None:
         compile_layers(model)
     disable_dropout(model)
     stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
-    set_stop_tokens(model, stop_ids, tokenizer.pad_token_id or tokenizer.eos_token_id)
+    set_stop_tokens(model, stop_ids, tokenizer)
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
     betas = (args.adam_beta1, args.adam_beta2)
@@ -274,7 +274,7 @@ def main(args: Args) -> None:
                 accelerator.backward(loss * unmean)
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-                    require_finite(loss, grad_norm, step, args.output_dir)
+                    require_finite(accelerator, loss, grad_norm, step, args.output_dir)
                     set_lr(optimizer, lr_at(step))
                 optimizer.step()
                 optimizer.zero_grad()

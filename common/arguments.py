@@ -39,6 +39,7 @@ class CommonArgs:
     lora_alpha: int = arg(32, help="their scale is alpha / r")
     lora_dropout: float = arg(0.0, help="dropout in the adapters")
     lora_target_modules: list[str] | None = arg(help="names of the layers to adapt; unset: all linear layers")
+    merge_lora: bool = arg(False, help="export the model with the adapters merged in, instead of the adapters")
 
     # Data
     dataset_name: list[str] | None = arg(help="Hub name, file (json, jsonl, parquet, csv, txt) or folder; one or several")

@@ -67,8 +67,11 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path) -> No
         tokenizer.save_pretrained(folder)
 
 
-def export(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) -> None:
-    """The final model directly in output_dir."""
+def export(accelerator: Any, model: Any, tokenizer: Any, output_dir: str, merge_lora: bool = False) -> None:
+    """The final model directly in output_dir; merge_lora: with its adapters merged in, at the end of the run."""
+    wrapper = accelerator.unwrap_model(model)
+    if merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
+        wrapper.lm = wrapper.lm.merge_and_unload()
     temporary = Path(output_dir, ".export.tmp")
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -308,9 +308,13 @@ def add_lora(
 ) -> LogProbModel:
     """Freeze the model and put LoRA adapters on it (Hu et al. 2021, arXiv 2106.09685), new or those of a checkpoint.
 
-    Raises UserError without peft, or for layers that do not exist.
+    Raises UserError without peft, for layers that do not exist, or where the model is itself an adapter: one that stands
+    on another could not be loaded again.
     """
     peft = _peft("--use_peft")
+    base = model.lm.config._name_or_path
+    if Path(base, "adapter_config.json").exists():
+        raise UserError(f"--use_peft: {base} is an adapter itself; train it with --merge_lora to build on it")
     if checkpoint is not None:
         return LogProbModel(peft.PeftModel.from_pretrained(model.lm, checkpoint, is_trainable=True), padded=model.padded)
     config = peft.LoraConfig(
@@ -355,11 +359,11 @@ def compile_layers(model: LogProbModel) -> None:
             module.compile(dynamic=True)
 
 
-def set_stop_tokens(model: LogProbModel, stop_ids: list[int], pad_id: int) -> None:
+def set_stop_tokens(model: LogProbModel, stop_ids: list[int], tokenizer: Any) -> None:
     """Make `generate()` of the saved model stop where our sampling stops."""
     config = base_lm(model.lm).generation_config
     config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
-    config.pad_token_id = pad_id
+    config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     if not config.do_sample and any(getattr(config, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
         config.do_sample = True  # transformers refuses to save sampling settings without it, at the end of the run
 

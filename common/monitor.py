@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint import checkpoints
 from common.errors import UserError
 from common.memory import memory
 from common.model import peak_flops
@@ -177,11 +178,13 @@ class Metrics:
             self.accelerator.log(values, step=step)
 
 
-def require_finite(loss: torch.Tensor, grad_norm: torch.Tensor, step: int, output_dir: str) -> None:
-    """Raise UserError before the optimizer takes a step with a NaN or an infinity."""
-    if not bool(torch.isfinite(loss) & torch.isfinite(grad_norm)):
-        from common.checkpoint import checkpoints
+def require_finite(accelerator: Any, loss: torch.Tensor, grad_norm: torch.Tensor, step: int, output_dir: str) -> None:
+    """Raise UserError before the optimizer takes a step with a NaN or an infinity.
 
+    With fp16 an infinite gradient is the business of the loss scaler, which leaves out the step and lowers the scale.
+    """
+    finite = torch.isfinite(loss) if accelerator.scaler else torch.isfinite(loss) & torch.isfinite(grad_norm)
+    if not finite:
         saved = checkpoints(output_dir)
         last = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"
         raise UserError(

@@ -73,7 +73,7 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
 
 def finish(accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metrics: Metrics, next_command: str) -> None:
     """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
-    export(accelerator, model, tokenizer, args.output_dir)
+    export(accelerator, model, tokenizer, args.output_dir, args.merge_lora)
     metrics.finish()
     before_after = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
     if before_after:

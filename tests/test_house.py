@@ -65,7 +65,7 @@ def test_what_the_scripts_share_is_written_the_same():
         "        seed_step(args.seed, step, accelerator.process_index)",
         "                accelerator.backward(loss * unmean)",
         "                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)",
-        "                    require_finite(loss, grad_norm, step, args.output_dir)",
+        "                    require_finite(accelerator, loss, grad_norm, step, args.output_dir)",
         "                    set_lr(optimizer, lr_at(step))",
     ]
     for script in SCRIPTS:

@@ -7,6 +7,7 @@ import sys
 from tests.conftest import ROOT, read_metrics, run_script
 
 import pytest
+import torch
 import yaml
 
 # script -> (arguments that make the demo short, what must have happened between the first and the last evaluation)
@@ -110,6 +111,33 @@ def test_lora_and_gradient_checkpointing_run_in_every_stage(launch, tmp_path):
         if stage == "dpo":
             first = next(row for row in read_metrics(output) if "loss" in row)
             assert first["loss"] == pytest.approx(0.693147, abs=1e-5)
+
+
+def test_a_merged_adapter_is_a_model_to_build_on_and_a_bare_one_is_not(launch):
+    from common.errors import UserError
+
+    from transformers import AutoModelForCausalLM
+
+    pytest.importorskip("peft")
+    few = [
+        "--config",
+        "data/configs/sft.yaml",
+        "--max_steps",
+        "2",
+        "--eval_steps",
+        "0",
+        "--use_peft",
+        "--max_train_samples",
+        "20",
+    ]
+    bare = launch("sft", *few, "--model_name_or_path", "data/base_model", output="bare")
+    with pytest.raises(UserError, match="is an adapter itself; train it with --merge_lora"):
+        launch("sft", *few, "--model_name_or_path", bare, output="second")
+    merged = launch("sft", *few, "--model_name_or_path", "data/base_model", "--merge_lora", output="merged")
+    launch("sft", *few, "--model_name_or_path", merged, output="third")
+    one, other = AutoModelForCausalLM.from_pretrained(merged), AutoModelForCausalLM.from_pretrained(bare)
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(one(ids).logits, other(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_new_dataset_takes_the_standard_settings_and_not_those_of_the_demo(capsys):
