@@ -78,7 +78,7 @@ class Args(CommonArgs):
 
     # Rewards
     reward_funcs: list[str] = arg(
-        ["exact_number"], help="exact_number, regex:PATTERN, length:N, file.py:function, or a reward model"
+        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, or a reward model"
     )
     reward_weights: list[float] | None = arg(None, help="one for each function; unset: 1")
     scale_rewards: str = arg("group", help="advantages are divided by the std of the group, of the batch, or none")

@@ -86,16 +86,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=Path("outputs/demo"), help="folder of the runs")
+    parser.add_argument("--stages", nargs="+", help="only these; the others' runs and results are kept")
     args = parser.parse_args()
     results = []
     for seed in args.seeds:
         for name, words in stages(seed, args.work).items():
-            results.append({"seed": seed, **measure(name, words)})
-            print(json.dumps(results[-1]), flush=True)
+            if args.stages is None or name in args.stages:
+                results.append({"seed": seed, **measure(name, words)})
+                print(json.dumps(results[-1]), flush=True)
     here = Path(__file__).parent
-    file = here / "demo.json"  # results of other seeds stay
+    file = here / "demo.json"
     earlier = json.loads(file.read_text())["results"] if file.exists() else []
-    results = sorted(results + [r for r in earlier if r["seed"] not in args.seeds], key=lambda r: r["seed"])
+    merged = {(result["seed"], result["stage"]): result for result in [*earlier, *results]}
+    results = [merged[key] for key in sorted(merged)]
     machine = {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

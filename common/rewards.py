@@ -6,6 +6,7 @@ completion; None abstains. `completions` are strings, or, where the prompts are 
 """
 
 import asyncio
+import functools
 import importlib.util
 import inspect
 import math
@@ -32,14 +33,14 @@ class Reward(NamedTuple):
 def load_rewards(specs: list[str] | None, device: torch.device) -> list[Reward]:
     """Reward functions by name.
 
-    exact_number; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or Hub name of an
-    AutoModelForSequenceClassification with one label). Raises UserError for what cannot be loaded.
+    exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or
+    Hub name of an AutoModelForSequenceClassification with one label). Raises UserError for what cannot be loaded.
     """
     rewards = []
     for spec in specs or []:
         kind, _, argument = spec.partition(":")
-        if spec == "exact_number":
-            rewards.append(Reward(spec, exact_number))
+        if kind == "exact_number":
+            rewards.append(Reward("exact_number", functools.partial(exact_number, mark=argument)))
         elif kind == "regex":
             rewards.append(Reward("regex", regex(argument)))
         elif kind == "length":
@@ -57,12 +58,17 @@ def load_rewards(specs: list[str] | None, device: torch.device) -> list[Reward]:
 # --- ready-made -----------------------------------------------------------------------------------------------------
 
 
-def exact_number(prompts: list, completions: list, answer: list, **columns: Any) -> list[float | None]:
+def exact_number(prompts: list, completions: list, answer: list, mark: str = "", **columns: Any) -> list[float | None]:
     """1 where the completion's number is the answer's, else 0. The number of a text is the one after its last "####",
-    "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None where the answer holds no number."""
+    "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None where the answer holds no number.
+
+    mark: only a number that follows it counts in a completion ("Answer:").
+    """
     scores: list[float | None] = []
     for completion, truth in zip(completions, answer, strict=True):
-        wanted, found = final_number(str(truth)), final_number(text_of(completion))
+        text = text_of(completion)
+        wanted = final_number(str(truth))
+        found = number_after(text, mark) if mark else final_number(text)
         scores.append(None if wanted is None else float(found == wanted))
     return scores
 
@@ -95,10 +101,16 @@ def length(limit: str) -> Callable[..., list[float]]:
 def final_number(text: str) -> float | None:
     """The number that a text ends up with; None without one."""
     for mark in ("####", "Answer:", "\\boxed{"):
-        if mark in text and (found := NUMBER.search(text.rsplit(mark, 1)[1])):
-            return float(found.group().replace(",", ""))
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+        if (found := number_after(text, mark)) is not None:
+            return found
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def number_after(text: str, mark: str) -> float | None:
+    """The first number after the last occurrence of the mark; None without one."""
+    found = NUMBER.search(text.rsplit(mark, 1)[1]) if mark in text else None
+    return float(found.group().replace(",", "")) if found else None
 
 
 def text_of(completion: str | list[dict[str, Any]]) -> str:

@@ -105,6 +105,11 @@ def test_exact_number_reads_numbers_as_people_write_them(completion, answer):
     assert run("exact_number", [completion], answer=[answer]) == [1]
 
 
+def test_exact_number_with_a_mark_reads_only_what_follows_it():
+    completions = ["Answer: 7", "It is 7.", "7. Answer: 8", "Answer: 8. No. Answer: 7"]
+    assert run("exact_number:Answer:", completions, answer=["7"] * 4) == [1, 0, 0, 1]
+
+
 # --- regex and length -----------------------------------------------------------------------------------------------
 
 
