@@ -62,6 +62,7 @@ def table(results: list[dict]) -> str:
             "eval_polite": "preferred style, greedy",
             "eval_polite_t0.7": "preferred style, temperature 0.7",
             "eval_rewards/accuracies": "reward accuracy",
+            "eval_logps/rejected": "log-probability of the rejected answer",
             "eval_exact_number": "right answers",
         },
         "grpo": {"eval_exact_number": "right answers"},
