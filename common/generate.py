@@ -42,7 +42,9 @@ def sample(
     sampled at a time, which bounds the memory and changes nothing else.
     """
     inner = base_lm(model.lm)
-    if getattr(inner, "_is_stateful", False) or "past_key_values" not in inspect.signature(inner.forward).parameters:
+    layers = DynamicCache(config=inner.config.get_text_config()).layers
+    selectable = all(hasattr(layer, "batch_select_indices") for layer in layers)  # a layer with a state is not
+    if not selectable or "past_key_values" not in inspect.signature(inner.forward).parameters:
         raise UserError(f"sampling from {type(inner).__name__} is not supported: it has no key/value cache to share")
     done: list[Completion] = []
     with generating(model) as lm:

@@ -367,12 +367,19 @@ def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at
     assert logps.tolist() == pytest.approx([2.0 - math.log(total[0]), 4.0 - math.log(total[1])], abs=1e-5)
 
 
-def test_a_model_without_a_key_value_cache_is_refused_in_one_line():
+@pytest.mark.parametrize("kind", ["Mamba", "Lfm2"])
+def test_a_model_that_keeps_a_state_is_refused_in_one_line(kind):
     from common.errors import UserError
     from common.model import wrap
 
     import transformers
 
-    config = transformers.MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(UserError, match="MambaForCausalLM is not supported"):
-        sample(wrap(transformers.MambaForCausalLM(config)), [[1, 2]], [(0,)], stop_ids=[0], max_new_tokens=2)
+    sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}
+    if kind == "Mamba":
+        config = transformers.MambaConfig(**sizes, state_size=4)
+    else:
+        sizes |= {"intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
+    with pytest.raises(UserError, match=f"{kind}ForCausalLM is not supported"):
+        model = wrap(transformers.AutoModelForCausalLM.from_config(config))
+        sample(model, [[1, 2]], [(0,)], stop_ids=[0], max_new_tokens=2)
