@@ -29,7 +29,8 @@ from common.checkpoint import resume, save_checkpoint
 from common.collators import Windows, eval_batches, flat_batch, pack
 from common.data import as_preference, convert, hold_out, load_rows
 from common.errors import UserError, say
-from common.evaluate import complete_prompts, evaluating, gather_lists, load_prompts
+from common.evaluate import complete_prompts, evaluating, first_prompts, gather_lists, load_prompts
+from common.generate import why_not_sampled
 from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, segment_sum
 from common.model import (
     add_lora,
@@ -172,7 +173,9 @@ def main(args: Args) -> None:
     )
     for side, sequence in zip(("chosen", "rejected"), units[0], strict=True):
         say(f"one pair, {side}, with what is trained marked:\n{show_trained(sequence, tokenizer)}")
-    prompts = load_prompts(args.eval_prompts, tokenizer) if args.eval_prompts else []
+    prompts = first_prompts(eval_rows or train_rows, tokenizer, args.num_samples, as_preference)
+    if args.eval_prompts:
+        prompts = load_prompts(args.eval_prompts, tokenizer)
 
     # --- model ---------------------------------------------------------------------------------------------------
     model = load_model(  # a checkpoint is a model like any other, but for LoRA's, which holds the adapter only
@@ -194,6 +197,10 @@ def main(args: Args) -> None:
     disable_dropout(model)
     stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, stop_ids, tokenizer)
+
+    if reason := why_not_sampled(model):
+        say(f"no samples at the evaluations: {reason}")
+        prompts = []
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
     betas = (args.adam_beta1, args.adam_beta2)

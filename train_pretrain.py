@@ -18,6 +18,7 @@ Shapes: T tokens of the flat row, N of them scored.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from common.arguments import CommonArgs, arg, run
 from common.chat import stop_token_ids
@@ -25,7 +26,8 @@ from common.checkpoint import resume, save_checkpoint
 from common.collators import Windows, concatenate, pack, whole
 from common.data import as_text, convert, hold_out, load_rows
 from common.errors import UserError, say
-from common.evaluate import complete_prompts, evaluate_nll, load_prompts
+from common.evaluate import complete_prompts, evaluate_nll, first_prompts, load_prompts
+from common.generate import why_not_sampled
 from common.losses import nll
 from common.model import (
     add_lora,
@@ -87,6 +89,11 @@ def make_units(documents: list[np.ndarray], max_length: int, strategy: str) -> l
     raise UserError(f"--packing_strategy {strategy}: wrapped or bfd")
 
 
+def beginning(columns: dict[str, Any], args: Args) -> dict[str, str]:
+    """The first eight words of a document, as a prompt."""
+    return {"prompt": " ".join(as_text(columns, args.dataset_text_field).split()[:8])}
+
+
 def unigram_perplexity(train: list[np.ndarray], held_out: list[np.ndarray], V: int) -> float:
     """What a model that knows only how frequent each token is would reach (add-one smoothing): the line to beat."""
     counts = np.bincount(np.concatenate(train), minlength=V) + 1
@@ -123,7 +130,9 @@ def main(args: Args) -> None:
     documents, eval_documents = tokenize_documents(texts, tokenizer), tokenize_documents(eval_texts, tokenizer)
     units = make_units(documents, args.max_length, args.packing_strategy)
     eval_units = make_units(eval_documents, args.max_length, args.packing_strategy) if eval_documents else []
-    prompts = load_prompts(args.eval_prompts, tokenizer) if args.eval_prompts else []
+    prompts = first_prompts(eval_rows or train_rows, tokenizer, args.num_samples, lambda columns: beginning(columns, args))
+    if args.eval_prompts:
+        prompts = load_prompts(args.eval_prompts, tokenizer)
 
     # --- model ---------------------------------------------------------------------------------------------------
     if args.use_peft and not args.model_name_or_path:
@@ -162,6 +171,10 @@ def main(args: Args) -> None:
         compile_layers(model)
     stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, stop_ids, tokenizer)
+
+    if reason := why_not_sampled(model):
+        say(f"no samples at the evaluations: {reason}")
+        prompts = []
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
     batch_size, epochs = args.per_device_train_batch_size, args.num_train_epochs

@@ -25,7 +25,8 @@ from common.checkpoint import resume, save_checkpoint
 from common.collators import Windows, pack, whole
 from common.data import as_chat, convert, hold_out, load_rows
 from common.errors import UserError, say
-from common.evaluate import complete_prompts, evaluate_nll, load_prompts
+from common.evaluate import complete_prompts, evaluate_nll, first_prompts, load_prompts
+from common.generate import why_not_sampled
 from common.losses import nll
 from common.model import (
     add_lora,
@@ -105,7 +106,9 @@ def main(args: Args) -> None:
     say(f"one example, with what is trained marked:\n{show_trained(units[0][0], tokenizer)}")
     if args.packing:
         units = pack(units, args.max_length)
-    prompts = load_prompts(args.eval_prompts, tokenizer) if args.eval_prompts else []
+    prompts = first_prompts(eval_rows or train_rows, tokenizer, args.num_samples)
+    if args.eval_prompts:
+        prompts = load_prompts(args.eval_prompts, tokenizer)
 
     # --- model ---------------------------------------------------------------------------------------------------
     model = load_model(  # a checkpoint is a model like any other, but for LoRA's, which holds the adapter only
@@ -126,6 +129,10 @@ def main(args: Args) -> None:
         compile_layers(model)
     stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, stop_ids, tokenizer)
+
+    if reason := why_not_sampled(model):
+        say(f"no samples at the evaluations: {reason}")
+        prompts = []
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
     batch_size, epochs = args.per_device_train_batch_size, args.num_train_epochs

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from common.collators import Unit, eval_batches
-from common.data import convert, load_rows
+from common.data import BadRow, Row, as_prompt, convert, load_rows
+from common.errors import UserError
 from common.generate import sample
 from common.losses import nll
 from common.model import LogProbModel
@@ -48,6 +49,18 @@ def evaluate_nll(accelerator: Any, model: Any, units: Sequence[Unit], batch_size
 def load_prompts(name: str, tokenizer: Any) -> list[dict[str, Any]]:
     """The prompts of a file, each {"prompt", "prompt_ids"} with its other columns for the scores."""
     return convert(load_rows(name), lambda columns: tokenize_row(columns, tokenizer), "prompts")
+
+
+def first_prompts(
+    rows: list[Row], tokenizer: Any, most: int, prompt_of: Callable[[dict[str, Any]], dict[str, Any]] = as_prompt
+) -> list[dict[str, Any]]:
+    """What is completed where no prompts are named: those of the first rows that have one, without other columns."""
+    prompts: list[dict[str, Any]] = []
+    for row in rows:
+        if len(prompts) < most:
+            with contextlib.suppress(BadRow, UserError):  # a row without a prompt is no mistake here
+                prompts.append(tokenize_row({"prompt": prompt_of(row.columns)["prompt"]}, tokenizer))
+    return prompts
 
 
 def complete_prompts(

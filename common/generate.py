@@ -41,17 +41,24 @@ def sample(
     temperature 0 takes the most probable token. top_k 0 and top_p 1 leave the distribution whole. batch_size: completions
     sampled at a time, which bounds the memory and changes nothing else.
     """
-    inner = base_lm(model.lm)
-    layers = DynamicCache(config=inner.config.get_text_config()).layers
-    selectable = all(hasattr(layer, "batch_select_indices") for layer in layers)  # a layer with a state is not
-    if not selectable or "past_key_values" not in inspect.signature(inner.forward).parameters:
-        raise UserError(f"sampling from {type(inner).__name__} is not supported: it has no key/value cache to share")
+    if (reason := why_not_sampled(model)) is not None:
+        raise UserError(reason)
     done: list[Completion] = []
     with generating(model) as lm:
         for start in range(0, len(prompts), batch_size):
             part = slice(start, start + batch_size)
             done += _sample_batch(lm, prompts[part], keys[part], list(stop_ids), max_new_tokens, temperature, top_k, top_p)
     return done
+
+
+def why_not_sampled(model: LogProbModel) -> str | None:
+    """Why this architecture cannot be sampled from; None where it can."""
+    lm = base_lm(model.lm)
+    layers = DynamicCache(config=lm.config.get_text_config()).layers
+    selectable = all(hasattr(layer, "batch_select_indices") for layer in layers)  # a layer with a state is not
+    if selectable and "past_key_values" in inspect.signature(lm.forward).parameters:
+        return None
+    return f"sampling from {type(lm).__name__} is not supported: it has no key/value cache to share"
 
 
 def _sample_batch(

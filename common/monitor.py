@@ -131,6 +131,8 @@ class Metrics:
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
         """Write an evaluation: its metrics, all its samples, and the first `show` of them on the console."""
+        if not values and not samples:
+            return
         self._write(step, values)
         self.first_eval = self.first_eval or values
         if not self.accelerator.is_main_process:

@@ -147,3 +147,51 @@ def test_a_new_dataset_takes_the_standard_settings_and_not_those_of_the_demo(cap
     assert parse_args(Args, DEMO, []).learning_rate == 1e-3 and "embedded demo" in capsys.readouterr().err
     assert parse_args(Args, DEMO, ["--dataset_name", "mine.jsonl"]).learning_rate == 2e-5
     assert parse_args(Args, DEMO, ["--learning_rate", "5e-4"]).learning_rate == 5e-4
+
+
+@pytest.mark.parametrize(
+    ("stage", "row"),
+    [
+        ("pretrain", {"text": "one two three four five six seven eight nine ten"}),
+        ("sft", {"instruction": "What is 1+1?", "output": "Answer: 2"}),
+        (
+            "dpo",
+            {"chosen": "\n\nHuman: What is 1+1?\n\nAssistant: 2", "rejected": "\n\nHuman: What is 1+1?\n\nAssistant: 3"},
+        ),
+    ],
+)
+def test_without_prompts_the_first_rows_are_completed_at_each_evaluation(stage, row, launch, tmp_path):
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    words = ["--model_name_or_path", "data/base_model", "--dataset_name", tmp_path / "rows.jsonl", "--max_steps", "2"]
+    words += ["--max_length", "64"] if stage == "pretrain" else []
+    output = launch(stage, *words, "--eval_steps", "2", "--num_samples", "2", "--eval_max_new_tokens", "4")
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [0, 0, 2, 2]
+    prompt = samples[0]["prompt"]
+    assert prompt == (
+        "one two three four five six seven eight" if stage == "pretrain" else [{"role": "user", "content": "What is 1+1?"}]
+    )
+
+
+def test_an_architecture_that_cannot_be_packed_or_sampled_still_trains(launch, tmp_path, capsys):
+    from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "mamba")
+    words = [
+        "--model_name_or_path",
+        tmp_path / "mamba",
+        "--dataset_name",
+        "data/sft",
+        "--max_steps",
+        "3",
+        "--max_train_samples",
+        "24",
+    ]
+    launch("sft", *words, "--eval_steps", "0", "--learning_rate", "1e-2", "--logging_steps", "1")
+    said = capsys.readouterr().out
+    assert "padded batches instead" in said and "no samples at the evaluations" in said
+    losses = [row["loss"] for row in read_metrics(tmp_path / "out") if "loss" in row]
+    assert losses[-1] < losses[0]
