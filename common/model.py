@@ -429,7 +429,7 @@ def flops_per_token(model: LogProbModel, T: int) -> float:
     tied = embedding is base_lm(model.lm).get_output_embeddings().weight
     N = sum(p.numel() for p in model.parameters()) - (0 if tied else embedding.numel())
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
-    width = heads * getattr(config, "head_dim", config.hidden_size // max(heads, 1))
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
     return 6.0 * N + 6.0 * config.num_hidden_layers * width * T
 
 
