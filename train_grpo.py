@@ -85,6 +85,7 @@ class Args(CommonArgs):
 
     # Sampling
     num_generations: int = arg(8, help="G, completions per prompt")
+    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out")
     max_completion_length: int = arg(256, help="tokens; longer completions are cut")
     temperature: float = arg(1.0, help="of the sampling")
@@ -273,7 +274,7 @@ def main(args: Args) -> None:
     if args.eval_fraction:
         train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
     prompts, eval_prompts = (
-        convert(rows[:most], lambda columns: tokenize_row(columns, tokenizer, args.max_prompt_length), "prompts")
+        convert(rows[:most], lambda c: tokenize_row(c, tokenizer, args.max_prompt_length, args.system_prompt), "prompts")
         for rows, most in ((train_rows, args.max_train_samples), (eval_rows, args.max_eval_samples))
     )
     if args.eval_prompts:

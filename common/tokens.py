@@ -135,9 +135,17 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Any, tools: list[Any
     return _encode(render(prompt, tokenizer, tools, add_generation_prompt=True), tokenizer)[0]
 
 
-def tokenize_row(columns: dict[str, Any], tokenizer: Any, max_length: int | None = None) -> dict[str, Any]:
-    """A dataset row as {"prompt", "prompt_ids"} with its other columns; BadRow for more than max_length tokens."""
+def tokenize_row(
+    columns: dict[str, Any], tokenizer: Any, max_length: int | None = None, system_prompt: str | None = None
+) -> dict[str, Any]:
+    """A dataset row as {"prompt", "prompt_ids"} with its other columns; BadRow for more than max_length tokens.
+
+    system_prompt: makes a chat of a prompt that is a string, with this system turn (empty: none).
+    """
     row = as_prompt(columns)
+    if system_prompt is not None and isinstance(row["prompt"], str):
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        row["prompt"] = [*system, {"role": "user", "content": row["prompt"]}]
     ids = tokenize_prompt(row["prompt"], tokenizer, row.get("tools"))
     if max_length is not None and len(ids) > max_length:
         raise BadRow(f"a prompt of more than {max_length} tokens")

@@ -1,5 +1,6 @@
 """The four scripts on real files with real tokenizers, a few steps each. Skipped where the folder of real data is absent."""
 
+import json
 import math
 import os
 from pathlib import Path
@@ -78,12 +79,17 @@ def test_dpo_on_pairs(file, launch, base):
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)  # policy = reference at the first step
 
 
-def test_grpo_on_gsm8k(launch, base):
+@pytest.mark.parametrize(
+    "system_prompt", [[], ["--system_prompt", "Reason, then end with: Answer: <number>"]], ids=["text", "chat"]
+)
+def test_grpo_on_gsm8k(system_prompt, launch, base):
     words = ["--model_name_or_path", base("minimind", launch), "--dataset_name", DATA / "grpo" / "gsm8k_train.jsonl"]
     words += ["--columns", "prompt=question", "--reward_funcs", "exact_number", "length:8", "--num_generations", "4"]
     words += ["--per_device_train_batch_size", "8", "--max_completion_length", "16"]
-    output = launch("grpo", *words, *RUN)
+    output = launch("grpo", *words, *system_prompt, *RUN)
     rows = check(output)
+    prompt = json.loads((output / "completions.jsonl").read_text().splitlines()[0])["prompt"]
+    assert [m["role"] for m in prompt] == ["system", "user"] if system_prompt else isinstance(prompt, str)
     assert all(0 <= row["rewards/exact_number/mean"] <= 1 and row["rewards/length/mean"] <= 0 for row in rows)
     assert len((output / "completions.jsonl").read_text().splitlines()) == 3 * 8
 

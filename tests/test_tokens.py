@@ -17,6 +17,7 @@ from common.tokens import (
     tokenize_documents,
     tokenize_pair,
     tokenize_prompt,
+    tokenize_row,
     tokenize_spans,
     tokenize_text,
     train_tokenizer,
@@ -483,3 +484,14 @@ def test_any_prompt_and_completion_keep_their_seam(prompt, completion):
     sequence = tokenize_completion(prompt, completion, tokenizer)
     assert trained(sequence, tokenizer) == [completion + "<|endoftext|>"]
     assert decode(sequence["input_ids"], tokenizer) == prompt + completion + "<|endoftext|>"
+
+
+def test_a_system_prompt_makes_a_chat_of_a_string_and_leaves_chats_alone():
+    tokenizer = train_tokenizer(["What is 1+1? It is 2."] * 20, 300)
+    row = tokenize_row({"prompt": "What is 1+1?", "answer": "2"}, tokenizer, system_prompt="Be brief.")
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"] and row["answer"] == "2"
+    assert row["prompt_ids"] == tokenize_prompt(row["prompt"], tokenizer)
+    assert [m["role"] for m in tokenize_row({"prompt": "1+1?"}, tokenizer, system_prompt="")["prompt"]] == ["user"]
+    chat = [{"role": "user", "content": "1+1?"}]
+    assert tokenize_row({"prompt": chat}, tokenizer, system_prompt="Be brief.")["prompt"] == chat
+    assert tokenize_row({"prompt": "1+1?"}, tokenizer)["prompt"] == "1+1?"
