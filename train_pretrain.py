@@ -94,11 +94,14 @@ def beginning(columns: dict[str, Any], args: Args) -> dict[str, str]:
     return {"prompt": " ".join(as_text(columns, args.dataset_text_field).split()[:8])}
 
 
-def unigram_perplexity(train: list[np.ndarray], held_out: list[np.ndarray], V: int) -> float:
-    """What a model that knows only how frequent each token is would reach (add-one smoothing): the line to beat."""
-    counts = np.bincount(np.concatenate(train), minlength=V) + 1
-    log_share = np.log(counts / counts.sum())
-    return math.exp(-log_share[np.concatenate(held_out)].mean())
+def unigram_perplexity(train: list, held_out: list, V: int) -> float:
+    """What a model that knows only how frequent each token is would reach on what is scored: the line to beat."""
+
+    def scored(units: list) -> np.ndarray:  # the first token of a sequence is not a target
+        return np.concatenate([sequence["input_ids"][1:] for unit in units for sequence in unit])
+
+    counts = np.bincount(scored(train), minlength=V) + 1  # add-one smoothing
+    return math.exp(-np.log(counts / counts.sum())[scored(held_out)].mean())
 
 
 def main(args: Args) -> None:
@@ -199,7 +202,7 @@ def main(args: Args) -> None:
         f"{trained:,} of {all_parameters:,} parameters trained; {len(units):,} rows, {len(eval_units):,} held out; "
         f"{last_step} steps of {windows.size} rows"
     )
-    baseline = unigram_perplexity(documents, eval_documents, len(tokenizer)) if eval_documents else None
+    baseline = unigram_perplexity(units, eval_units, len(tokenizer)) if eval_units else None
 
     # --- loop ----------------------------------------------------------------------------------------------------
     for step in (bar := progress(first_step, last_step, "pretrain")):

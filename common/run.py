@@ -1,5 +1,6 @@
 """The two ends of a run: `start` (processes, seed, output folder) and `finish` (final model, summary, curves)."""
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -26,6 +27,8 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
     in it.
     """
     check_tracker(args.report_to)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and importlib.util.find_spec("deepspeed") is None:
+        raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
     if args.per_device_train_batch_size < 1 or args.gradient_accumulation_steps < 1 or args.per_device_eval_batch_size < 1:
         raise UserError("batch sizes and gradient_accumulation_steps are at least 1")
     accelerator = Accelerator(

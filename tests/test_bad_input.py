@@ -1,5 +1,6 @@
 """A mistake of the user gives one clear line, exit code 1 and no traceback."""
 
+import importlib.util
 import json
 import sys
 
@@ -71,6 +72,19 @@ def test_flags_and_keys_are_checked(launch, tmp_path):
         [*SFT[2:], "--dataset_name", "data/dpo", "--loss_type", "ipo", "--label_smoothing", "0.1"],
         "smoothing",
     )
+
+
+def test_launches_that_are_not_what_they_seem_are_refused(launch, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_FSDP", "true")  # Accelerate leaves it out on a CPU, in silence
+        refused(launch, "sft", SFT, "asks for FSDP", "not in use on cpu")
+    if importlib.util.find_spec("deepspeed") is None:
+        with monkeypatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+            refused(launch, "sft", SFT, "DeepSpeed", "pip install deepspeed")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # what `accelerate launch --cpu --num_processes 2` sets
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    refused(launch, "sft", SFT, "asked for several CPU processes and started one", "cpu_ddp.yaml")
 
 
 def test_trackers_must_be_known_and_installed(launch):
