@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType
 # Arguments that a resumed run may have other than the one it goes on with: they change what is written, not what is
 # learned.
 MAY_CHANGE = {"overwrite_output_dir", "resume_from_checkpoint", "save_total_limit", "report_to", "run_name", "num_samples"}
+LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -159,6 +160,15 @@ def claim_output_dir(args: dict[str, Any], saved_args: dict[str, Any] | None) ->
         say(f"{output_dir} holds this very run, complete: {again}")
         raise SystemExit(0)
     return newest_whole(output_dir)
+
+
+def delete_run(output_dir: Path) -> None:
+    """Delete what a run has left in its folder, and nothing else that may lie there."""
+    for folder in [*checkpoints(str(output_dir)), *output_dir.glob(".*.tmp")]:
+        shutil.rmtree(folder)
+    for pattern in (*LINES, "summary.json", "curves.png", "args.yaml", "model*.safetensors*", "adapter_*"):
+        for file in output_dir.glob(pattern):
+            file.unlink()
 
 
 def _seal(folder: Path) -> None:

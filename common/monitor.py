@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import checkpoints
+from common.checkpoint import LINES, checkpoints
 from common.errors import UserError
 from common.memory import memory
 from common.model import peak_flops
@@ -95,12 +95,12 @@ class Metrics:
         return {"carry": self.carry, "num_tokens": self.num_tokens, "first_eval": self.first_eval}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: forget the lines of metrics.jsonl and samples.jsonl that came after it."""
+        """Go on from a checkpoint: forget the lines of its files that came after it."""
         self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
         self.first_eval, self.clock_tokens = state.get("first_eval", {}), self.num_tokens
         last = state["step"] or -1  # a run that starts over keeps none
         if self.accelerator.is_main_process:
-            for path in self.output_dir.glob("*.jsonl"):
+            for path in (self.output_dir / name for name in LINES if (self.output_dir / name).exists()):
                 kept = []
                 for line in path.read_text(encoding="utf-8").splitlines():
                     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.arguments import save_args
-from common.checkpoint import claim_output_dir, export
+from common.checkpoint import claim_output_dir, delete_run, export
 from common.errors import UserError, say
 from common.monitor import Metrics, check_tracker
 
@@ -56,7 +56,7 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
     if accelerator.is_main_process:
         try:
             if args.overwrite_output_dir and saved_args is not None:
-                shutil.rmtree(output_dir)
+                delete_run(output_dir)
             output_dir.mkdir(parents=True, exist_ok=True)
             save_args(args, saved)
             shutil.copy(script, output_dir / Path(script).name)

@@ -167,8 +167,11 @@ def test_a_folder_of_another_run_is_not_overwritten_unless_asked(launch, capsys)
         launch("sft", *arguments)
     assert done.value.code == 0 and "complete" in capsys.readouterr().out
     before = (output / "metrics.jsonl").read_text()
+    (output / "mine").mkdir()
+    (output / "mine" / "notes.txt").write_text("not of the run")
     launch("sft", *arguments, "--learning_rate", "0.5", "--overwrite_output_dir")
     assert (output / "metrics.jsonl").read_text() != before
+    assert (output / "mine" / "notes.txt").exists()
 
 
 def test_the_model_that_is_started_from_is_never_deleted(launch, tmp_path):
