@@ -12,7 +12,7 @@ Objective, over the B pairs of a window (all micro-batches of all processes), π
 4. Dropout is off: the two models are compared token by token.
 5. `per_device_train_batch_size` counts pairs.
 
-    accelerate launch train_dpo.py                                            # the embedded demo, ~1 minute on 2 CPU cores
+    accelerate launch train_dpo.py                                            # the embedded demo, ~1 minute on a CPU
     accelerate launch train_dpo.py --model_name_or_path outputs/sft --dataset_name pairs.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_dpo.py --config my_run.yaml
 

@@ -16,7 +16,7 @@ For each prompt, G completions are sampled from the model; each is compared with
 5. `per_device_train_batch_size` counts completions. One rollout serves steps_per_generation windows, num_iterations times
    each; both are 1 by default, and then ρ = 1 and the value of the loss says little: look at the reward.
 
-    accelerate launch train_grpo.py                                           # the embedded demo, ~1 minute on 2 CPU cores
+    accelerate launch train_grpo.py                                           # the embedded demo, ~1 minute on a CPU
     accelerate launch train_grpo.py --model_name_or_path outputs/sft --dataset_name prompts.jsonl --reward_funcs my.py:reward
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_grpo.py --config my_run.yaml
 

@@ -9,7 +9,7 @@ Objective, over the T tokens of a window (all micro-batches of all processes):
    never sees its neighbours).
 2. `per_device_train_batch_size` counts rows.
 
-    accelerate launch train_pretrain.py                                       # the embedded demo, ~3 minutes on 2 CPU cores
+    accelerate launch train_pretrain.py                                       # the embedded demo, ~2 minutes on a CPU
     accelerate launch train_pretrain.py --dataset_name corpus.txt --tokenizer_name gpt2 --hidden_size 768 --num_layers 12
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 

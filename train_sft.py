@@ -8,7 +8,7 @@ Objective, over the trained tokens of a window (all micro-batches of all process
 2. All sequences of a micro-batch lie end to end in one row, without padding, and do not see each other.
 3. `per_device_train_batch_size` counts conversations; with --packing, rows of up to `max_length` tokens.
 
-    accelerate launch train_sft.py                                            # the embedded demo, ~1 minute on 2 CPU cores
+    accelerate launch train_sft.py                                            # the embedded demo, ~1 minute on a CPU
     accelerate launch train_sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name chats.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_sft.py --config my_run.yaml
 

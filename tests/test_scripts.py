@@ -195,3 +195,75 @@ def test_an_architecture_that_cannot_be_packed_or_sampled_still_trains(launch, t
     assert "padded batches instead" in said and "no samples at the evaluations" in said
     losses = [row["loss"] for row in read_metrics(tmp_path / "out") if "loss" in row]
     assert losses[-1] < losses[0]
+
+
+SHORT = [
+    "--model_name_or_path",
+    "data/base_model",
+    "--max_steps",
+    "4",
+    "--logging_steps",
+    "1",
+    "--eval_steps",
+    "0",
+    "--eval_prompts",
+    "",
+]
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "robust", "apo_zero", "sppo_hard", "simpo", "orpo"])
+def test_every_dpo_loss_type_lowers_its_loss(loss_type, launch):
+    words = ["--config", "data/configs/dpo.yaml", *SHORT, "--max_train_samples", "8", "--per_device_train_batch_size", "8"]
+    words += [
+        "--loss_type",
+        loss_type,
+        "--learning_rate",
+        "3e-5",
+        "--warmup_steps",
+        "0",
+        "--sft_weight",
+        "1" if loss_type == "orpo" else "0",
+    ]
+    rows = [row for row in read_metrics(launch("dpo", *words)) if "loss" in row]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["rewards/margins"] > rows[0]["rewards/margins"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--steps_per_generation", "2", "--num_iterations", "2", "--beta", "0.1"],
+        ["--loss_type", "grpo", "--entropy_coef", "0.01", "--scale_rewards", "batch"],
+        ["--loss_type", "dr_grpo", "--scale_rewards", "none", "--mask_truncated_completions"],
+        [
+            "--loss_type",
+            "bnpo",
+            "--importance_sampling_level",
+            "sequence",
+            "--num_iterations",
+            "2",
+            "--epsilon_high",
+            "0.28",
+        ],
+        ["--top_p", "0.9", "--top_k", "20", "--temperature", "0.8", "--gradient_accumulation_steps", "2"],
+    ],
+    ids=lambda options: options[0] + " " + options[1],
+)
+def test_every_grpo_option_trains(options, launch):
+    words = [
+        "--config",
+        "data/configs/grpo_zero.yaml",
+        *SHORT,
+        "--per_device_train_batch_size",
+        "16",
+        "--num_generations",
+        "4",
+    ]
+    output = launch("grpo", *words, *options)
+    rows = [row for row in read_metrics(output) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and any(row["grad_norm"] > 0 for row in rows)
+    rollouts = {json.loads(line)["step"] for line in (output / "completions.jsonl").read_text().splitlines()}
+    served = {"--steps_per_generation": {1}, "--loss_type": {1, 3} if "--num_iterations" in options else {1, 2, 3, 4}}
+    assert rollouts == served.get(options[0], {1, 2, 3, 4})
+    if "--num_iterations" in options:  # the model has moved since it sampled: the ratio shows it
+        assert rows[0]["clip_ratio/region_mean"] == 0
