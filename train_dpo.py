@@ -24,12 +24,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
+from common.cache import Units
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
-from common.collators import Windows, eval_batches, flat_batch, pack
-from common.data import as_preference, convert, hold_out, load_rows
+from common.collators import Packs, Windows, eval_batches, flat_batch, pack
+from common.data import find_sources
 from common.errors import UserError, say
-from common.evaluate import complete_prompts, evaluating, first_prompts, gather_lists, load_prompts
+from common.evaluate import complete_prompts, evaluating, first_prompts, gather_lists, load_prompts, mean_over_sources
+from common.formats import as_preference, preference_format
 from common.generate import why_not_sampled
 from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, segment_sum
 from common.model import (
@@ -38,7 +40,6 @@ from common.model import (
     check_positions,
     choose_model,
     compile_layers,
-    count_parameters,
     disable_dropout,
     enable_gradient_checkpointing,
     flops_per_token,
@@ -49,9 +50,12 @@ from common.model import (
 )
 from common.monitor import Metrics, require_finite
 from common.optimizer import adamw, schedule, set_lr
+from common.order import BANDS
+from common.report import describe
 from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
-from common.tokens import show_trained, tokenize_pair
+from common.samples import load_samples, load_units
+from common.tokens import tokenize_pair
 
 import torch
 
@@ -65,6 +69,7 @@ class Args(CommonArgs):
 
     # Data
     max_length: int = arg(1024, help="tokens of prompt and answer, for each side; longer answers keep their start")
+    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
 
     # Algorithm
@@ -76,24 +81,27 @@ class Args(CommonArgs):
     precompute_ref_log_probs: bool = arg(False, help="score all pairs with the reference once, then drop it from memory")
 
 
-def make_unit(columns: dict[str, Any], tokenizer: Any, args: Args) -> list:
+def make_units(columns: dict[str, Any], tokenizer: Any, *, dataset_format: str, max_length: int) -> list:
     """A dataset row as a unit of two sequences: chosen, rejected."""
-    row = as_preference(columns)
-    return list(tokenize_pair(row["prompt"], row["chosen"], row["rejected"], tokenizer, args.max_length))
+    row = as_preference(columns, dataset_format)
+    return [list(tokenize_pair(row["prompt"], row["chosen"], row["rejected"], tokenizer, max_length))]
 
 
-def precompute(accelerator: Any, reference: Any, units: list, batch_size: int) -> None:
+def arrange(pairs: Units, args: Args) -> Units | Packs:
+    """Pairs as they are batched: as they are, or packed."""
+    return pack(pairs, 2 * args.max_length, BANDS if args.curriculum_column else 1) if args.packing else pairs
+
+
+def precompute(accelerator: Any, reference: Any, pairs: Units, batch_size: int) -> None:
     """Give every sequence its log-probability under the reference, as the per-sequence field ref_logps."""
-    ours = list(range(accelerator.process_index, len(units), accelerator.num_processes))
+    ours = list(range(accelerator.process_index, len(pairs), accelerator.num_processes))
     found = []
     for at in range(0, len(ours), batch_size):
-        batch = flat_batch([units[i] for i in ours[at : at + batch_size]], accelerator.device)
+        batch = flat_batch([pairs[i] for i in ours[at : at + batch_size]], accelerator.device)
         with accelerator.autocast():
-            found += segment_sum(reference(batch), batch["cu_seqlens"]).tolist()
-    pairs = zip(found[::2], found[1::2], strict=True)
-    for i, ref_logps in gather_lists(accelerator, list(zip(ours, pairs, strict=True))):
-        for sequence, value in zip(units[i], ref_logps, strict=True):
-            sequence["ref_logps"] = value
+            found += segment_sum(reference(batch), batch["cu_seqlens"]).view(-1, 2).tolist()
+    values = torch.tensor([both for _, both in sorted(gather_lists(accelerator, list(zip(ours, found, strict=True))))])
+    pairs.add_field("ref_logps", values.flatten().numpy())
 
 
 def pair_losses(accelerator: Any, model: Any, reference: Any, batch: dict[str, Any], args: Args) -> tuple[Any, Any, dict]:
@@ -131,16 +139,23 @@ def pair_losses(accelerator: Any, model: Any, reference: Any, batch: dict[str, A
     return losses * pairs, sums[::2] * pairs, {name: (value.detach() * pairs).sum() for name, value in logged.items()}
 
 
-def evaluate(accelerator: Any, model: Any, reference: Any, units: list, args: Args) -> dict[str, float]:
-    """The loss without its SFT term, and the rewards, on held-out pairs."""
-    sums: dict[str, Any] = {}
+def evaluate(accelerator: Any, model: Any, reference: Any, pairs: Units, args: Args) -> dict[str, float]:
+    """The loss without its SFT term, and the rewards, on held-out pairs; with several sources the loss of each, too."""
+    names, table = [], []
     with evaluating(model):
-        for batch in eval_batches(units, accelerator, args.per_device_eval_batch_size):
-            losses, _, logged = pair_losses(accelerator, model, reference, batch, args)
-            logged |= {"loss": losses.sum(), "pairs": batch["sequence_mask"][::2].sum()}
-            sums = {name: sums.get(name, 0.0) + value for name, value in logged.items()}
-    sums = dict(zip(sums, accelerator.reduce(torch.stack(list(sums.values())), "sum").tolist(), strict=True))
-    return {f"eval_{name}": value / sums["pairs"] for name, value in sums.items() if name != "pairs"}
+        for s in range(len(pairs.sources)):
+            sums: dict[str, Any] = {}
+            for batch in eval_batches(pairs.of_source(s), accelerator, args.per_device_eval_batch_size):
+                losses, _, logged = pair_losses(accelerator, model, reference, batch, args)
+                logged = {"loss": losses.sum()} | logged | {"pairs": batch["sequence_mask"][::2].sum()}
+                sums = {name: sums.get(name, 0.0) + value for name, value in logged.items()}
+            names = list(sums)[:-1]
+            table.append(accelerator.reduce(torch.stack(list(sums.values())), "sum").tolist())
+    means = mean_over_sources(pairs.sources, [row[:-1] for row in table], [row[-1] for row in table])
+    values = {f"eval_{name}": value for name, value in zip(names, means, strict=True)}
+    if len(table) > 1:
+        values |= {f"eval_{source.label}_loss": row[0] / row[-1] for source, row in zip(pairs.sources, table, strict=True)}
+    return values
 
 
 def main(args: Args) -> None:
@@ -151,6 +166,8 @@ def main(args: Args) -> None:
         raise UserError(f"--loss_type {args.loss_type}: one of {', '.join(DPO_LOSS_TYPES)}")
     if args.label_smoothing and (args.loss_type not in ("sigmoid", "robust", "simpo") or args.label_smoothing >= 0.5):
         raise UserError(f"--label_smoothing {args.label_smoothing}: below 0.5, for sigmoid, robust and simpo only")
+    if args.precompute_ref_log_probs and args.dataset_streaming:
+        raise UserError("--precompute_ref_log_probs needs all pairs at hand: without --dataset_streaming")
     sft_weight = args.sft_weight if args.sft_weight is not None else float(args.loss_type == "orpo")
     accelerator, checkpoint = start(args, __file__)
 
@@ -162,18 +179,11 @@ def main(args: Args) -> None:
         revision=None if args.tokenizer_name else args.model_revision,
         trust=args.trust_remote_code,
     )
-    train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
-    eval_names, optional = args.eval_dataset_name or args.dataset_name, args.eval_dataset_name is None
-    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional)
-    if args.eval_fraction:
-        train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
-    units, eval_units = (
-        convert(rows[:most], lambda columns: make_unit(columns, tokenizer, args), "rows")
-        for rows, most in ((train_rows, args.max_train_samples), (eval_rows, args.max_eval_samples))
-    )
-    for side, sequence in zip(("chosen", "rejected"), units[0], strict=True):
-        say(f"one pair, {side}, with what is trained marked:\n{show_trained(sequence, tokenizer)}")
-    prompts = first_prompts(eval_rows or train_rows, tokenizer, args.num_samples, as_preference)
+    sources, eval_sources = find_sources(args, preference_format)
+    settings = {"max_length": args.max_length}
+    samples = load_samples(accelerator, args, sources, make_units, arrange, tokenizer, settings)
+    eval_data = load_units(accelerator, args, eval_sources, make_units, tokenizer, settings)
+    prompts = first_prompts(eval_sources or sources, tokenizer, args.num_samples, as_preference)
     if args.eval_prompts:
         prompts = load_prompts(args.eval_prompts, tokenizer)
 
@@ -185,7 +195,7 @@ def main(args: Args) -> None:
         trust=args.trust_remote_code,
         vocab_size=len(tokenizer),
     )
-    check_positions(model, max(len(sequence["input_ids"]) for unit in units + eval_units for sequence in unit))
+    check_positions(model, max(samples.longest, eval_data.longest))
     if args.use_peft:
         model = add_lora(
             model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
@@ -203,10 +213,25 @@ def main(args: Args) -> None:
         prompts = []
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
+    batch_size, epochs = args.per_device_train_batch_size, args.num_train_epochs
+    windows = Windows(
+        samples,
+        accelerator,
+        batch_size,
+        num_epochs=epochs,
+        max_steps=args.max_steps,
+        max_tokens=args.max_tokens_per_batch,
+    )
+    last_step = len(windows)
+    lr_at = schedule(
+        args.lr_scheduler_type, args.learning_rate, last_step, args.warmup_steps, args.lr_decay_fraction, args.min_lr_ratio
+    )
     betas = (args.adam_beta1, args.adam_beta2)
     optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
     flops = flops_per_token(model, args.max_length)
-    trained, all_parameters = count_parameters(model)
+    beside = args.loss_type not in REFERENCE_FREE and not (args.use_peft or args.precompute_ref_log_probs)
+    if describe(accelerator, args, model, tokenizer, samples, eval_data, windows.plan(), unit="pair", reference=beside):
+        return
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     reference = None
     if args.loss_type not in REFERENCE_FREE:
@@ -223,35 +248,23 @@ def main(args: Args) -> None:
         reference = reference_of(accelerator.unwrap_model(model), frozen)
     if args.precompute_ref_log_probs and reference is not None:
         say("scoring all pairs with the reference")
-        precompute(accelerator, reference, units, args.per_device_eval_batch_size)
-        precompute(accelerator, reference, eval_units, args.per_device_eval_batch_size)
+        precompute(accelerator, reference, samples.data, args.per_device_eval_batch_size)
+        precompute(accelerator, reference, eval_data, args.per_device_eval_batch_size)
         reference = frozen = None
-    num_pairs = len(units)
-    if args.packing:
-        units = pack(units, 2 * args.max_length)
-    batch_size, epochs = args.per_device_train_batch_size, args.num_train_epochs
-    windows = Windows(units, accelerator, batch_size, seed=args.seed, num_epochs=epochs, max_steps=args.max_steps)
-    last_step = len(windows)
-    lr_at = schedule(
-        args.lr_scheduler_type, args.learning_rate, last_step, args.warmup_steps, args.lr_decay_fraction, args.min_lr_ratio
-    )
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
     done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
+    windows.restore(first_step, state.get("windows", {}))
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device), tokenizer)
-    say(
-        f"{trained:,} of {all_parameters:,} parameters trained; {num_pairs:,} pairs, {len(eval_units):,} held out; "
-        f"{last_step} steps of {windows.size}"
-    )
 
     # --- loop ----------------------------------------------------------------------------------------------------
     for step in (bar := progress(first_step, last_step, "dpo")):
         if due(step, args.eval_steps, done, last_step):
-            values = evaluate(accelerator, model, reference, eval_units, args) if eval_units else {}
-            means, samples = complete_prompts(
+            values = evaluate(accelerator, model, reference, eval_data, args)
+            means, completed = complete_prompts(
                 accelerator,
                 model,
                 tokenizer,
@@ -262,11 +275,10 @@ def main(args: Args) -> None:
                 max_new_tokens=args.eval_max_new_tokens,
                 seed=args.seed,
             )
-            metrics.log_eval(step, values | means, samples, show=args.num_samples)
+            metrics.log_eval(step, values | means, completed, show=args.num_samples)
         if due(step, args.save_steps, max(done, 0)):
-            save_checkpoint(
-                accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
-            )
+            state = metrics.state() | {"windows": windows.state(step)}
+            save_checkpoint(accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit)
         if step == last_step:
             break
 

@@ -30,10 +30,11 @@ from typing import Any
 from common.arguments import CommonArgs, arg, run
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
-from common.collators import flat_batch, sample_index
-from common.data import convert, hold_out, load_rows
+from common.collators import flat_batch
+from common.data import find_sources
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, gather_lists, load_prompts
+from common.formats import as_prompt, prompt_format
 from common.generate import sample
 from common.losses import (
     GRPO_LOSS_TYPES,
@@ -49,7 +50,6 @@ from common.model import (
     check_positions,
     choose_model,
     compile_layers,
-    count_parameters,
     disable_dropout,
     enable_gradient_checkpointing,
     flops_per_token,
@@ -60,8 +60,10 @@ from common.model import (
 )
 from common.monitor import Metrics, require_finite
 from common.optimizer import adamw, schedule, set_lr
+from common.report import describe
 from common.rewards import load_rewards, score, scorer
 from common.run import due, finish, progress, seed_step, start
+from common.samples import Items, make_order
 from common.tokens import tokenize_row
 
 import numpy as np
@@ -257,6 +259,8 @@ def main(args: Args) -> None:
     # --- run -----------------------------------------------------------------------------------------------------
     args.model_name_or_path = choose_model(args.model_name_or_path, "outputs/sft")
     args.dataset_name = args.dataset_name or ["data/grpo"]
+    if args.dataset_streaming:
+        raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
     accelerator, checkpoint = start(args, __file__)
     check(args, accelerator.num_processes)
 
@@ -268,15 +272,14 @@ def main(args: Args) -> None:
         revision=None if args.tokenizer_name else args.model_revision,
         trust=args.trust_remote_code,
     )
-    train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
-    eval_names, optional = args.eval_dataset_name or args.dataset_name, args.eval_dataset_name is None
-    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional)
-    if args.eval_fraction:
-        train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
-    prompts, eval_prompts = (
-        convert(rows[:most], lambda c: tokenize_row(c, tokenizer, args.max_prompt_length, args.system_prompt), "prompts")
-        for rows, most in ((train_rows, args.max_train_samples), (eval_rows, args.max_eval_samples))
-    )
+    sources, eval_sources = find_sources(args, prompt_format)
+
+    def prompt_of(columns: dict[str, Any], format: str) -> dict[str, Any]:
+        return tokenize_row(as_prompt(columns, format), tokenizer, args.max_prompt_length, args.system_prompt)
+
+    prompts = Items(args, sources, prompt_of, "prompts")
+    order = make_order(args, sources, prompts)
+    eval_prompts = Items(args, eval_sources, prompt_of, "prompts")
     if args.eval_prompts:
         eval_prompts = load_prompts(args.eval_prompts, tokenizer)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
@@ -291,7 +294,7 @@ def main(args: Args) -> None:
         trust=args.trust_remote_code,
         vocab_size=len(tokenizer),
     )
-    check_positions(model, max(len(row["prompt_ids"]) for row in prompts) + args.max_completion_length)
+    check_positions(model, int(prompts.lengths.max()) + args.max_completion_length)
     if args.use_peft:
         model = add_lora(
             model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
@@ -305,25 +308,6 @@ def main(args: Args) -> None:
     set_stop_tokens(model, stop_ids, tokenizer)
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
-    betas = (args.adam_beta1, args.adam_beta2)
-    optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
-    flops = flops_per_token(model, args.max_prompt_length + args.max_completion_length)
-    trained, all_parameters = count_parameters(model)
-    model, optimizer = accelerator.prepare(model.train(), optimizer)
-    reference = None
-    if args.beta > 0:
-        frozen = None
-        if not args.use_peft:
-            frozen = load_model(
-                args.model_name_or_path,
-                dtype=args.dtype,
-                revision=args.model_revision,
-                trust=args.trust_remote_code,
-                vocab_size=len(tokenizer),
-            )
-            frozen.to(accelerator.device).eval()
-        reference = reference_of(accelerator.unwrap_model(model), frozen)
-
     G, world = args.num_generations, accelerator.num_processes
     size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world  # completions of a window
     P = size * args.steps_per_generation // G  # prompts of a rollout
@@ -340,6 +324,34 @@ def main(args: Args) -> None:
     lr_at = schedule(
         args.lr_scheduler_type, args.learning_rate, last_step, args.warmup_steps, args.lr_decay_fraction, args.min_lr_ratio
     )
+    betas = (args.adam_beta1, args.adam_beta2)
+    optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
+    flops = flops_per_token(model, args.max_prompt_length + args.max_completion_length)
+    longest = int(prompts.lengths.max()) + args.max_completion_length
+    plan = {
+        "steps": last_step,
+        "units_per_step": size / G / args.num_iterations,
+        "tokens_per_step": round(size * (prompts.lengths.mean() + args.max_completion_length)),
+        "steps_per_epoch": math.ceil(len(prompts) / P) * cycle,
+        "largest_micro_batch": [longest] * args.per_device_train_batch_size,
+    }
+    if describe(accelerator, args, model, tokenizer, prompts, eval_prompts, plan, "prompt", reference=args.beta > 0):
+        return
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
+    reference = None
+    if args.beta > 0:
+        frozen = None
+        if not args.use_peft:
+            frozen = load_model(
+                args.model_name_or_path,
+                dtype=args.dtype,
+                revision=args.model_revision,
+                trust=args.trust_remote_code,
+                vocab_size=len(tokenizer),
+            )
+            frozen.to(accelerator.device).eval()
+        reference = reference_of(accelerator.unwrap_model(model), frozen)
+
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
     done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
@@ -347,10 +359,7 @@ def main(args: Args) -> None:
     metrics.restore(state)
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     eval_score = scorer(eval_rewards, tokenizer, weights if eval_rewards is rewards else None)
-    say(
-        f"{trained:,} of {all_parameters:,} parameters trained; {len(prompts):,} prompts, {len(eval_prompts):,} held out; "
-        f"{last_step} steps of {size} completions, {G} for each prompt; stop at {tokenizer.convert_ids_to_tokens(stop_ids)}"
-    )
+    say(f"{size} completions a step, {G} for each prompt; they stop at {tokenizer.convert_ids_to_tokens(stop_ids)}")
 
     # --- loop ----------------------------------------------------------------------------------------------------
     save_wanted = False
@@ -379,8 +388,7 @@ def main(args: Args) -> None:
 
         if step % cycle == 0:  # a rollout: sample -> score -> compare
             generation = step // cycle
-            chosen = [sample_index(i, len(prompts), args.seed) for i in range(generation * P, (generation + 1) * P)]
-            rows = [prompts[i] for i in chosen for _ in range(G)]
+            rows = [prompts[order[i]] for i in range(generation * P, (generation + 1) * P) for _ in range(G)]
             completions = roll_out(accelerator, model, tokenizer, rows, rewards, (args.seed, generation), sampling)
             advantages, logged = judge(completions, G, weights, [reward.name for reward in rewards], args.scale_rewards)
             windows = make_windows(rows, completions, advantages, accelerator, args)

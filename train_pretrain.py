@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
+from common.cache import Units, train_tokenizer_on
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
-from common.collators import Windows, concatenate, pack, whole
-from common.data import as_text, convert, hold_out, load_rows
+from common.collators import Packs, Windows, pack
+from common.data import find_sources
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluate_nll, first_prompts, load_prompts
+from common.formats import as_text, text_format
 from common.generate import why_not_sampled
 from common.losses import nll
 from common.model import (
@@ -34,7 +36,6 @@ from common.model import (
     base_lm,
     check_positions,
     compile_layers,
-    count_parameters,
     create_model,
     enable_gradient_checkpointing,
     flops_per_token,
@@ -46,9 +47,11 @@ from common.model import (
 )
 from common.monitor import Metrics, require_finite
 from common.optimizer import adamw, schedule, set_lr
+from common.order import BANDS
+from common.report import describe
 from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
-from common.tokens import tokenize_documents, train_tokenizer
+from common.samples import load_samples, load_units
 
 import numpy as np
 
@@ -65,6 +68,7 @@ class Args(CommonArgs):
     # Data
     dataset_text_field: str = arg("text", help="column of the documents")
     max_length: int = arg(1024, help="tokens per row")
+    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
     packing_strategy: str = arg("wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed")
     vocab_size: int = arg(8192, help="of the byte-level BPE tokenizer that is trained where no tokenizer is named")
 
@@ -79,14 +83,16 @@ class Args(CommonArgs):
     tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")
 
 
-def make_units(documents: list[np.ndarray], max_length: int, strategy: str) -> list:
+def make_units(columns: dict[str, Any], tokenizer: Any, *, dataset_format: str, dataset_text_field: str) -> str:
+    """The document of a dataset row."""
+    return as_text(columns, dataset_text_field)
+
+
+def arrange(documents: Units, args: Args) -> Units | Packs:
     """Documents as rows of at most max_length tokens."""
-    if strategy == "wrapped":
-        return concatenate(documents, max_length)
-    if strategy == "bfd":
-        pieces = [d[i : i + max_length] for d in documents for i in range(0, len(d), max_length)]
-        return pack([[whole(piece)] for piece in pieces if len(piece) > 1], max_length)
-    raise UserError(f"--packing_strategy {strategy}: wrapped or bfd")
+    if args.packing_strategy == "wrapped":
+        return documents.cut(args.max_length, across=True)
+    return pack(documents.cut(args.max_length, across=False), args.max_length, BANDS if args.curriculum_column else 1)
 
 
 def beginning(columns: dict[str, Any], args: Args) -> dict[str, str]:
@@ -94,31 +100,29 @@ def beginning(columns: dict[str, Any], args: Args) -> dict[str, str]:
     return {"prompt": " ".join(as_text(columns, args.dataset_text_field).split()[:8])}
 
 
-def unigram_perplexity(train: list, held_out: list, V: int) -> float:
+def unigram_perplexity(train: Units | Packs, held_out: Units | Packs, V: int) -> float:
     """What a model that knows only how frequent each token is would reach on what is scored: the line to beat."""
 
-    def scored(units: list) -> np.ndarray:  # the first token of a sequence is not a target
-        return np.concatenate([sequence["input_ids"][1:] for unit in units for sequence in unit])
+    def count(units: Units | Packs) -> np.ndarray:  # the first token of a sequence is not a target
+        counts = np.zeros(V, np.int64)
+        for at in range(0, len(units), 1000):
+            some = [units[i] for i in range(at, min(at + 1000, len(units)))]
+            counts += np.bincount(np.concatenate([s["input_ids"][1:] for unit in some for s in unit]), minlength=V)
+        return counts
 
-    counts = np.bincount(scored(train), minlength=V) + 1  # add-one smoothing
-    return math.exp(-np.log(counts / counts.sum())[scored(held_out)].mean())
+    smoothed, scored = count(train) + 1, count(held_out)
+    return math.exp(-(np.log(smoothed / smoothed.sum()) * scored).sum() / scored.sum())
 
 
 def main(args: Args) -> None:
     # --- run -----------------------------------------------------------------------------------------------------
     args.dataset_name = args.dataset_name or ["data/pretrain"]
+    if args.packing_strategy not in ("wrapped", "bfd"):
+        raise UserError(f"--packing_strategy {args.packing_strategy}: wrapped or bfd")
     accelerator, checkpoint = start(args, __file__)
 
     # --- tokenizer and data ----------------------------------------------------------------------------------------
-    train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
-    eval_names, optional = args.eval_dataset_name or args.dataset_name, args.eval_dataset_name is None
-    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional)
-    if args.eval_fraction:
-        train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
-    texts, eval_texts = (
-        convert(rows[:most], lambda columns: as_text(columns, args.dataset_text_field), "documents")
-        for rows, most in ((train_rows, args.max_train_samples), (eval_rows, args.max_eval_samples))
-    )
+    sources, eval_sources = find_sources(args, lambda columns, wanted: text_format(columns, wanted, args.dataset_text_field))
     tokenizer_name = str(checkpoint or args.tokenizer_name or args.model_name_or_path or args.config_name or "")
     if tokenizer_name:
         tokenizer = load_tokenizer(
@@ -129,11 +133,14 @@ def main(args: Args) -> None:
         )
     else:
         say(f"tokenizer: none named; training a byte-level BPE of {args.vocab_size} tokens on the documents")
-        tokenizer = train_tokenizer(texts, args.vocab_size)
-    documents, eval_documents = tokenize_documents(texts, tokenizer), tokenize_documents(eval_texts, tokenizer)
-    units = make_units(documents, args.max_length, args.packing_strategy)
-    eval_units = make_units(eval_documents, args.max_length, args.packing_strategy) if eval_documents else []
-    prompts = first_prompts(eval_rows or train_rows, tokenizer, args.num_samples, lambda columns: beginning(columns, args))
+        tokenizer = train_tokenizer_on(
+            accelerator, sources, args.vocab_size, args.dataset_cache_dir, args.dataset_text_field
+        )
+    settings = {"dataset_text_field": args.dataset_text_field}
+    samples = load_samples(accelerator, args, sources, make_units, arrange, tokenizer, settings)
+    eval_data = arrange(load_units(accelerator, args, eval_sources, make_units, tokenizer, settings), args)
+    baseline = unigram_perplexity(samples.units, eval_data, len(tokenizer)) if len(eval_data) else None
+    prompts = first_prompts(eval_sources or sources, tokenizer, args.num_samples, lambda columns: beginning(columns, args))
     if args.eval_prompts:
         prompts = load_prompts(args.eval_prompts, tokenizer)
 
@@ -181,7 +188,14 @@ def main(args: Args) -> None:
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
     batch_size, epochs = args.per_device_train_batch_size, args.num_train_epochs
-    windows = Windows(units, accelerator, batch_size, seed=args.seed, num_epochs=epochs, max_steps=args.max_steps)
+    windows = Windows(
+        samples,
+        accelerator,
+        batch_size,
+        num_epochs=epochs,
+        max_steps=args.max_steps,
+        max_tokens=args.max_tokens_per_batch,
+    )
     last_step = len(windows)
     lr_at = schedule(
         args.lr_scheduler_type, args.learning_rate, last_step, args.warmup_steps, args.lr_decay_fraction, args.min_lr_ratio
@@ -189,29 +203,25 @@ def main(args: Args) -> None:
     betas = (args.adam_beta1, args.adam_beta2)
     optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
     flops = flops_per_token(model, args.max_length)
-    trained, all_parameters = count_parameters(model)
+    if describe(accelerator, args, model, tokenizer, samples, eval_data, windows.plan(), unit="document"):
+        return
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
     done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
+    windows.restore(first_step, state.get("windows", {}))
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device), tokenizer)
-    say(
-        f"{trained:,} of {all_parameters:,} parameters trained; {len(units):,} rows, {len(eval_units):,} held out; "
-        f"{last_step} steps of {windows.size} rows"
-    )
-    baseline = unigram_perplexity(units, eval_units, len(tokenizer)) if eval_units else None
 
     # --- loop ----------------------------------------------------------------------------------------------------
     for step in (bar := progress(first_step, last_step, "pretrain")):
         if due(step, args.eval_steps, done, last_step):
-            values = {}
-            if eval_units:
-                values |= evaluate_nll(accelerator, model, eval_units, args.per_device_eval_batch_size)
+            values = evaluate_nll(accelerator, model, eval_data, args.per_device_eval_batch_size)
+            if baseline:
                 values["eval_times_below_unigram"] = baseline / values["eval_perplexity"]
-            means, samples = complete_prompts(
+            means, completed = complete_prompts(
                 accelerator,
                 model,
                 tokenizer,
@@ -222,11 +232,10 @@ def main(args: Args) -> None:
                 max_new_tokens=args.eval_max_new_tokens,
                 seed=args.seed,
             )
-            metrics.log_eval(step, values | means, samples, show=args.num_samples)
+            metrics.log_eval(step, values | means, completed, show=args.num_samples)
         if due(step, args.save_steps, max(done, 0)):
-            save_checkpoint(
-                accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
-            )
+            state = metrics.state() | {"windows": windows.state(step)}
+            save_checkpoint(accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit)
         if step == last_step:
             break
 

@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
+from common.cache import Units
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
-from common.collators import Windows, pack, whole
-from common.data import as_chat, convert, hold_out, load_rows
+from common.collators import Packs, Windows, pack, whole
+from common.data import BadRow, find_sources
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluate_nll, first_prompts, load_prompts
+from common.formats import as_chat, chat_format
 from common.generate import why_not_sampled
 from common.losses import nll
 from common.model import (
@@ -34,7 +36,6 @@ from common.model import (
     check_positions,
     choose_model,
     compile_layers,
-    count_parameters,
     enable_gradient_checkpointing,
     flops_per_token,
     load_model,
@@ -43,9 +44,12 @@ from common.model import (
 )
 from common.monitor import Metrics, require_finite
 from common.optimizer import adamw, schedule, set_lr
+from common.order import BANDS
+from common.report import describe
 from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
-from common.tokens import TRAIN_ON, show_trained, tokenize_chat, tokenize_completion, tokenize_documents, truncate
+from common.samples import load_samples, load_units
+from common.tokens import TRAIN_ON, split_chat, tokenize_chat, tokenize_completion, tokenize_documents, truncate
 
 DEMO = "data/configs/sft.yaml"
 
@@ -56,26 +60,38 @@ class Args(CommonArgs):
 
     # Data
     max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start")
+    split_long_chats: bool = arg(False, help="cut longer conversations into several at the borders of turns instead")
     train_on: str = arg("all_turns", help="all_turns or last_turn of the assistant, or everything")
+    turn_dropping: float = arg(0.0, help="with this probability a conversation ends after one of its earlier answers")
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
+    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
 
 
-def make_unit(columns: dict[str, Any], tokenizer: Any, args: Args) -> list:
-    """A dataset row as a unit of one sequence."""
-    row = as_chat(columns)
+def make_units(
+    columns: dict[str, Any], tokenizer: Any, *, dataset_format: str, max_length: int, train_on: str, split_long_chats: bool
+) -> list:
+    """A dataset row as units of one sequence each; BadRow in the place of a piece of a chat that cannot be used."""
+    row = as_chat(columns, dataset_format)
     if "text" in row:
-        sequence = whole(tokenize_documents([row["text"]], tokenizer)[0])
-    elif "completion" in row:
-        sequence = tokenize_completion(row["prompt"], row["completion"], tokenizer)
-    else:
-        sequence = tokenize_chat(
-            row["messages"],
-            tokenizer,
-            tools=row["tools"],
-            train_on=args.train_on,
-            first_trained_turn=row.get("prompt_turns", 0),
-        )
-    return [truncate(sequence, args.max_length)]
+        return [[truncate(whole(tokenize_documents([row["text"]], tokenizer)[0]), max_length)]]
+    if "completion" in row:
+        return [[truncate(tokenize_completion(row["prompt"], row["completion"], tokenizer), max_length)]]
+    chats, first = [row["messages"]], row.get("prompt_turns", 0)
+    if split_long_chats and not first:
+        chats = split_chat(row["messages"], tokenizer, max_length, tools=row["tools"])
+    units = []
+    for messages in chats:
+        try:
+            sequence = tokenize_chat(messages, tokenizer, tools=row["tools"], train_on=train_on, first_trained_turn=first)
+            units.append([truncate(sequence, max_length)])
+        except BadRow as reason:
+            units.append(reason)
+    return units
+
+
+def arrange(units: Units, args: Args) -> Units | Packs:
+    """Units as they are batched: as they are, or packed."""
+    return pack(units, args.max_length, BANDS if args.curriculum_column else 1) if args.packing else units
 
 
 def main(args: Args) -> None:
@@ -84,6 +100,8 @@ def main(args: Args) -> None:
     args.dataset_name = args.dataset_name or ["data/sft"]
     if args.train_on not in TRAIN_ON:
         raise UserError(f"--train_on {args.train_on}: one of {', '.join(TRAIN_ON)}")
+    if args.train_on != "all_turns" and (args.split_long_chats or args.turn_dropping):
+        raise UserError("--split_long_chats and --turn_dropping train answers in the middle of a chat: --train_on all_turns")
     accelerator, checkpoint = start(args, __file__)
 
     # --- tokenizer and data ----------------------------------------------------------------------------------------
@@ -94,19 +112,11 @@ def main(args: Args) -> None:
         revision=None if args.tokenizer_name else args.model_revision,
         trust=args.trust_remote_code,
     )
-    train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)
-    eval_names, optional = args.eval_dataset_name or args.dataset_name, args.eval_dataset_name is None
-    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional)
-    if args.eval_fraction:
-        train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)
-    units, eval_units = (
-        convert(rows[:most], lambda columns: make_unit(columns, tokenizer, args), "rows")
-        for rows, most in ((train_rows, args.max_train_samples), (eval_rows, args.max_eval_samples))
-    )
-    say(f"one example, with what is trained marked:\n{show_trained(units[0][0], tokenizer)}")
-    if args.packing:
-        units = pack(units, args.max_length)
-    prompts = first_prompts(eval_rows or train_rows, tokenizer, args.num_samples)
+    sources, eval_sources = find_sources(args, chat_format)
+    settings = {"max_length": args.max_length, "train_on": args.train_on, "split_long_chats": args.split_long_chats}
+    samples = load_samples(accelerator, args, sources, make_units, arrange, tokenizer, settings)
+    eval_data = load_units(accelerator, args, eval_sources, make_units, tokenizer, settings)
+    prompts = first_prompts(eval_sources or sources, tokenizer, args.num_samples)
     if args.eval_prompts:
         prompts = load_prompts(args.eval_prompts, tokenizer)
 
@@ -118,7 +128,7 @@ def main(args: Args) -> None:
         trust=args.trust_remote_code,
         vocab_size=len(tokenizer),
     )
-    check_positions(model, max(len(sequence["input_ids"]) for unit in units + eval_units for sequence in unit))
+    check_positions(model, max(samples.longest, eval_data.longest))
     if args.use_peft:
         model = add_lora(
             model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
@@ -136,7 +146,14 @@ def main(args: Args) -> None:
 
     # --- optimizer, prepare, resume ------------------------------------------------------------------------------
     batch_size, epochs = args.per_device_train_batch_size, args.num_train_epochs
-    windows = Windows(units, accelerator, batch_size, seed=args.seed, num_epochs=epochs, max_steps=args.max_steps)
+    windows = Windows(
+        samples,
+        accelerator,
+        batch_size,
+        num_epochs=epochs,
+        max_steps=args.max_steps,
+        max_tokens=args.max_tokens_per_batch,
+    )
     last_step = len(windows)
     lr_at = schedule(
         args.lr_scheduler_type, args.learning_rate, last_step, args.warmup_steps, args.lr_decay_fraction, args.min_lr_ratio
@@ -144,25 +161,23 @@ def main(args: Args) -> None:
     betas = (args.adam_beta1, args.adam_beta2)
     optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
     flops = flops_per_token(model, args.max_length)
-    trained, all_parameters = count_parameters(model)
+    if describe(accelerator, args, model, tokenizer, samples, eval_data, windows.plan(), unit="conversation"):
+        return
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
     done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
+    windows.restore(first_step, state.get("windows", {}))
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device), tokenizer)
-    say(
-        f"{trained:,} of {all_parameters:,} parameters trained; {len(units):,} conversations, {len(eval_units):,} held out; "
-        f"{last_step} steps of {windows.size}"
-    )
 
     # --- loop ----------------------------------------------------------------------------------------------------
     for step in (bar := progress(first_step, last_step, "sft")):
         if due(step, args.eval_steps, done, last_step):
-            values = evaluate_nll(accelerator, model, eval_units, args.per_device_eval_batch_size) if eval_units else {}
-            means, samples = complete_prompts(
+            values = evaluate_nll(accelerator, model, eval_data, args.per_device_eval_batch_size)
+            means, completed = complete_prompts(
                 accelerator,
                 model,
                 tokenizer,
@@ -173,11 +188,10 @@ def main(args: Args) -> None:
                 max_new_tokens=args.eval_max_new_tokens,
                 seed=args.seed,
             )
-            metrics.log_eval(step, values | means, samples, show=args.num_samples)
+            metrics.log_eval(step, values | means, completed, show=args.num_samples)
         if due(step, args.save_steps, max(done, 0)):
-            save_checkpoint(
-                accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
-            )
+            state = metrics.state() | {"windows": windows.state(step)}
+            save_checkpoint(accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit)
         if step == last_step:
             break
 

@@ -5,6 +5,7 @@ A script extends `CommonArgs` with its own fields. Nothing heavy is imported her
 
 import dataclasses
 import difflib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,11 +47,21 @@ class CommonArgs:
     dataset_config: str | None = arg(help="configuration of a Hub dataset")
     dataset_train_split: str = arg("train", help="split to train on")
     dataset_eval_split: str = arg("validation", help="split to evaluate on, where the dataset has it")
+    dataset_weights: list[float] | None = arg(help="share of each source among the samples; unset: each row once per epoch")
+    dataset_format: str | None = arg(help="insist on a format, by name (see README); unset: recognised by the columns")
+    columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
     eval_dataset_name: list[str] | None = arg(help="a dataset of its own for evaluation")
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row")
-    max_train_samples: int | None = arg(help="use the first N rows only")
-    max_eval_samples: int | None = arg(help="evaluate on the first N rows only")
-    columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
+    max_train_samples: int | None = arg(help="use the first N rows of each source only")
+    max_eval_samples: int | None = arg(help="evaluate on the first N rows of each source only")
+    strict_data: bool = arg(False, help="a row that cannot be used ends the run, instead of being left out and counted")
+    dataset_cache_dir: str = arg("outputs/token_cache", help="folder of tokenised datasets, which later runs use again")
+    dataset_num_proc: int | None = arg(help="processes that tokenise; unset: one for each core")
+    dataset_streaming: bool = arg(False, help="read and tokenise while training; needs max_steps")
+    streaming_buffer_size: int = arg(10_000, help="rows that are packed and shuffled among themselves when streaming")
+    curriculum_column: str | None = arg(help="a number in the rows, or length: from easy to hard at the start of the run")
+    curriculum_fraction: float = arg(0.5, help="share of the first epoch that goes from easy to hard; the rest is shuffled")
+    dry_run: bool = arg(False, help="show what would be trained on, and how, and stop; writes nothing in output_dir")
 
     # Batch and length of the run
     per_device_train_batch_size: int = arg(8, help="per process and micro-batch; its unit is the script's (see top)")
@@ -170,8 +181,8 @@ def _yaml_as_flags(path: str, args_class: type) -> list[str]:
             raise UserError(f"--config {path}: {_unknown('key', str(name), args_class)}")
         if isinstance(value, dict):
             raise UserError(f"--config {path}: {name} takes a value or a list, not a mapping")
-        if isinstance(value, list):
-            words += [f"--{name}", *map(str, value)] if value else []
+        if isinstance(value, list):  # a mapping in a list is a source with its settings
+            words += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in value)] if value else []
         elif value is not None:
             words.append(f"--{name}={value}")
     return words

@@ -32,9 +32,11 @@ def per_tokenizer(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(function)
     def remembered(tokenizer: Any) -> Any:
         state = (len(tokenizer), tokenizer.all_special_tokens, tokenizer.chat_template)
-        if tokenizer not in known or known[tokenizer][0] != state:
-            known[tokenizer] = (state, function(tokenizer))
-        return known[tokenizer][1]
+        last, value = known.get(tokenizer, (None, None))
+        if last != state:
+            value = function(tokenizer)
+            known[tokenizer] = (state, value)
+        return value
 
     return remembered
 
@@ -53,9 +55,10 @@ def render(
 ) -> str:
     """The chat template's text. Raises UserError without a template, BadRow where the template refuses the chat.
 
-    A special token that a message spells is a placeholder in it, which only the functions here read.
+    A special token that a message spells is a placeholder in it, which only the functions here read. The template does
+    not see the key "train" of a message.
     """
-    messages, tools = _hide([messages, tools], special_tokens(tokenizer))
+    messages, tools = _hide([_without_flags(messages), tools], special_tokens(tokenizer))
     return _apply_template(messages, tokenizer, tools, add_generation_prompt)[0]
 
 
@@ -71,7 +74,8 @@ def assistant_spans(
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     turns = set(answers if turns is None else turns)
-    messages, tools = _hide([messages, tools], special_tokens(tokenizer))
+    marks = special_tokens(tokenizer)
+    messages, tools = _hide([_without_flags(messages), tools], marks)
     text, marked = _apply_template(messages, tokenizer, tools)
     if marked is not None and len(marked) != len(answers):
         raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
@@ -88,20 +92,21 @@ def assistant_spans(
                 start, end = marked[answers.index(i)]
             else:
                 start = end = _derive_start(text, messages[:i], tokenizer, tools)
-            end = _turn_end(text, start, end, tokenizer)
+            end = _turn_end(text, start, end, tokenizer, marks)
             spans[i] = start, end
-            if start < at or not _holds(text[start:end], message, tokenizer):
+            if start < at or not _holds(text[start:end], message, marks):
                 raise BadRow(
                     "the chat template changes an answer or ends its turn in another way "
                     "(try --train_on last_turn, or --chat_template chatml)"
                 )
             at = end
         elif message["role"] != "assistant" and (content := message["content"].strip()):
-            forms = (content, json.dumps(content, ensure_ascii=False)[1:-1])  # some templates write tool output as JSON
-            found = next((place + len(form) for form in forms if (place := text.find(form, at)) >= 0), None)
-            if found is None:
+            if (place := text.find(content, at)) < 0:
+                content = json.dumps(content, ensure_ascii=False)[1:-1]  # some templates write tool output as JSON
+                place = text.find(content, at)
+            if place < 0:
                 raise BadRow(f"the chat template leaves out a {message['role']} message (try --chat_template chatml)")
-            at = found
+            at = place + len(content)
     return text, spans
 
 
@@ -137,7 +142,7 @@ def _apply_template(
         raise UserError("the tokenizer has no chat template: pass --chat_template chatml, plain, or a .jinja file")
     try:
         template = tokenizer.get_chat_template(tools=tools)
-        if add_generation_prompt or not _GENERATION.search(template):
+        if add_generation_prompt or not _has_markers(template):
             text = tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
@@ -154,6 +159,11 @@ def _apply_template(
         raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from None
 
 
+@functools.lru_cache
+def _has_markers(template: str) -> bool:
+    return _GENERATION.search(template) is not None
+
+
 def _derive_start(text: str, before: list[Message], tokenizer: Any, tools: list[Any] | None) -> int:
     """Where the answer to the chat `before` starts in the text of the longer chat."""
     if not before:
@@ -167,12 +177,13 @@ def _derive_start(text: str, before: list[Message], tokenizer: Any, tools: list[
     return len(header)
 
 
-def _turn_end(text: str, start: int, end: int, tokenizer: Any) -> int:
+def _turn_end(text: str, start: int, end: int, tokenizer: Any, marks: list[str]) -> int:
     """The end of the turn that starts at `start`, the special token that ends it included.
 
-    end: where its markers end, which may leave that token outside: a model that never learns it never stops.
+    end: where its markers end, which may leave that token outside: a model that never learns it never stops. marks: all
+    special tokens.
     """
-    if end > start and text[start:end].rstrip().endswith(tuple(special_tokens(tokenizer))):
+    if end > start and text[start:end].rstrip().endswith(tuple(marks)):
         return end
     mark = end_of_turn(tokenizer)
     if mark is None:
@@ -187,18 +198,25 @@ def _turn_end(text: str, start: int, end: int, tokenizer: Any) -> int:
     return place + len(mark)
 
 
-def _holds(written: str, message: Message, tokenizer: Any) -> bool:
+def _holds(written: str, message: Message, marks: list[str]) -> bool:
     """Whether the text of a turn ends with the words of the message, up to white space, or has its words and calls."""
     written = written.rstrip()
-    written = written.removesuffix(next((m for m in special_tokens(tokenizer) if written.endswith(m)), ""))
+    written = written.removesuffix(next((mark for mark in marks if written.endswith(mark)), ""))
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     if not all(str(call.get("name", "")) in written for call in calls):
         return False
     parts = (message["content"], message.get("reasoning_content") or "", written)
+    if not calls and not parts[1] and written.endswith(parts[0]):
+        return True  # word for word, as nearly always: nothing to normalise
     said, thought, written = ("".join(part.split()) for part in parts)
     if thought not in written:
         return False
     return said in written if calls else written.endswith(said)
+
+
+def _without_flags(messages: list[Message]) -> list[Message]:
+    """The messages as the template may see them: "train" says what is trained, and is no part of the chat."""
+    return [{key: value for key, value in message.items() if key != "train"} for message in messages]
 
 
 def _hide(value: Any, marks: list[str]) -> Any:

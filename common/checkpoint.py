@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType
 # Arguments that a resumed run may have other than the one it goes on with: they change what is written, not what is
 # learned.
 MAY_CHANGE = {"overwrite_output_dir", "resume_from_checkpoint", "save_total_limit", "report_to", "run_name", "num_samples"}
+MAY_CHANGE |= {"dataset_cache_dir", "dataset_num_proc", "dry_run"}
 LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 

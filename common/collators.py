@@ -1,18 +1,16 @@
-"""Batches: the order of the samples, windows, packing, and the flat row that every stage trains on.
+"""Batches: windows, packing, and the flat row that every stage trains on.
 
 The words: a *sequence* is a dict with `input_ids` (n,) and `loss_mask` (n,) and, where a stage needs them, more fields:
 arrays of n become per-token fields of the batch, numbers become per-sequence fields. A *unit* is a list of sequences that
 stay together: one conversation, the chosen and rejected answer of a pair, a pack. A *micro-batch* is one flat row of
-units. A *window* is all micro-batches of all processes that make one optimizer step.
-
-The order of the samples is a pure function of (seed, position): sample i of a run is element i mod N of the permutation
-of epoch i div N. So a run can be resumed at any window, on any number of processes.
+units. A *window* is all micro-batches of all processes that make one optimizer step. Which unit comes when is the
+business of `order.py`.
 """
 
 import bisect
+import heapq
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 from common.errors import UserError
@@ -56,19 +54,17 @@ def flat_batch(units: Sequence[Unit], device: torch.device, weight: float = 1.0)
 
 
 class Window:
-    """The units of one optimizer step: iterating gives this process's micro-batches, exactly `accumulation` of them."""
+    """The units of one optimizer step: iterating gives this process's micro-batches, as many as on any other process."""
 
-    def __init__(self, units: list[Unit], rank: int, world: int, batch_size: int, accumulation: int, device: torch.device):
-        self.units = units  # of all processes
-        self._place = (rank, world, batch_size, accumulation, device)
+    def __init__(self, units: list[Unit], mine: list[list[int]], device: torch.device):
+        """units: of all processes. mine: for each micro-batch of this process, which of them."""
+        self.units, self._mine, self._device = units, mine, device
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rank, world, batch_size, accumulation, device = self._place
-        for i in range(accumulation):
-            start = (i * world + rank) * batch_size
-            mine = self.units[start : start + batch_size]
+        for members in self._mine:
             # A process without a row at the end of the run takes part with weight 0: its peers wait for its gradients.
-            yield flat_batch(mine, device) if mine else flat_batch(self.units[:1], device, weight=0.0)
+            batch = [self.units[i] for i in members]
+            yield flat_batch(batch, self._device) if batch else flat_batch(self.units[:1], self._device, weight=0.0)
 
     def count(self, field: str, which: slice = slice(None)) -> float:
         """Sum of a per-token field over the window, all processes: the denominator of its loss.
@@ -91,46 +87,137 @@ class Windows:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        samples: Any,
         accelerator: Any,
         batch_size: int,
         *,
-        seed: int,
         num_epochs: float = 1.0,
         max_steps: int = -1,
+        max_tokens: int = 0,
     ):
-        """units: the training set. The run is max_steps windows, or, where that is not positive, num_epochs passes, of
-        which the last window may be short."""
-        if not len(units):
-            raise UserError("nothing to train on: no row is left")
-        self.units, self.seed = units, seed
-        accumulation = accelerator.gradient_accumulation_steps
-        self._place = (
-            accelerator.process_index,
-            accelerator.num_processes,
-            batch_size,
-            accumulation,
-            accelerator.device,
-        )
-        self.size = batch_size * accumulation * accelerator.num_processes
-        self.samples = max_steps * self.size if max_steps > 0 else max(1, round(num_epochs * len(units)))
+        """samples: the unit at each position of the run, order.Shuffled or stream.Stream.
+
+        A window has gradient_accumulation_steps micro-batches on each process, each of batch_size units; or, where
+        max_tokens is positive, of up to max_tokens tokens, dealt out so that all cost about the same. The run is max_steps
+        windows, or, where that is not positive, num_epochs passes, of which the last window may be short.
+        """
+        self.samples, self.max_tokens, self.max_steps = samples, max_tokens, max_steps
+        self._accelerator, self._batch_size = accelerator, batch_size
+        self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes  # micro-batches of a window
+        self.size = batch_size * self._parts
+        if max_steps <= 0:
+            self.end = max(1, round(num_epochs * len(samples)))
+        else:
+            self.end = None if max_tokens else max_steps * self.size
+        self._shift = 0  # of a stream that is resumed on another number of processes, and goes on where it was
+        self._borders = {0: 0}  # with max_tokens: step -> position, as far as it is known
 
     def __len__(self) -> int:
-        return math.ceil(self.samples / self.size)
+        if self.max_steps > 0:
+            return self.max_steps
+        if not self.max_tokens:
+            return math.ceil(self.end / self.size)
+        last = max(self._borders)
+        while self.start(last) < self.end:
+            last += 1
+        return last
 
     def __getitem__(self, step: int) -> Window:
-        positions = range(step * self.size, min((step + 1) * self.size, self.samples))
-        return Window([self.units[sample_index(i, len(self.units), self.seed)] for i in positions], *self._place)
+        positions = range(self.start(step), self.start(step + 1))
+        units = [self.samples[position] for position in positions]
+        if self.max_tokens:
+            sizes = [self.samples.size(position) for position in positions]
+            parts = balance(sizes, self._parts, self.max_tokens)
+        else:
+            B = self._batch_size
+            parts = [list(range(i * B, min((i + 1) * B, len(units)))) for i in range(self._parts)]
+        mine = parts[self._accelerator.process_index :: self._accelerator.num_processes]
+        return Window(units, mine, self._accelerator.device)
+
+    def start(self, step: int) -> int:
+        """The position at which a window starts."""
+        if not self.max_tokens:
+            return min(step * self.size, self.end) + self._shift
+        known = step
+        while known not in self._borders:
+            known -= 1
+        for at in range(known, step):
+            self._borders[at + 1] = self._fill(self._borders[at])
+        return self._borders[step]
+
+    def _fill(self, position: int) -> int:
+        """Where the window ends that starts at a position: the emptiest micro-batch has no room for the next unit."""
+        loads = [0] * self._parts  # a heap
+        while self.end is None or position < self.end:
+            size = self.samples.size(position)
+            if size > self.max_tokens:
+                raise UserError(f"--max_tokens_per_batch {self.max_tokens}: one unit alone has {size} tokens")
+            if loads[0] + size > self.max_tokens:
+                break
+            heapq.heapreplace(loads, loads[0] + size)
+            position += 1
+        return position
+
+    def plan(self) -> dict[str, Any]:
+        """What the run will be: steps, units and tokens of a step, steps of an epoch (None for a stream), and the sizes of
+        the units in the largest micro-batch, as far as the first windows tell."""
+        some = range(min(len(self), 50))
+        sizes = [[self.samples.size(i) for i in range(self.start(step), self.start(step + 1))] for step in some]
+        if self.max_tokens:
+            micro_batches = [[s[i] for i in part] for s in sizes for part in balance(s, self._parts, self.max_tokens)]
+        else:
+            B = self._batch_size
+            micro_batches = [s[i : i + B] for s in sizes for i in range(0, len(s), B)]
+        units = sum(map(len, sizes)) / len(sizes) if self.max_tokens else self.size
+        plan = {
+            "steps": len(self),
+            "units_per_step": round(units, 1),
+            "tokens_per_step": round(sum(map(sum, sizes)) / len(sizes)),
+            "steps_per_epoch": round(len(self.samples) / units, 2) if hasattr(self.samples, "__len__") else None,
+            "largest_micro_batch": max(micro_batches, key=sum),
+        }
+        if self.max_tokens:
+            plan["utilisation"] = plan["tokens_per_step"] / (self._parts * self.max_tokens)
+        return plan
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run need not read a stream from its start to find its place."""
+        if not hasattr(self.samples, "state"):
+            return {}  # the order is computed
+        return {"position": self.start(step), **self.samples.state(self.start(step))}
+
+    def restore(self, step: int, state: dict[str, Any]) -> None:
+        """Go on at a step with what `state(step)` gave."""
+        if state:
+            self._borders[step] = state["position"]
+            self._shift = state["position"] - step * self.size
+            self.samples.restore(state)
 
 
-def sample_index(position: int, N: int, seed: int) -> int:
-    """The sample at a position of the run: element `position mod N` of the permutation of epoch `position div N`."""
-    return int(_permutation(position // N, N, seed)[position % N])
+def balance(sizes: Sequence[int], parts: int, max_tokens: int) -> list[list[int]]:
+    """Units of these many tokens dealt out to micro-batches of at most max_tokens, so that all cost about the same.
 
-
-@lru_cache(maxsize=4)
-def _permutation(epoch: int, N: int, seed: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(N)
+    The largest first, each to the cheapest micro-batch that has room. Micro-batches of similar cost follow one another, so
+    that processes work side by side on equal ones.
+    """
+    # Attention inside a sequence of n tokens against all else that is done to them: n / 12 D, here for D = 1024.
+    costs = [size + size * size / 12288 for size in sizes]
+    dearest_first = sorted(range(len(sizes)), key=lambda i: -costs[i])
+    # Where that finds no room: one after the other, each to the emptiest, as `Windows` has found room for them.
+    for order, by in ((dearest_first, costs), (range(len(sizes)), sizes)):
+        members: list[list[int]] = [[] for _ in range(parts)]
+        totals, loads = [0.0] * parts, [0] * parts
+        for i in order:
+            roomy = [k for k in range(parts) if loads[k] + sizes[i] <= max_tokens]
+            if not roomy:
+                break
+            k = min(roomy, key=lambda k: totals[k])
+            members[k].append(i)
+            totals[k] += by[i]
+            loads[k] += sizes[i]
+        else:
+            return [sorted(members[k]) for k in sorted(range(parts), key=lambda k: -totals[k])]
+    raise UserError(f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches")
 
 
 def eval_batches(units: Sequence[Unit], accelerator: Any, batch_size: int) -> Iterator[dict[str, Any]]:
@@ -146,44 +233,85 @@ def eval_batches(units: Sequence[Unit], accelerator: Any, batch_size: int) -> It
         yield flat_batch(mine, accelerator.device) if mine else flat_batch([units[0]], accelerator.device, weight=0.0)
 
 
-def concatenate(documents: Sequence[np.ndarray], max_length: int) -> list[Unit]:
-    """All documents end to end, cut into rows of max_length tokens (the rest at the end is a shorter row)."""
-    stream = np.concatenate(documents)
-    rows = [stream[start : start + max_length] for start in range(0, len(stream), max_length)]
-    return [[whole(row)] for row in rows if len(row) > 1]
-
-
 def whole(ids: np.ndarray) -> dict[str, np.ndarray]:
     """A sequence of which every token is trained."""
     return {"input_ids": ids, "loss_mask": np.ones(len(ids), np.uint8)}
 
 
-def pack(units: Sequence[Unit], max_length: int) -> list[Unit]:
-    """Best-fit decreasing: put units together into packs of at most max_length tokens, none split, each exactly once.
+class Packs:
+    """Packs of the units of a set (see cache.Units): `packs[i]` holds the sequences of several of them."""
 
-    O(N log N). Raises UserError for a unit that is longer than max_length.
+    def __init__(self, units: Any, members: list[np.ndarray], counts: list[int], max_length: int):
+        """members: for each pack, which units. counts: packs of each source."""
+        self.units, self.members, self.counts, self.max_length = units, members, counts, max_length
+        self.sources = units.sources
+        self.lengths = np.array([units.lengths[pack].sum() for pack in members], np.int64)
+        self.difficulty = units.difficulty
+        if self.difficulty is not None:
+            self.difficulty = np.array([units.difficulty[pack].mean() for pack in members])
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, i: int) -> Unit:
+        return [sequence for j in self.members[i] for sequence in self.units[int(j)]]
+
+    def of_source(self, s: int) -> "Packs":
+        first = sum(self.counts[:s])
+        return Packs(self.units, self.members[first : first + self.counts[s]], [self.counts[s]], self.max_length)
+
+    def facts(self) -> list[dict[str, Any]]:
+        return self.units.facts()
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the packs that is filled."""
+        return float(self.lengths.sum() / max(1, len(self) * self.max_length))
+
+
+def pack(units: Any, max_length: int, bands: int = 1) -> Packs:
+    """The units of each source (see cache.Units) in packs of at most max_length tokens, none split, each exactly once.
+
+    bands: for a curriculum, only units of similar difficulty share a pack.
     """
-    lengths = np.array([sum(len(sequence["input_ids"]) for sequence in unit) for unit in units])
+    members, counts, first = [], [], 0
+    for count in units.counts:
+        these = np.arange(first, first + count)
+        if bands > 1:
+            these = these[np.argsort(units.difficulty[these], kind="stable")]
+        before = len(members)
+        for part in np.array_split(these, bands):
+            members += [part[chosen] for chosen in best_fit(units.lengths[part], max_length)]
+        counts.append(len(members) - before)
+        first += count
+    return Packs(units, members, counts, max_length)
+
+
+def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
+    """Best-fit decreasing bin packing: for each pack, which of the units are in it. O(N log N).
+
+    Raises UserError for a unit that is longer than max_length.
+    """
     packs: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # free room -> packs that have it
     rooms: list[int] = []  # the keys of by_room, sorted
-    for i in np.argsort(-lengths, kind="stable"):
+    for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
         if length > max_length:
             raise UserError(f"--max_length {max_length}: a unit of {length} tokens does not fit in a pack")
         at = bisect.bisect_left(rooms, length)  # the least room in which it fits
         if at == len(rooms):
-            packs.append([int(i)])
+            packs.append([i])
             chosen, room = len(packs) - 1, max_length - length
         else:
             room = rooms[at]
             chosen = by_room[room].pop()
             if not by_room[room]:
                 del by_room[room], rooms[at]
-            packs[chosen].append(int(i))
+            packs[chosen].append(i)
             room -= length
         if room not in by_room:
             by_room[room] = []
             bisect.insort(rooms, room)
         by_room[room].append(chosen)
-    return [[sequence for i in members for sequence in units[i]] for members in packs]
+    return packs

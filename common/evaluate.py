@@ -5,13 +5,16 @@ of processes and for any batch size.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from common.collators import Unit, eval_batches
-from common.data import BadRow, Row, as_prompt, convert, load_rows
+from common.cache import Units
+from common.collators import eval_batches
+from common.data import BadRow, Source, convert, load_rows, read_rows
 from common.errors import UserError
+from common.formats import as_prompt
 from common.generate import sample
 from common.losses import nll
 from common.model import LogProbModel
@@ -29,37 +32,64 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     model.train()
 
 
-def evaluate_nll(accelerator: Any, model: Any, units: Sequence[Unit], batch_size: int) -> dict[str, float]:
-    """eval_loss (nats per trained token), eval_perplexity, eval_mean_token_accuracy, eval_entropy."""
-    sums = torch.zeros(4, device=accelerator.device)
+def evaluate_nll(accelerator: Any, model: Any, data: Units, batch_size: int) -> dict[str, float]:
+    """eval_loss (nats per trained token), eval_perplexity, eval_mean_token_accuracy, eval_entropy; nothing without data.
+
+    With several sources also eval_<source>_loss; the others are then means over all trained tokens, or, where the sources
+    have weights, means of the sources' values by their weights.
+    """
+    sums = torch.zeros(len(data.sources), 4, device=accelerator.device)
     with evaluating(model):
-        for batch in eval_batches(units, accelerator, batch_size):
-            logps, entropy, correct = model(batch, stats=True)
-            mask = batch["loss_mask"]
-            sums += torch.stack([nll(logps, mask), (correct * mask).sum(), (entropy * mask).sum(), mask.sum()])
-    loss, correct, entropy, count = accelerator.reduce(sums, "sum").tolist()
-    return {
-        "eval_loss": loss / count,
-        "eval_perplexity": math.exp(min(loss / count, 700.0)),
-        "eval_mean_token_accuracy": correct / count,
-        "eval_entropy": entropy / count,
+        for s in range(len(data.sources)):
+            for batch in eval_batches(data.of_source(s), accelerator, batch_size):
+                logps, entropy, correct = model(batch, stats=True)
+                mask = batch["loss_mask"]
+                sums[s] += torch.stack([nll(logps, mask), (correct * mask).sum(), (entropy * mask).sum(), mask.sum()])
+    table = accelerator.reduce(sums, "sum").tolist()
+    means = mean_over_sources(data.sources, [row[:3] for row in table], [row[3] for row in table])
+    if not means:
+        return {}
+    loss, accuracy, entropy = means
+    values = {
+        "eval_loss": loss,
+        "eval_perplexity": math.exp(min(loss, 700.0)),
+        "eval_mean_token_accuracy": accuracy,
+        "eval_entropy": entropy,
     }
+    if len(table) > 1:
+        values |= {f"eval_{source.label}_loss": row[0] / row[3] for source, row in zip(data.sources, table, strict=True)}
+    return values
+
+
+def mean_over_sources(sources: list[Source], sums: list[list[float]], counts: list[float]) -> list[float]:
+    """For each column of sums (of a row per source): over everything, or by the weights of the sources if they have them."""
+    if not sources:
+        return []
+    weights = [source.weight for source in sources]
+    if None in weights:
+        weights = counts
+    total = sum(weights)
+    return [
+        sum(weight * row[k] / count for weight, row, count in zip(weights, sums, counts, strict=True)) / total
+        for k in range(len(sums[0]))
+    ]
 
 
 def load_prompts(name: str, tokenizer: Any) -> list[dict[str, Any]]:
     """The prompts of a file, each {"prompt", "prompt_ids"} with its other columns for the scores."""
-    return convert(load_rows(name), lambda columns: tokenize_row(columns, tokenizer), "prompts")
+    return convert(load_rows(name), lambda columns: tokenize_row(as_prompt(columns), tokenizer), "prompts")[0]
 
 
 def first_prompts(
-    rows: list[Row], tokenizer: Any, most: int, prompt_of: Callable[[dict[str, Any]], dict[str, Any]] = as_prompt
+    sources: list[Source], tokenizer: Any, most: int, prompt_of: Callable[[dict[str, Any]], dict[str, Any]] = as_prompt
 ) -> list[dict[str, Any]]:
     """What is completed where no prompts are named: those of the first rows that have one, without other columns."""
     prompts: list[dict[str, Any]] = []
-    for row in rows:
-        if len(prompts) < most:
-            with contextlib.suppress(BadRow, UserError):  # a row without a prompt is no mistake here
-                prompts.append(tokenize_row({"prompt": prompt_of(row.columns)["prompt"]}, tokenizer))
+    for row, _ in itertools.islice((found for source in sources for found in read_rows(source)), 50 * most):
+        with contextlib.suppress(BadRow, UserError):  # a row without a prompt is no mistake here
+            prompts.append(tokenize_row({"prompt": prompt_of(row.columns)["prompt"]}, tokenizer))
+        if len(prompts) == most:
+            break
     return prompts
 
 

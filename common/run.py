@@ -37,7 +37,7 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
             num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
         ),
         cpu=not torch.accelerator.is_available(),  # else two CPU processes would each take themselves for the only one
-        log_with=args.report_to,
+        log_with=None if args.dry_run else args.report_to,
         project_dir=args.output_dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # long preparations on one process
     )
@@ -51,9 +51,9 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
     # A run that ended before it wrote a metric has left nothing worth keeping.
     begun = saved.exists() and (output_dir / "metrics.jsonl").exists()
     saved_args = yaml.safe_load(saved.read_text(encoding="utf-8")) if begun else None
-    checkpoint = claim_output_dir(vars(args), saved_args)
+    checkpoint = None if args.dry_run else claim_output_dir(vars(args), saved_args)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and not args.dry_run:
         try:
             if args.overwrite_output_dir and saved_args is not None:
                 delete_run(output_dir)

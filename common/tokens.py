@@ -5,12 +5,13 @@ In documents, prompt and completion strings a spelled special token is that toke
 """
 
 import sys
-from collections.abc import Iterable
-from itertools import pairwise
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 from common.chat import PLACEHOLDER, assistant_spans, per_tokenizer, render, special_tokens
-from common.data import BadRow, Message, as_prompt
+from common.data import BadRow, Message
 from common.errors import UserError
 from common.model import read_chat_template
 
@@ -32,15 +33,63 @@ def tokenize_chat(
 ) -> Sequence:
     """A conversation as input_ids (n,) int64 and loss_mask (n,) uint8.
 
-    train_on: all_turns or last_turn of the assistant, or everything; turns before first_trained_turn are never trained.
-    Raises BadRow for a conversation without a turn to train, or that its template refuses.
+    train_on: all_turns or last_turn of the assistant from first_trained_turn on, or everything. A turn of the assistant
+    that says "train": False is not trained in any of them. Raises BadRow for a conversation without a turn to train, or
+    that its template refuses.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_trained_turn]
     if not turns:
         raise BadRow("no assistant turn")
-    turns = {"all_turns": turns, "last_turn": turns[-1:], "everything": []}[train_on]
-    text, spans = assistant_spans(messages, tokenizer, tools, turns)
-    return tokenize_spans(text, list(spans.values()) if turns else [(0, len(text))], tokenizer)
+    if train_on == "last_turn":
+        turns = turns[-1:]
+    if not (trained := [i for i in turns if messages[i].get("train") is not False]):
+        raise BadRow("no assistant turn that is trained")
+    if train_on != "everything":
+        text, spans = assistant_spans(messages, tokenizer, tools, trained)
+        return tokenize_spans(text, spans.values(), tokenizer)
+    left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
+    text, spans = assistant_spans(messages, tokenizer, tools, left_out)
+    borders = [0, *chain.from_iterable(spans.values()), len(text)]  # what is trained stands between the spans
+    return tokenize_spans(text, list(zip(borders[::2], borders[1::2], strict=True)), tokenizer)
+
+
+def split_chat(
+    messages: list[Message], tokenizer: Any, max_length: int, *, tools: list[Any] | None = None
+) -> list[list[Message]]:
+    """A conversation of more than max_length tokens as consecutive pieces of at most max_length, cut between exchanges.
+
+    An exchange is what stands from the turn after an answer to the next answer that a user's turn follows; one that is too
+    long is a piece by itself. Each piece begins with the system turns of the conversation, and ends on an answer: turns
+    after the last answer are left out. A conversation that fits, or without an answer, comes back as it is.
+    """
+    text = render(messages, tokenizer, tools)
+    ids, offsets = _encode(text, tokenizer)
+    # A token that is split at the border of an answer becomes a few more: counted exactly where that could matter.
+    far_below = len(ids) + 8 * len(messages) <= max_length
+    if far_below or (len(ids) <= max_length and _count(messages, tokenizer, tools) <= max_length):
+        return [messages]
+    system, exchanges = _exchanges(messages)
+    if not exchanges:
+        return [messages]
+    before = np.searchsorted(offsets[:, 0], _places(text, system, exchanges))  # tokens, about
+
+    def piece(first: int, stop: int) -> list[Message]:
+        return [*system, *chain.from_iterable(exchanges[first:stop])]
+
+    def too_long(stop: int) -> bool:
+        return _count(piece(start, stop), tokenizer, tools) > max_length
+
+    pieces, start = [], 0
+    while start < len(exchanges):
+        # The whole conversation says about how many exchanges fit, at most: a few tokens of headers are counted or not.
+        # So many are tried, and where they are too long, the most that fit are searched.
+        room = max_length + 8 - before[0] + before[start]
+        stop = max(start + 1, int(np.searchsorted(before, room, side="right")) - 1)
+        if stop > start + 1 and too_long(stop):
+            stop = start + 1 + bisect_left(range(start + 2, stop), True, key=too_long)
+        pieces.append(piece(start, stop))
+        start = stop
+    return pieces
 
 
 def tokenize_completion(prompt: str, completion: str, tokenizer: Any) -> Sequence:
@@ -51,7 +100,7 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Any) -> Sequenc
     before = tokenize_text(prompt, tokenizer)
     ids = tokenize_text(prompt + completion, tokenizer)
     if ids[: len(before)] != before:  # a merge across the seam: tokenise the completion by itself
-        ids = before + _piece(completion, tokenizer, first=not prompt)[0]
+        ids = before + _piece(completion, tokenizer, _traits(tokenizer), first=not prompt)[0]
     if len(ids) == len(before) or ids[-1] != tokenizer.eos_token_id:
         ids = [*ids, tokenizer.eos_token_id]
     mask = np.ones(len(ids), np.uint8)
@@ -60,18 +109,20 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Any) -> Sequenc
 
 
 def tokenize_documents(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
-    """Each document as ids that end on one end-of-text token, and begin on one beginning if the tokenizer writes it."""
-    documents, eos = [], tokenizer.eos_token_id
+    """Each document as int32 ids that end on one end of text, and begin on one beginning if the tokenizer writes it."""
+    documents, eos, adds_bos = [], tokenizer.eos_token_id, _adds_bos(tokenizer)
     for start in range(0, len(texts), 1000):
-        batch = tokenizer(texts[start : start + 1000], add_special_tokens=False, return_attention_mask=False)
-        for ids in batch.input_ids:
-            ids = _with_bos(ids, tokenizer)
+        for ids in _ids(texts[start : start + 1000], tokenizer):
+            ids = _with_bos(ids, tokenizer) if adds_bos else ids
             documents.append(np.array(ids if ids and ids[-1] == eos else [*ids, eos], np.int32))
     return documents
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer (Sennrich et al. 2016, arXiv 1508.07909) with single digits and the ChatML template."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer (Sennrich et al. 2016, arXiv 1508.07909) with single digits and the ChatML template.
+
+    The texts are read once, and not kept.
+    """
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     if vocab_size < 256 + len(specials):
         raise UserError(f"--vocab_size {vocab_size}: a byte-level tokenizer needs at least {256 + len(specials)}")
@@ -89,9 +140,16 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The words of the chat template stand before every turn: make sure that each becomes one token.
-    roles = ["system\nuser\nassistant\n"] * (1 + len(texts) // 10)
-    bpe.train_from_iterator([*texts, *roles], trainer)
+
+    def texts_and_roles() -> Iterator[str]:
+        count = 0
+        for text in texts:
+            count += 1
+            yield text
+        # The words of the chat template stand before every turn: make sure that each becomes one token.
+        yield from ["system\nuser\nassistant\n"] * (1 + count // 10)
+
+    bpe.train_from_iterator(texts_and_roles(), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|endoftext|>",
@@ -125,7 +183,7 @@ def tokenize_pair(
 
 def tokenize_text(text: str, tokenizer: Any) -> list[int]:
     """Plain text as ids, with one beginning-of-text token if the tokenizer writes it, without an end."""
-    return _with_bos(tokenizer(text, add_special_tokens=False, return_attention_mask=False).input_ids, tokenizer)
+    return _with_bos(_ids([text], tokenizer)[0], tokenizer)
 
 
 def tokenize_prompt(prompt: str | list[Message], tokenizer: Any, tools: list[Any] | None = None) -> list[int]:
@@ -136,13 +194,13 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Any, tools: list[Any
 
 
 def tokenize_row(
-    columns: dict[str, Any], tokenizer: Any, max_length: int | None = None, system_prompt: str | None = None
+    row: dict[str, Any], tokenizer: Any, max_length: int | None = None, system_prompt: str | None = None
 ) -> dict[str, Any]:
-    """A dataset row as {"prompt", "prompt_ids"} with its other columns; BadRow for more than max_length tokens.
+    """A row of formats.as_prompt with its prompt_ids; BadRow for more than max_length tokens.
 
     system_prompt: makes a chat of a prompt that is a string, with this system turn (empty: none).
     """
-    row = as_prompt(columns)
+    row = dict(row)
     if system_prompt is not None and isinstance(row["prompt"], str):
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         row["prompt"] = [*system, {"role": "user", "content": row["prompt"]}]
@@ -152,11 +210,13 @@ def tokenize_row(
     return row | {"prompt_ids": ids}
 
 
-def tokenize_spans(text: str, spans: list[tuple[int, int]], tokenizer: Any) -> Sequence:
+def tokenize_spans(text: str, spans: Iterable[tuple[int, int]], tokenizer: Any) -> Sequence:
     """Text of `render` as ids with a mask that is 1 exactly on the given spans [start, end) of characters.
 
-    The text is tokenised as a whole; where a token would cross the border of a span, piece by piece instead.
+    The spans do not overlap. The text is tokenised as a whole; where a token would cross the border of a span, piece by
+    piece instead.
     """
+    spans = sorted(spans)
     ids, offsets = _encode(text, tokenizer)
     if (mask := _mask(offsets, spans)) is None:
         ids, offsets = _encode(text, tokenizer, cuts=[border for span in spans for border in span])
@@ -166,20 +226,118 @@ def tokenize_spans(text: str, spans: list[tuple[int, int]], tokenizer: Any) -> S
     return {"input_ids": np.array(ids, np.int64), "loss_mask": mask}
 
 
+def _exchanges(messages: list[Message]) -> tuple[list[Message], list[list[Message]]]:
+    """The system turns at the start of a chat, and the rest as exchanges, each of which ends on an answer."""
+    roles = [message["role"] for message in messages]
+    begin = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    end = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else begin
+    # Answers before the first question stay with it: a piece of those alone would answer nothing.
+    asked = next((i for i in range(begin, end) if roles[i] != "assistant"), end)
+    cuts = [i for i in range(asked + 1, end) if roles[i - 1] == "assistant" and roles[i] in ("user", "system")]
+    return messages[:begin], [messages[a:b] for a, b in pairwise([begin, *cuts, end]) if a < b]
+
+
+def _count(messages: list[Message], tokenizer: Any, tools: list[Any] | None) -> int:
+    """The tokens of a chat with all its answers trained; of its text alone where that is refused."""
+    try:
+        text, spans = assistant_spans(messages, tokenizer, tools)
+        return len(tokenize_spans(text, spans.values(), tokenizer)["input_ids"])
+    except BadRow:
+        return len(_encode(render(messages, tokenizer, tools), tokenizer)[0])
+
+
+def _places(text: str, system: list[Message], exchanges: list[list[Message]]) -> list[int]:
+    """About where in the text of a chat its first exchange begins, and where each of its exchanges ends."""
+    spans, at = [], 0
+    for message in chain(system, *exchanges):
+        content = message["content"].strip()
+        start = text.find(content, at)
+        if start < 0:  # the template changed it: the next one is looked for from the same place
+            start, content = at, ""
+        at = start + len(content)
+        spans.append((start, at))
+    bounds = list(accumulate([len(system), *map(len, exchanges)]))  # the messages before each exchange
+    return [spans[bounds[0]][0], *(spans[bound - 1][1] for bound in bounds[1:])]
+
+
 def _mask(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray | None:
-    """1 on the tokens inside the spans, 0 on others; None where a token is both."""
+    """1 on the tokens inside the spans, which are sorted, 0 on others; None where a token is both."""
+    if not spans:
+        return np.zeros(len(offsets), np.uint8)
     starts, ends = offsets[:, 0], offsets[:, 1]
-    mask = np.zeros(len(offsets), np.uint8)
-    for start, end in spans:
-        inside = (starts >= start) & (ends <= end) & (starts < end)
-        if ((starts < end) & (ends > start) & ~inside).any():
-            return None
-        mask[inside] = 1
-    return mask
+    opens, closes = np.array([*spans, (sys.maxsize, sys.maxsize)]).T
+    next_span = np.searchsorted(closes, starts, side="right")  # of each token: the first span that ends after its start
+    opens, closes = opens[next_span], closes[next_span]
+    inside = (starts >= opens) & (ends <= closes)
+    if ((ends > opens) & ~inside).any():
+        return None
+    return inside.astype(np.uint8)
+
+
+class _Traits(NamedTuple):
+    """What there is to know of a tokenizer before a text is encoded."""
+
+    direct: bool  # its engine, called without what transformers puts around it, gives the same
+    special: frozenset[int]
+    line_break: list[int] | None  # the ids of a line break, where it writes a space before a text (▁ or Ġ), else None
+
+
+@per_tokenizer
+def _traits(tokenizer: Any) -> _Traits:
+    sample = "Hello there,\n  it's 1+1=2."
+    ids = tokenizer(sample, add_special_tokens=False).input_ids
+    engine = getattr(tokenizer, "backend_tokenizer", None)
+    direct = isinstance(engine, tokenizers.Tokenizer) and engine.encode(sample, add_special_tokens=False).ids == ids
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("x", add_special_tokens=False).input_ids)
+    line_break = tokenizer("\n", add_special_tokens=False).input_ids if tokens and tokens[0][0] in "▁Ġ" else None
+    return _Traits(direct, frozenset(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), line_break)
+
+
+def _engine(tokenizer: Any, literal: bool) -> tokenizers.Tokenizer:
+    """The library's tokenizer, which does not cut or fill; literal: special tokens that a text spells stay characters."""
+    engine = tokenizer.backend_tokenizer
+    if engine.encode_special_tokens != literal:
+        engine.encode_special_tokens = literal
+    if engine.truncation is not None:
+        engine.no_truncation()
+    if engine.padding is not None:
+        engine.no_padding()
+    return engine
+
+
+def _ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """Texts as ids, without a beginning or an end."""
+    if not _traits(tokenizer).direct:
+        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
+    encodings = _engine(tokenizer, tokenizer.split_special_tokens).encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
+
+
+def _ids_and_characters(text: str, tokenizer: Any, literal: bool, direct: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """A text as ids and the characters [start, end) of each. Raises UserError for a tokenizer that cannot say those."""
+    if direct:
+        encoding = _engine(tokenizer, literal).encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"{type(tokenizer).__name__} does not say which characters a token stands for, which chats and seams need: "
+            "it has to have a fast form (a tokenizer.json)"
+        )
+    encoding = tokenizer(
+        text,
+        add_special_tokens=False,
+        split_special_tokens=literal,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+    )
+    return encoding["input_ids"], encoding["offset_mapping"]
 
 
 def _encode(text: str, tokenizer: Any, cuts: Iterable[int] = ()) -> tuple[list[int], np.ndarray]:
     """Text of `render` as ids and their characters [start, end); no token crosses a cut. Placeholders become text."""
+    traits = _traits(tokenizer)
+    if not cuts and "\ufdd0" not in text:
+        return _piece(text, tokenizer, traits, first=True)
     hidden = list(PLACEHOLDER.finditer(text))
     if text.count("\ufdd0") != len(hidden):
         raise BadRow("the chat template cuts a special token that the text contains")
@@ -188,43 +346,37 @@ def _encode(text: str, tokenizer: Any, cuts: Iterable[int] = ()) -> tuple[list[i
     ids, offsets = [], []
     for start, end in pairwise(borders):
         if (start, end) in marks:
-            new = _piece(marks[start, end], tokenizer, first=start == 0, literal=True)[0]
+            new = _piece(marks[start, end], tokenizer, traits, first=start == 0, literal=True)[0]
             where = np.array([(start, end)] * len(new)).reshape(-1, 2)
         else:
-            new, where = _piece(text[start:end], tokenizer, first=start == 0)
+            new, where = _piece(text[start:end], tokenizer, traits, first=start == 0)
             where = where + start
         ids += new
         offsets.append(where)
     return ids, np.concatenate(offsets) if offsets else np.zeros((0, 2), np.int64)
 
 
-def _piece(text: str, tokenizer: Any, first: bool, literal: bool = False) -> tuple[list[int], np.ndarray]:
+def _piece(text: str, tokenizer: Any, traits: _Traits, first: bool, literal: bool = False) -> tuple[list[int], np.ndarray]:
     """A piece of a longer text as ids and their characters; literal: special tokens that it spells stay characters."""
     # Some tokenizers write a space before a text. Inside a longer one there is none: read the piece after a line break.
-    before = "" if first or not _adds_space(tokenizer) else "\n"
-    encoding = tokenizer(
-        before + text,
-        add_special_tokens=False,
-        split_special_tokens=literal,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-    )
-    ids, offsets = encoding["input_ids"], np.array(encoding["offset_mapping"]).reshape(-1, 2)
-    if before:
-        lead = tokenizer(before, add_special_tokens=False).input_ids
+    lead = None if first else traits.line_break
+    if lead is not None:
+        ids, characters = _ids_and_characters("\n" + text, tokenizer, literal, traits.direct)
         if ids[: len(lead)] != lead:
             raise BadRow("the tokenizer cannot split the text at the border of an answer")
-        ids, offsets = ids[len(lead) :], offsets[len(lead) :] - len(before)
-    special = _special_ids(tokenizer)
+        ids, characters = ids[len(lead) :], [(start - 1, end - 1) for start, end in characters[len(lead) :]]
+    else:
+        ids, characters = _ids_and_characters(text, tokenizer, literal, traits.direct)
     for i, token in enumerate(ids):
-        if token in special:
+        if token in traits.special:
             if literal:
                 raise BadRow(f"the text contains the special token {text}")
             # It may swallow white space around it, which belongs to no one: not part of its characters.
-            around = text[offsets[i, 0] : offsets[i, 1]]
-            offsets[i, 0] += len(around) - len(around.lstrip())
-            offsets[i, 1] -= len(around) - len(around.rstrip())
-    return ids, offsets
+            start, end = characters[i]
+            around = text[start:end]
+            characters[i] = start + len(around) - len(around.lstrip()), end - len(around) + len(around.rstrip())
+    # A list of pairs as an array: flat, which is three times as fast as np.array(characters).
+    return ids, np.fromiter(chain.from_iterable(characters), np.int64, 2 * len(ids)).reshape(-1, 2)
 
 
 def show_trained(sequence: Sequence, tokenizer: Any) -> str:
@@ -245,18 +397,6 @@ def truncate(sequence: Sequence, max_length: int) -> Sequence:
     if not cut["loss_mask"][1:].any():
         raise BadRow(f"no trained token within max_length {max_length}")
     return cut
-
-
-@per_tokenizer
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    return frozenset(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer)))
-
-
-@per_tokenizer
-def _adds_space(tokenizer: Any) -> bool:
-    """Whether it writes a space before a text (SentencePiece's ▁, byte-level's Ġ)."""
-    ids = tokenizer("x", add_special_tokens=False).input_ids
-    return tokenizer.convert_ids_to_tokens(ids)[0][0] in "▁Ġ"
 
 
 @per_tokenizer

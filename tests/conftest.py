@@ -23,8 +23,14 @@ import pytest  # noqa: E402
 CLOCK = ("tokens_per_second", "peak_memory_gib")
 
 
+@pytest.fixture(scope="session")
+def token_cache(tmp_path_factory):
+    """A folder of tokenised data that the tests share."""
+    return tmp_path_factory.mktemp("token_cache")
+
+
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path, token_cache):
     """launch("sft", "--max_steps", "2", ...) runs train_sft.py's main here; returns the output folder."""
     from common.arguments import parse_args
 
@@ -34,7 +40,7 @@ def launch(tmp_path):
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         script = importlib.import_module(f"train_{stage}")
-        words = ["--output_dir", str(tmp_path / output), *map(str, argv)]
+        words = ["--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache), *map(str, argv)]
         script.main(parse_args(script.Args, script.DEMO, words))
         return tmp_path / output
 

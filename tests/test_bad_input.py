@@ -109,8 +109,8 @@ def test_rows_without_a_trained_token_are_left_out_and_counted(launch, tmp_path,
     data = write(tmp_path / "some.jsonl", [CHAT, {"messages": CHAT["messages"][:1]}, long])
     output = launch("sft", *SFT, "--dataset_name", data)
     said = capsys.readouterr().out
-    assert "1 of 3 rows left out: no assistant turn" in said and "some.jsonl:2" in said
-    assert "1 of 3 rows left out: no trained token within max_length 256" in said
+    assert "1 of 3 rows of some left out: no assistant turn" in said and "some.jsonl:2" in said
+    assert "1 of 3 rows of some left out: no trained token within max_length 256" in said
     assert len(train_metrics(output)) == 2
     none = write(tmp_path / "none.jsonl", [{"messages": CHAT["messages"][:1]}])
     refused(

@@ -76,6 +76,19 @@ def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stag
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["processes"] == 2
 
 
+def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss_and_gradient(launch, tmp_path):
+    """Micro-batches filled by tokens, from two weighted sources, packed, streamed: who computes what makes no difference."""
+    words = ["--dataset_name", "data/sft", "data/sft/validation.jsonl", "--dataset_weights", "2", "1", "--packing"]
+    words += ["--dataset_streaming", "--streaming_buffer_size", "30", "--max_tokens_per_batch", "256", "--max_steps", "3"]
+    words += ["--max_length", "256"]
+    whole = losses(launch("sft", *arguments("sft", 8, 2), *words))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command += ["train_sft.py", *arguments("sft", 8, 1), *words, "--output_dir", str(tmp_path / "two")]
+    run = run_script(command)
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert_same(whole, losses(tmp_path / "two"))
+
+
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_packing_changes_nothing_but_the_rows(stage, launch):
     """All 20 units are one window, packed or not."""

@@ -56,9 +56,7 @@ def test_the_sections_of_the_scripts_are_the_same_in_the_same_order():
 def test_what_the_scripts_share_is_written_the_same():
     """Blocks that would give silently different runs if they drifted apart."""
     shared = [
-        "    train_rows = load_rows(args.dataset_name, args.dataset_train_split, args.dataset_config, args.columns)",
-        "    eval_rows = load_rows(eval_names, args.dataset_eval_split, args.dataset_config, args.columns, optional)",
-        "        train_rows, eval_rows = hold_out(train_rows, args.eval_fraction)",
+        "    sources, eval_sources = find_sources(args, ",
         "    optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)",
         "    model, optimizer = accelerator.prepare(model.train(), optimizer)",
         "    unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps",

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from common.chat import end_of_turn, stop_token_ids
-from common.data import BadRow, as_chat, as_preference, as_prompt, as_text, convert, load_rows
+from common.data import BadRow, Source, convert, load_rows
 from common.errors import UserError
+from common.formats import as_chat, as_preference, as_prompt, as_text
 from common.model import load_tokenizer
 from common.tokens import show_trained, tokenize_chat, tokenize_documents, tokenize_pair, tokenize_prompt
 
@@ -41,7 +42,7 @@ def files(stage: str) -> list[str]:
 
 @cache
 def rows_of(stage: str, name: str, rename: bool = True) -> list:
-    return load_rows(str(DATA / stage / name), rename=RENAMES.get(name) if rename else None)[:ROWS]
+    return load_rows(Source(str(DATA / stage / name), columns=tuple(RENAMES.get(name, ()) if rename else ())))[:ROWS]
 
 
 @cache
@@ -194,5 +195,5 @@ def test_an_answer_that_spells_the_end_of_its_turn_does_not_end_it(name):
 def test_two_thousand_short_chats_of_real_data_are_all_read():
     tokenizer = tokenizer_of("minimind")
     rows = load_rows(str(DATA / "sft" / "alpaca_5k.json"))
-    sequences = convert(rows[:2000], lambda columns: tokenize_chat(as_chat(columns)["messages"], tokenizer), "rows")
+    sequences, _ = convert(rows[:2000], lambda columns: tokenize_chat(as_chat(columns)["messages"], tokenizer), "rows")
     assert len(sequences) > 1990

@@ -40,6 +40,14 @@ STAGES = {
         "4",
     ],
     "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
+    # Packs of a stream: blocks of seven rows, and the sources start again and again.
+    "sft streamed": "--config data/configs/sft.yaml --dataset_name data/sft data/sft/validation.jsonl --max_train_samples 10"
+    " --dataset_streaming --streaming_buffer_size 7 --packing --max_length 128 --per_device_train_batch_size 2".split(),
+    "sft mixed": "--config data/configs/sft.yaml --dataset_name data/sft data/sft/validation.jsonl --dataset_weights 0.8 0.2"
+    " --max_train_samples 30 --max_tokens_per_batch 200 --gradient_accumulation_steps 2 --curriculum_column length"
+    " --turn_dropping 0.5".split(),
+    "pretrain streamed": "--config data/configs/pretrain.yaml --dataset_streaming --streaming_buffer_size 9"
+    " --max_tokens_per_batch 300".split(),
     "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
     "grpo": [
         "--config",

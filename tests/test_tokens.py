@@ -4,14 +4,17 @@ The check is by decoding: the trained tokens of a chat, decoded, are the words o
 """
 
 from functools import cache
+from itertools import pairwise
 from types import SimpleNamespace
 
+from common import tokens
 from common.chat import end_of_turn, stop_token_ids
 from common.data import BadRow
 from common.errors import UserError
 from common.model import read_chat_template
 from common.tokens import (
     show_trained,
+    split_chat,
     tokenize_chat,
     tokenize_completion,
     tokenize_documents,
@@ -29,7 +32,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 LLAMA2 = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}
 {%- set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}
@@ -246,6 +249,70 @@ def test_tool_calls_are_trained_where_the_template_writes_them_and_refused_where
         tokenize_chat(chat, make_tokenizer(CHATML))
 
 
+# --- turns that say whether they are trained ------------------------------------------------------------------------
+
+SEES_FLAGS = "{% for m in messages if 'train' in m %}{{ raise_exception('it sees the flag') }}{% endfor %}" + CHATML
+
+
+def flagged(chat: list, *untrained: int) -> list:
+    return [m | {"train": i not in untrained} for i, m in enumerate(chat)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_turn_that_says_so_is_not_trained_and_its_tokens_stay(name):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    plain = tokenize_chat(CHAT, tokenizer)
+    for turn, other in ((1, 3), (3, 1)):
+        sequence = tokenize_chat(flagged(CHAT, turn), tokenizer)
+        assert trained(sequence, tokenizer) == [f"{before}{CHAT[other]['content']}{end}"]
+        assert sequence["input_ids"].tolist() == plain["input_ids"].tolist()
+    assert tokenize_chat(flagged(CHAT, 0, 2), tokenizer)["loss_mask"].tolist() == plain["loss_mask"].tolist()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_everything_leaves_out_the_turns_that_say_so_and_no_more(name):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    sequence = tokenize_chat(flagged(CHAT, 1), tokenizer, train_on="everything")
+    untrained = {"input_ids": sequence["input_ids"], "loss_mask": 1 - sequence["loss_mask"]}
+    assert trained(untrained, tokenizer) == [f"{before}It is 2.{end}"]
+    assert tokenize_chat(flagged(CHAT, 0), tokenizer, train_on="everything")["loss_mask"].all()
+
+
+def test_last_turn_is_the_last_answer_even_where_that_is_not_to_be_trained():
+    tokenizer = make_tokenizer()
+    assert trained(tokenize_chat(flagged(CHAT, 1), tokenizer, train_on="last_turn"), tokenizer) == ["4\n\nYes, 4.<|im_end|>"]
+    with pytest.raises(BadRow, match="no assistant turn that is trained"):
+        tokenize_chat(flagged(CHAT, 3), tokenizer, train_on="last_turn")
+
+
+@pytest.mark.parametrize("train_on", ["all_turns", "last_turn", "everything"])
+def test_a_chat_with_no_turn_to_train_is_refused(train_on):
+    with pytest.raises(BadRow, match="no assistant turn that is trained"):
+        tokenize_chat(flagged(CHAT, 1, 3), make_tokenizer(), train_on=train_on)
+    with pytest.raises(BadRow, match="no assistant turn that is trained"):
+        tokenize_chat(flagged(CHAT, 3), make_tokenizer(), train_on=train_on, first_trained_turn=2)
+
+
+def test_no_template_sees_the_flag():
+    tokenizer, chat = make_tokenizer(SEES_FLAGS), flagged(CHAT, 1)
+    plain = tokenize_chat(CHAT, tokenizer)
+    assert tokenize_chat(chat, tokenizer)["input_ids"].tolist() == plain["input_ids"].tolist()
+    assert tokenize_prompt(chat[:3], tokenizer) == tokenize_prompt(CHAT[:3], tokenizer)
+    sides = tokenize_pair(chat[:3], chat[3:], [{"role": "assistant", "content": "5", "train": True}], tokenizer, 512)
+    assert [trained(side, tokenizer) for side in sides] == [["4\n\nYes, 4.<|im_end|>"], ["5<|im_end|>"]]
+    assert split_chat(chat, tokenizer, 40) == [chat[:2], chat[2:]]
+
+
+def test_what_a_tool_calls_train_is_not_the_flag():
+    writes = CHATML.replace("m.content +", "m.content + (m.tool_calls | tojson if m.tool_calls else '') +")
+    call = {"function": {"name": "book", "arguments": {"train": "ICE 5"}}}
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call], "train": True}]
+    found = trained(tokenize_chat(chat, make_tokenizer(writes)), make_tokenizer(writes))
+    assert found == ['[{"function": {"name": "book", "arguments": {"train": "ICE 5"}}}]<|im_end|>']
+
+
 # --- templates that cannot be verified ------------------------------------------------------------------------------
 
 
@@ -388,6 +455,164 @@ def test_end_of_turn_follows_a_changed_template():
     assert end_of_turn(tokenizer) is None
 
 
+# --- what calls the tokenizer ---------------------------------------------------------------------------------------
+
+
+class Shouts(PreTrainedTokenizerFast):
+    """A tokenizer that does something to the text before its engine sees it."""
+
+    def _encode_plus(self, text, **kwargs):
+        return super()._encode_plus(text.upper() if isinstance(text, str) else [t.upper() for t in text], **kwargs)
+
+
+class Characters(PreTrainedTokenizer):
+    """A tokenizer without an engine: a token for each ASCII character."""
+
+    def __init__(self, **kwargs):
+        super().__init__(eos_token="\x04", pad_token="\x04", **kwargs)
+
+    vocab_size = 128
+
+    def get_vocab(self):
+        return {chr(i): i for i in range(128)}
+
+    def _tokenize(self, text, **kwargs):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return ord(token)
+
+    def _convert_id_to_token(self, index):
+        return chr(index)
+
+
+def test_the_ids_are_those_of_calling_the_tokenizer_whatever_that_does():
+    plain = make_tokenizer()
+    shouts = Shouts(tokenizer_object=plain.backend_tokenizer, eos_token="<|endoftext|>")
+    texts = ["Hello there, ", "4 \n\n你好 <|im_end|> é", ""]
+    for tokenizer in (plain, shouts):
+        expected = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        assert [tokenize_text(text, tokenizer) for text in texts] == expected
+        documents = tokenize_documents(texts, tokenizer)
+        assert [ids.tolist() for ids in documents] == [[*ids, tokenizer.eos_token_id] for ids in expected]
+        assert all(ids.dtype == np.int32 for ids in documents)
+    shouts.chat_template = plain.chat_template.replace("im_start", "IM_START").replace("im_end", "IM_END")
+    shouts.add_special_tokens({"additional_special_tokens": ["<|IM_START|>", "<|IM_END|>"]})
+    assert trained(tokenize_chat(CHAT, shouts), shouts) == ["IT IS 2.<|IM_END|>", "4\n\nYES, 4.<|IM_END|>"]
+
+
+def test_an_engine_left_in_another_state_gives_the_same_ids():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
+    tokenizer.chat_template = CHATML
+    expected = tokenize_chat(CHAT, tokenizer)["input_ids"].tolist()
+    text = tokenize_text("Hello there, how <|im_end|>", tokenizer)
+    for disturb in (
+        lambda engine: engine.enable_truncation(4),
+        lambda engine: engine.enable_padding(length=99),
+        lambda engine: setattr(engine, "encode_special_tokens", True),
+    ):
+        disturb(tokenizer.backend_tokenizer)
+        assert tokenize_chat(CHAT, tokenizer)["input_ids"].tolist() == expected
+        disturb(tokenizer.backend_tokenizer)
+        assert tokenize_text("Hello there, how <|im_end|>", tokenizer) == text
+
+
+def test_a_tokenizer_without_an_engine_reads_documents_and_refuses_chats_in_one_line():
+    tokenizer = Characters()
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "\x04")
+    assert tokenize_documents(["abc", "d"], tokenizer)[0].tolist() == [97, 98, 99, 4]
+    assert tokenize_completion("ab", "c", tokenizer)["loss_mask"].tolist() == [0, 0, 1, 1]
+    with pytest.raises(UserError, match="Characters does not say which characters.*tokenizer.json") as caught:
+        tokenize_chat(CHAT, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_is_trained_on_texts_that_are_read_once():
+    trained_on = [
+        train_tokenizer(texts, 330).backend_tokenizer.to_str() for texts in (TEXTS, iter(TEXTS), (t for t in TEXTS))
+    ]
+    assert trained_on[0] == trained_on[1] == trained_on[2]
+
+
+# --- long chats in pieces -------------------------------------------------------------------------------------------
+
+
+def exchanges(count: int, answer: str = "It is {}.") -> list:
+    texts = [(f"What is {i}+{i}?", answer.format(2 * i)) for i in range(count)]
+    return [m for q, a in texts for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
+
+
+def length(chat: list, tokenizer) -> int:
+    return len(tokenize_chat(chat, tokenizer)["input_ids"])
+
+
+def test_a_chat_that_fits_comes_back_as_it_is():
+    tokenizer, chat = make_tokenizer(), [SYSTEM, *exchanges(3), {"role": "user", "content": "And?"}]
+    most = length(chat, tokenizer)
+    assert split_chat(chat, tokenizer, most) == [chat] and split_chat(chat, tokenizer, 10 * most) == [chat]
+    pieces = split_chat(chat, tokenizer, most - 1)
+    assert [m for piece in pieces for m in piece if m != SYSTEM] == exchanges(3)  # what no answer follows is left out
+    assert split_chat([SYSTEM, CHAT[0]], tokenizer, 1) == [[SYSTEM, CHAT[0]]]
+
+
+@pytest.mark.parametrize("name", set(TEMPLATES) - {"gemma"})
+def test_the_pieces_are_as_many_exchanges_as_fit_after_the_system_turn(name):
+    tokenizer = make_tokenizer(TEMPLATES[name][0])
+    chat = [SYSTEM, *exchanges(5), *exchanges(5), *exchanges(4)]
+    most = length(chat[:11], tokenizer)
+    assert split_chat(chat, tokenizer, most) == [chat[:11], [SYSTEM, *chat[11:21]], [SYSTEM, *chat[21:]]]
+    assert split_chat(chat, tokenizer, most - 1)[:2] == [chat[:9], [SYSTEM, *chat[9:17]]]
+
+
+def test_an_exchange_that_is_too_long_is_a_piece_by_itself_and_says_so_when_it_is_cut():
+    tokenizer = make_tokenizer()
+    chat = [
+        *exchanges(2),
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "word " * 200},
+        *exchanges(2),
+    ]
+    pieces = split_chat(chat, tokenizer, 70)
+    assert pieces == [chat[:4], chat[4:6], chat[6:]]
+    assert [length(piece, tokenizer) <= 70 for piece in pieces] == [True, False, True]
+
+
+def test_tool_turns_stay_with_their_exchange_and_flags_with_their_turns():
+    roles = "system user assistant tool assistant user user assistant assistant user tool assistant user".split()
+    chat = [{"role": role, "content": f"text {i}", "train": i % 3 > 0} for i, role in enumerate(roles)]
+    pieces = split_chat(chat, make_tokenizer(), 1)
+    assert pieces == [chat[:5], [chat[0], *chat[5:9]], [chat[0], *chat[9:12]]]
+
+
+def test_an_answer_before_the_first_question_and_a_system_turn_in_the_middle_begin_what_follows():
+    chat = [CHAT[1], *exchanges(2), SYSTEM, *exchanges(1)]
+    assert split_chat(chat, make_tokenizer(), 1) == [chat[:3], chat[3:5], chat[5:]]
+
+
+def test_a_chat_whose_whole_the_template_would_rewrite_is_split_all_the_same():
+    thinks = "<think>\nhm\n</think>\n\n{}"
+    chat, tokenizer = exchanges(4, thinks), make_tokenizer(QWEN3)
+    with pytest.raises(BadRow, match="changes an answer"):
+        tokenize_chat(chat, tokenizer)
+    pieces = split_chat(chat, tokenizer, length(chat[:2], tokenizer) + 5)
+    assert [trained(tokenize_chat(piece, tokenizer), tokenizer) for piece in pieces] == [
+        [m["content"] + "<|im_end|>"] for m in chat[1::2]
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace("m.content", "m.content | upper")])
+def test_splitting_reads_a_long_chat_a_few_times_and_not_once_per_turn(template, monkeypatch):
+    tokenizer, read = make_tokenizer(template), []
+    encode = tokens._encode
+    monkeypatch.setattr(tokens, "_encode", lambda text, *args, **kw: read.append(len(text)) or encode(text, *args, **kw))
+    chat = exchanges(200)
+    pieces = split_chat(chat, tokenizer, 400)
+    assert [m for piece in pieces for m in piece] == chat
+    assert all(len(tokenize_prompt(piece, tokenizer)) <= 400 + 10 for piece in pieces)
+    # The whole, its pieces, and for a template that changes what the estimates look for, a search for each of them.
+    assert sum(read) < (4 if template == CHATML else 60) * read[0]
+
+
 # --- truncation, pairs, display -------------------------------------------------------------------------------------
 
 
@@ -454,6 +679,7 @@ MARKUP = st.sampled_from(
     "<|im_end|> <|im_start|>assistant\n <|endoftext|> </think> [/INST] {{x}} User: <|bos|> <|end|> <|eot_id|>".split(" ")
 )
 CONTENT = st.lists(st.one_of(WORDS, MARKUP), max_size=4).map("".join)
+READABLE = CONTENT.filter(lambda text: not {"\ufdd0", "\ufdd1"} & set(text))  # those are refused
 
 
 @settings(max_examples=150, deadline=None)
@@ -475,6 +701,44 @@ def test_any_chat_gives_back_its_answers_or_is_refused(turns, name):
         assert found == [answer + end for _, answer in turns]
     start = int(sequence["loss_mask"].argmax())
     assert sequence["input_ids"][:start].tolist() == tokenize_prompt(chat[:1], tokenizer)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    turns=st.lists(st.tuples(READABLE, READABLE), min_size=1, max_size=8),
+    system=READABLE,
+    name=st.sampled_from(["chatml, shipped", "chatml", "llama3", "phi3"]),
+    most=st.integers(1, 150),
+)
+def test_the_pieces_of_any_chat_train_every_answer_once_within_the_length(turns, system, name, most):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    head = [{"role": "system", "content": system}] if system else []
+    chat = [*head, *(m for q, a in turns for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a}))]
+    pieces = split_chat(chat, tokenizer, most)
+    assert [m for piece in pieces for m in piece[len(head) :]] == chat[len(head) :]
+    found = []
+    for piece in pieces:
+        assert piece[: len(head)] == head and piece[len(head)]["role"] == "user" and piece[-1]["role"] == "assistant"
+        sequence = tokenize_chat(piece, tokenizer)
+        assert len(sequence["input_ids"]) <= most or len(piece) == len(head) + 2
+        found += trained(sequence, tokenizer)
+    assert ["".join(text.split()) for text in found] == ["".join((answer + end).split()) for _, answer in turns]
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=READABLE, cuts=st.lists(st.integers(0, 40), max_size=8), spm=st.booleans())
+def test_any_spans_of_any_text_are_what_is_trained(text, cuts, spm):
+    tokenizer = make_spm_tokenizer(LLAMA2) if spm else make_tokenizer()
+    cuts = sorted({min(cut, len(text)) for cut in cuts})
+    spans = list(pairwise(cuts))[::2]
+    sequence = tokenize_spans(text, spans[::-1], tokenizer)
+    inside, mask = "".join(text[start:end] for start, end in spans), sequence["loss_mask"].astype(bool)
+    if spm:  # it writes a space before the text, and has no token for some
+        assert mask.any() == bool(inside) and mask.all() == (inside == text)
+        return
+    assert decode(sequence["input_ids"], tokenizer) == text
+    assert decode(sequence["input_ids"][mask], tokenizer) == inside
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,399 @@
+"""Batches: packs that hold every unit once, windows that deal them out to any number of processes, flat rows."""
+
+import math
+import time
+import tracemalloc
+from collections import Counter
+from types import SimpleNamespace
+
+from common.collators import Windows, balance, best_fit, eval_batches, flat_batch, pack, whole
+from common.errors import UserError
+from common.order import Order, Shuffled
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CPU = torch.device("cpu")
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+FEW = st.integers(1, 4)
+
+
+class Numbered:
+    """Units of these many tokens, each with its own number as its tokens; those of `pairs` have two sequences."""
+
+    def __init__(self, lengths, counts=None, difficulty=None, pairs=False):
+        self.lengths, self.counts, self.pairs = np.array(lengths), counts or [len(lengths)], pairs
+        self.longest, self.sources = max(lengths), [f"source {s}" for s in range(len(self.counts))]
+        self.difficulty = None if difficulty is None else np.array(difficulty, float)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        n = int(self.lengths[i])
+        cut = n // 2 if self.pairs and n > 1 else n
+        return [whole(np.full(size, i)) for size in (cut, n - cut) if size]
+
+
+def process(rank=0, world=1, accumulation=1):
+    return SimpleNamespace(
+        process_index=rank,
+        num_processes=world,
+        gradient_accumulation_steps=accumulation,
+        device=CPU,
+        is_main_process=rank == 0,
+    )
+
+
+def windows(lengths, rank=0, world=1, accumulation=1, batch_size=1, seed=0, **options):
+    samples = Shuffled(Numbered(lengths), Order([len(lengths)], seed))
+    return Windows(samples, process(rank, world, accumulation), batch_size, **options)
+
+
+def lognormal(count, seed=0, most=4000):
+    return np.clip(np.random.default_rng(seed).lognormal(5.5, 1.0, count), 2, most).astype(int)
+
+
+def members(batch):
+    """The units of a micro-batch, none for a filler."""
+    if not batch["sequence_mask"].any():
+        assert not batch["loss_mask"].any() and not batch["sequence_mask"].any()
+        return []
+    assert batch["sequence_mask"].all()
+    return [int(part[0]) for part in batch["input_ids"][0].split(batch["lengths"])]
+
+
+def of_all_processes(step, lengths, world, accumulation, **options):
+    """micro-batches[process][i]: the units in it."""
+    everyone = [windows(lengths, rank, world, accumulation, **options)[step] for rank in range(world)]
+    return [[members(batch) for batch in window] for window in everyone]
+
+
+def numbers(window):
+    return [int(unit[0]["input_ids"][0]) for unit in window.units]
+
+
+def flat(nested):
+    return [i for part in nested for i in (flat(part) if isinstance(part, list) else [part])]
+
+
+def cost(n):
+    return n + n * n / 12288
+
+
+# --- packing --------------------------------------------------------------------------------------------------------
+
+
+def best_fit_naively(lengths, max_length, first=False):
+    """The free room of each pack. first: into the first pack with room, not into the fullest."""
+    rooms = []
+    for length in sorted(lengths, reverse=True):
+        roomy = [p for p, room in enumerate(rooms) if room >= length]
+        if not roomy:
+            rooms.append(max_length - length)
+        else:
+            rooms[roomy[0] if first else min(roomy, key=lambda p: rooms[p])] -= length
+    return rooms
+
+
+@given(LENGTHS, st.integers(40, 100))
+def test_packs_hold_each_unit_once_and_no_more_tokens_than_fit(lengths, max_length):
+    packs = best_fit(np.array(lengths), max_length)
+    assert sorted(flat(packs)) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in chosen) <= max_length for chosen in packs)
+    rooms = [max_length - sum(lengths[i] for i in chosen) for chosen in packs]
+    assert sorted(rooms) == sorted(best_fit_naively(lengths, max_length))
+
+
+@pytest.mark.parametrize("seed, max_length", [(0, 4000), (1, 4096), (2, 8192), (3, 20000)])
+def test_packs_are_at_least_as_full_as_those_of_first_fit(seed, max_length):
+    lengths = lognormal(2000, seed)
+    packs = pack(Numbered(lengths), max_length)
+    assert len(packs) <= len(best_fit_naively(lengths.tolist(), max_length, first=True))
+    assert packs.utilisation == lengths.sum() / (len(packs) * max_length) > 0.95
+    assert packs.lengths.sum() == lengths.sum()
+
+
+def test_a_million_units_are_packed_in_seconds():
+    lengths = lognormal(1_000_000)
+    start = time.monotonic()
+    packs = best_fit(lengths, 4096)
+    assert time.monotonic() - start < 30
+    assert sum(map(len, packs)) == 1_000_000 and len(packs) < 1.01 * lengths.sum() / 4096
+
+
+def test_packing_takes_memory_in_proportion_to_the_units():
+    tracemalloc.start()
+    best_fit(lognormal(50_000), 4096)
+    assert tracemalloc.get_traced_memory()[1] < 200 * 50_000
+    tracemalloc.stop()
+
+
+def test_a_unit_that_fits_in_no_pack_is_an_error():
+    with pytest.raises(UserError, match="--max_length 10: a unit of 11 tokens does not fit in a pack"):
+        best_fit(np.array([3, 11]), 10)
+    assert best_fit(np.array([10, 10]), 10) == [[0], [1]] and best_fit(np.array([], int), 10) == []
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=3), st.sampled_from([1, 10]), st.randoms(use_true_random=False))
+def test_sources_do_not_share_a_pack(sources, bands, random):
+    lengths, counts = flat(sources), [len(source) for source in sources]
+    difficulty = [random.randrange(20) for _ in lengths] if bands > 1 else None
+    packs = pack(Numbered(lengths, counts, difficulty), 50, bands)
+    firsts = np.cumsum([0, *counts])
+    assert sum(packs.counts) == len(packs) and sorted(flat([m.tolist() for m in packs.members])) == list(range(len(lengths)))
+    at = 0
+    for s, count in enumerate(packs.counts):
+        inside = sorted(flat([m.tolist() for m in packs.members[at : at + count]]))
+        assert inside == list(range(firsts[s], firsts[s + 1]))
+        assert [m.tolist() for m in packs.of_source(s).members] == [m.tolist() for m in packs.members[at : at + count]]
+        at += count
+
+
+def test_with_bands_units_of_like_difficulty_share_a_pack():
+    difficulty = np.random.default_rng(0).permutation(1000)
+    packs = pack(Numbered(lognormal(1000, most=500), None, difficulty), 500, bands=10)
+    for chosen, mean in zip(packs.members, packs.difficulty, strict=True):
+        assert len({difficulty[i] // 100 for i in chosen}) == 1
+        assert mean == pytest.approx(sum(difficulty[i] for i in chosen) / len(chosen))
+
+
+def test_packs_give_the_sequences_of_their_units():
+    units = Numbered(lognormal(50, most=60), pairs=True)
+    packs = pack(units, 100)
+    for i in range(len(packs)):
+        wanted = [sequence for j in packs.members[i] for sequence in units[j]]
+        for found, sequence in zip(packs[i], wanted, strict=True):
+            assert found["input_ids"].tolist() == sequence["input_ids"].tolist()
+        assert packs.lengths[i] == sum(len(sequence["input_ids"]) for sequence in packs[i]) <= 100
+
+
+# --- windows of units -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), FEW, FEW, FEW, st.sampled_from([0.5, 1.0, 2.3]))
+def test_each_unit_comes_once_in_an_epoch_for_any_number_of_processes(N, world, accumulation, batch_size, epochs):
+    lengths, found = [3] * N, []
+    options = {"batch_size": batch_size, "num_epochs": epochs}
+    steps = len(windows(lengths, 0, world, accumulation, **options))
+    assert steps == math.ceil(max(1, round(epochs * N)) / (world * accumulation * batch_size))
+    for step in range(steps):
+        parts = of_all_processes(step, lengths, world, accumulation, **options)
+        assert all(len(mine) == accumulation and len(batch) <= batch_size for mine in parts for batch in mine)
+        # micro-batch i of process r has the units after those of the processes before it
+        found += flat([[mine[i] for mine in parts] for i in range(accumulation)])
+    order = Order([N], 0)
+    assert found == [order[p] for p in range(max(1, round(epochs * N)))]
+
+
+@pytest.mark.parametrize("world, accumulation, batch_size", [(1, 1, 12), (2, 3, 2), (3, 1, 4), (4, 3, 1), (12, 1, 1)])
+def test_the_units_of_a_window_do_not_depend_on_the_number_of_processes(world, accumulation, batch_size):
+    order, found = Order([30], 0), windows([3] * 30, world - 1, world, accumulation, batch_size, max_steps=7)
+    assert len(found) == 7
+    assert [numbers(found[s]) for s in range(7)] == [[order[p] for p in range(12 * s, 12 * s + 12)] for s in range(7)]
+
+
+def test_the_denominators_of_a_window_are_those_of_all_processes():
+    units = Numbered([4, 6, 3, 5, 9], pairs=True)  # as 2 + 2, 3 + 3, 1 + 2, 2 + 3, 4 + 5
+    samples = Shuffled(units, Order([5], 0))
+    for rank in range(2):
+        window = Windows(samples, process(rank, 2, 3), 1)[0]
+        assert window.num_sequences == 10 and window.num_tokens == 27
+        assert window.count("loss_mask") == 17  # the first token of a sequence is no target
+        assert window.count("loss_mask", slice(0, None, 2)) == 7
+        assert [members(batch) for batch in window][2] == ([[samples.order[4]] * 2, []][rank])
+
+
+# --- windows of tokens ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, st.integers(40, 150), FEW, FEW, st.sampled_from([1.0, 1.7]))
+def test_with_a_budget_each_unit_comes_once_and_no_micro_batch_is_over_it(lengths, budget, world, accumulation, epochs):
+    options = {"max_tokens": budget, "num_epochs": epochs}
+    once, order, found = windows(lengths, 0, world, accumulation, **options), Order([len(lengths)], 0), []
+    for step in range(len(once)):
+        parts = of_all_processes(step, lengths, world, accumulation, **options)
+        assert all(len(mine) == accumulation for mine in parts)
+        assert all(sum(lengths[i] for i in batch) <= budget for mine in parts for batch in mine)
+        assert sorted(flat(parts)) == sorted(numbers(once[step]))
+        found += numbers(once[step])
+    assert found == [order[p] for p in range(round(epochs * len(lengths)))]
+
+
+@pytest.mark.parametrize("world, accumulation", [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_with_a_budget_the_units_of_a_window_do_not_depend_on_the_number_of_processes(world, accumulation):
+    lengths = lognormal(400)
+    wanted, found = (windows(lengths, 0, w, a, max_tokens=8000) for w, a in ((1, 8), (world, accumulation)))
+    assert len(found) == len(wanted) > 2
+    assert [numbers(found[s]) for s in range(len(found))] == [numbers(wanted[s]) for s in range(len(found))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_micro_batches_cost_about_the_same(seed):
+    lengths, budget, parts = lognormal(6000, seed), 16384, 16
+    found = windows(lengths, 0, 1, parts, max_tokens=budget, num_epochs=1)
+    used = []
+    for step in range(len(found) - 1):  # the last one is what is left
+        sizes = [lengths[i] for i in numbers(found[step])]
+        costs = [sum(cost(sizes[i]) for i in part) for part in balance(sizes, parts, budget)]
+        assert max(costs) < 1.15 * sum(costs) / parts
+        used.append(sum(sizes) / (parts * budget))
+    assert len(used) > 5 and min(used) > 0.75
+
+
+def test_processes_work_side_by_side_on_micro_batches_of_similar_cost():
+    """Ordered by cost: the micro-batches that run at the same time are neighbours."""
+    parts = balance(lognormal(200).tolist(), 16, 8000)
+    costs = [sum(cost(lognormal(200)[i]) for i in part) for part in parts]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_units_that_fit_only_in_the_order_in_which_they_came_are_dealt_out_in_it():
+    # Largest first: 3 + 2, 3 + 2, and no room for the last 2. In their order, each to the emptiest: 3 + 3, 2 + 2 + 2.
+    parts = balance([3, 2, 2, 3, 2], 2, 6)
+    assert sorted(parts) == [[0, 3], [1, 2, 4]]
+    found = windows([3, 3, 2, 2, 2], max_tokens=6, accumulation=2, seed=13)
+    assert [found.samples.size(p) for p in range(5)] == [3, 2, 2, 3, 2] and len(found) == 1
+    assert [sum(batch["lengths"]) for batch in found[0]] == [6, 6]
+
+
+def test_a_unit_over_the_budget_is_refused_by_the_name_of_the_flag():
+    with pytest.raises(UserError, match="--max_tokens_per_batch 10: one unit alone has 11 tokens"):
+        len(windows([3, 11, 4], max_tokens=10))
+    with pytest.raises(UserError, match="--max_tokens_per_batch 10: 21 tokens do not fit in 2 micro-batches"):
+        balance([7, 7, 7], 2, 10)
+
+
+# --- windows of both kinds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 3}, {"max_tokens": 2000}])
+@pytest.mark.parametrize("run", [{"num_epochs": 2.5}, {"max_steps": 17}])
+def test_a_window_is_a_function_of_its_step(options, run):
+    lengths = lognormal(60, most=1500)
+    once = windows(lengths, 1, 2, 2, **options, **run)
+    one_after_the_other = [[members(batch) for batch in once[step]] for step in range(len(once))]
+    for step in np.random.default_rng(0).permutation(len(once)).tolist():
+        fresh = windows(lengths, 1, 2, 2, **options, **run)
+        assert [members(batch) for batch in fresh[step]] == [members(batch) for batch in once[step]]
+        assert [members(batch) for batch in fresh[step]] == one_after_the_other[step]
+    assert once.state(3) == {}  # nothing to remember: the order is computed
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 3}, {"max_tokens": 2000}])
+def test_the_windows_of_a_run_follow_one_another_to_its_end(options):
+    found = windows(lognormal(101, most=1500), 0, 1, 2, num_epochs=1.5, **options)
+    sizes = [len(found[step].units) for step in range(len(found))]
+    assert sum(sizes) == 152 == found.start(len(found)) and min(sizes) > 0
+    assert len(windows(lognormal(101, most=1500), 0, 1, 2, max_steps=9, **options)) == 9
+
+
+def test_the_windows_of_a_long_run_are_counted_in_seconds():
+    start = time.monotonic()
+    assert len(windows([100] * 40_000, max_tokens=100)) == 40_000
+    assert time.monotonic() - start < 10  # in proportion to the run, not to its square
+
+
+def test_the_plan_of_a_run():
+    found = windows([2, 3, 4, 5, 6, 7, 8], 0, 2, 1, batch_size=2, num_epochs=2)
+    order = [found.samples.size(p) for p in range(14)]
+    assert (
+        found.plan()
+        == {
+            "steps": 4,
+            "units_per_step": 4,
+            "tokens_per_step": round(70 / 4),
+            "steps_per_epoch": 1.75,  # 7 units, 4 a step
+            "largest_micro_batch": max((order[i : i + 2] for i in range(0, 14, 2)), key=sum),
+        }
+    )
+
+
+def test_the_plan_of_a_run_with_a_budget():
+    lengths = lognormal(300)
+    found = windows(lengths, 0, 2, 2, max_tokens=8000, num_epochs=1)
+    plan, steps = found.plan(), len(found)
+    batches = [batch for step in range(steps) for batch in flat_parts(step, lengths)]
+    assert plan["steps"] == steps and plan["units_per_step"] == round(300 / steps, 1)
+    assert plan["steps_per_epoch"] == pytest.approx(steps, abs=0.01)
+    assert plan["tokens_per_step"] == round(lengths.sum() / steps)
+    assert plan["utilisation"] == plan["tokens_per_step"] / 32000
+    assert sum(plan["largest_micro_batch"]) == max(sum(lengths[i] for i in batch) for batch in batches)
+
+
+def flat_parts(step, lengths):
+    return [b for mine in of_all_processes(step, lengths, 2, 2, max_tokens=8000, num_epochs=1) for b in mine]
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 30), FEW, FEW)
+def test_an_evaluation_sees_each_unit_once_and_every_process_as_many_batches(N, world, batch_size):
+    units = [[whole(np.full(3, i))] for i in range(N)]
+    parts = [[members(batch) for batch in eval_batches(units, process(rank, world), batch_size)] for rank in range(world)]
+    assert sorted(flat(parts)) == list(range(N)) and len({len(mine) for mine in parts}) == 1
+    assert all(len(batch) <= batch_size for mine in parts for batch in mine)
+
+
+# --- flat rows ------------------------------------------------------------------------------------------------------
+
+
+def random_units(random):
+    return [
+        [
+            {
+                "input_ids": np.array([random.randrange(9) for _ in range(n)], np.uint16),
+                "loss_mask": np.array([random.randrange(2) for _ in range(n)], np.uint8),
+                "old_logps": np.array([random.random() for _ in range(n)]),
+                "advantage": random.random(),
+            }
+            for n in [random.randrange(1, 6) for _ in range(random.randrange(1, 3))]
+        ]
+        for _ in range(random.randrange(1, 5))
+    ]
+
+
+@settings(deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_a_flat_row_is_that_of_a_loop_over_its_tokens(random):
+    units = random_units(random)
+    ids, positions, mask, field, borders = [], [], [], [], [0]
+    for sequence in [sequence for unit in units for sequence in unit]:
+        for t, token in enumerate(sequence["input_ids"].tolist()):
+            ids.append(token)
+            positions.append(t)
+            mask.append(int(sequence["loss_mask"][t]) if t else 0)  # the first token has nothing before it
+            field.append(np.float32(sequence["old_logps"][t]))
+        borders.append(len(ids))
+    batch = flat_batch(units, CPU)
+    assert batch["input_ids"].tolist() == [ids] and batch["position_ids"].tolist() == [positions]
+    assert batch["cu_seqlens"].tolist() == borders and batch["lengths"] == np.diff(borders).tolist()
+    assert batch["loss_mask"].tolist() == mask and batch["old_logps"].tolist() == field
+    advantages = [sequence["advantage"] for unit in units for sequence in unit]
+    assert batch["advantage"].tolist() == pytest.approx(advantages, abs=1e-6)
+    assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "cu_seqlens", "targets"))
+    if any(mask):
+        assert batch["targets"].tolist() == [t for t, trained in enumerate(mask) if trained]
+        assert not set(batch["targets"].tolist()) & set(borders)
+    else:
+        assert batch["targets"].tolist() == [min(1, len(ids) - 1)]  # every parameter takes part in the backward pass
+
+
+def test_a_filler_adds_nothing_to_any_sum():
+    batch = flat_batch([[whole(np.arange(5))]], CPU, weight=0.0)
+    assert not batch["loss_mask"].any() and not batch["sequence_mask"].any() and len(batch["targets"]) == 4
+
+
+def test_a_process_without_units_takes_part_with_a_filler():
+    counts = Counter(len(mine) for mine in flat_fillers())
+    assert counts == {1: 3, 0: 5}
+
+
+def flat_fillers():
+    return [batch for mine in of_all_processes(0, [5, 5, 5], 4, 2) for batch in mine]

@@ -1,0 +1,156 @@
+"""See it before you train: --dry_run says what a run would be and writes nothing in its folder; dataset.json keeps it."""
+
+import json
+
+from common.errors import UserError
+from tests.conftest import read_metrics
+
+import numpy as np
+import pytest
+
+BASE = ["--model_name_or_path", "data/base_model", "--eval_prompts", "", "--num_samples", "0", "--save_steps", "0"]
+STAGES = {
+    stage: ["--config", f"data/configs/{stage}.yaml", *BASE, "--max_train_samples", "40", "--max_eval_samples", "10"]
+    for stage in ("pretrain", "sft", "dpo", "grpo")
+}
+CHATS = [
+    [("user", "How much is 1+1?"), ("assistant", "2")],
+    [("user", "How much is 1+2?"), ("assistant", "3"), ("user", "And 2+2?"), ("assistant", "Answer: 4")],
+    [("user", "A question without an answer")],
+    [("user", "An empty answer"), ("assistant", "")],
+    [("user", "Another empty answer"), ("assistant", " ")],
+]
+
+
+def write_chats(path, chats):
+    rows = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dry_run_shows_everything_and_leaves_the_output_folder_alone(stage, launch, capsys):
+    output = launch(stage, *STAGES[stage], "--dry_run")
+    said = capsys.readouterr().out
+    assert not output.exists()
+    rows = [line.split() for line in said.splitlines() if line.split()[:1] == [stage]]
+    assert rows and rows[0][2] == rows[0][3] == "40"  # the training source: rows read, rows used
+    for word in ("held out", "p50", "####", "steps:", "an epoch:", "381,600 of 381,600 trained", "activations", "dry run"):
+        assert word in said, word
+    assert said.count("with what is trained marked") == {"grpo": 0, "dpo": 4}.get(stage, 2)
+    assert "[[" in said or stage == "grpo"
+
+
+def test_a_dry_run_does_not_touch_a_run_that_is_there(launch, capsys):
+    output = launch("sft", *STAGES["sft"], "--max_steps", "2")
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    launch("sft", *STAGES["sft"], "--dry_run", "--overwrite_output_dir", "--learning_rate", "1")
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+
+def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
+    some = write_chats(tmp_path / "some.jsonl", CHATS)
+    words = [*STAGES["sft"], "--dataset_name", some, "data/sft", "--dataset_weights", "1", "3", "--packing"]
+    output = launch("sft", *words, "--max_length", "128", "--max_steps", "2", "--per_device_train_batch_size", "2")
+    facts = json.loads((output / "dataset.json").read_text())
+    first, second = facts["sources"]
+    assert (first["source"], first["format"], first["rows"], first["units"]) == ("some", "messages", 5, 2)
+    assert first["dropped"] == {
+        "empty answer": {"count": 2, "first": [f"{some}:4", f"{some}:5"]},
+        "no assistant turn": {"count": 1, "first": [f"{some}:3"]},
+    }
+    assert (second["source"], second["rows"], second["units"], second["dropped"]) == ("sft", 40, 40, {})
+    assert [found["share"] for found in facts["sources"]] == [0.25, 0.75]
+    assert 0 < first["trained_tokens"] < first["tokens"]
+    packing, lengths = facts["packing"], facts["lengths"]
+    tokens = first["tokens"] + second["tokens"]
+    assert packing["utilisation"] == pytest.approx(tokens / (packing["rows"] * 128)) and packing["utilisation"] > 0.7
+    assert lengths["mean"] == pytest.approx(tokens / 42) and sum(count for *_, count in lengths["histogram"]) == 42
+    assert facts["plan"]["steps"] == 2 and facts["parameters"] == {"trained": 381600, "all": 381600}
+    parts = facts["memory_gib"]
+    assert parts["total"] == pytest.approx(sum(value for name, value in parts.items() if name != "total"))
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_each_source_has_its_own_evaluation_loss_beside_the_weighted_mean(stage, launch):
+    data = f"data/{stage}"
+    words = [*STAGES[stage], "--dataset_name", data, f"{data}/validation.jsonl", "--dataset_weights", "3", "1"]
+    words += ["--eval_fraction", "0.3", "--max_steps", "1", "--eval_steps", "1", "--max_eval_samples", "12"]
+    row = next(row for row in read_metrics(launch(stage, *words)) if "eval_loss" in row)
+    own = [row[f"eval_{name}_loss"] for name in (stage, "validation")]
+    # At the first step all preference losses are ln 2.
+    assert row["eval_loss"] == pytest.approx(np.average(own, weights=[3, 1]), rel=1e-6)
+    assert own[0] != own[1] or stage == "dpo"
+
+
+def test_without_weights_the_evaluation_loss_is_that_of_all_trained_tokens(launch, tmp_path):
+    one, two = (write_chats(tmp_path / f"{name}.jsonl", CHATS[i : i + 1]) for i, name in enumerate(("one", "two")))
+    words = [*STAGES["sft"], "--eval_dataset_name", one, two, "--max_steps", "1", "--eval_steps", "1"]
+    both = next(row for row in read_metrics(launch("sft", *words)) if "eval_loss" in row)
+    joined = write_chats(tmp_path / "joined.jsonl", CHATS[:2])
+    words[words.index(one) : words.index(two) + 1] = [joined]
+    alone = next(row for row in read_metrics(launch("sft", *words, output="joined")) if "eval_loss" in row)
+    assert both["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-6)
+    assert both["eval_one_loss"] != both["eval_two_loss"] and "eval_joined_loss" not in alone
+
+
+def test_with_strict_data_the_first_row_that_cannot_be_used_ends_the_run(launch, tmp_path):
+    some = write_chats(tmp_path / "some.jsonl", CHATS)
+    with pytest.raises(UserError, match=r"some.jsonl:3: no assistant turn \(--strict_data\)"):
+        launch("sft", *STAGES["sft"], "--dataset_name", some, "--strict_data")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+1?", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
+    with pytest.raises(UserError, match=r"prompts.jsonl:2: empty prompt \(--strict_data\)"):
+        launch("grpo", *STAGES["grpo"], "--dataset_name", prompts, "--strict_data")
+
+
+def test_prompts_of_grpo_may_be_mixed_and_go_from_short_to_long(launch):
+    words = [*STAGES["grpo"], "--max_steps", "20", "--eval_steps", "0", "--num_generations", "4"]
+    words += ["--per_device_train_batch_size", "4", "--max_completion_length", "2"]
+
+    def prompts(output):
+        lines = [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
+        return [line["prompt"] for line in lines[::4]]
+
+    rising = prompts(launch("grpo", *words, "--curriculum_column", "length", "--curriculum_fraction", "1"))
+    sizes = [len(prompt[-1]["content"]) for prompt in rising]
+    assert len(sizes) == 20 and sum(sizes[:5]) < sum(sizes[-5:])
+    sources = ["--dataset_name", "data/grpo", "data/grpo_zero", "--dataset_weights", "3", "1"]
+    mixed = prompts(launch("grpo", *words, *sources, output="mixed"))
+    assert abs(sum(isinstance(prompt, str) for prompt in mixed) - 5) <= 1
+
+
+def test_the_scripts_refuse_settings_of_the_data_that_cannot_work(launch, tmp_path):
+    for words, message in (
+        (["--curriculum_fraction", "0"], "--curriculum_fraction is a share"),
+        (["--turn_dropping", "2"], "--turn_dropping is a probability"),
+        (["--turn_dropping", "0.5", "--train_on", "last_turn"], "--train_on all_turns"),
+        (["--curriculum_column", "difficulty"], "--curriculum_column difficulty: no such column; found messages"),
+        (["--dataset_streaming", "--max_steps", "-1"], "--max_steps"),
+        (["--dataset_streaming", "--max_steps", "2", "--turn_dropping", "0.1"], "--dataset_streaming"),
+        (["--max_tokens_per_batch", "20"], "--max_tokens_per_batch 20: one unit alone has"),
+        (["--dataset_format", "shargpt"], "sharegpt"),
+        (["--dataset_format", "alpaca"], "instruction"),
+        (["--dataset_weights", "1", "2"], "2 weights for 1 source"),
+        (["--dataset_cache_dir", "/proc/nowhere"], "--dataset_cache_dir /proc/nowhere: cannot be written"),
+    ):
+        with pytest.raises(UserError) as caught:
+            launch("sft", *STAGES["sft"], *words, "--overwrite_output_dir")
+        assert message in str(caught.value) and "\n" not in str(caught.value), (words, str(caught.value))
+    with pytest.raises(UserError, match="GRPO keeps its prompts in memory"):
+        launch("grpo", *STAGES["grpo"], "--dataset_streaming")
+
+
+def test_a_source_with_settings_of_its_own_comes_from_yaml(launch, tmp_path):
+    config = tmp_path / "run.yaml"
+    chats = write_chats(tmp_path / "some.jsonl", CHATS[:2])
+    config.write_text(
+        f"model_name_or_path: data/base_model\ndataset_name:\n  - {{path: {chats}, weight: 0.5}}\n"
+        "  - {path: data/sft, weight: 1.5, max_samples: 7}\nmax_steps: 1\neval_steps: 0\nsave_steps: 0\nmax_length: 256\n"
+    )
+    output = launch("sft", "--config", config)
+    facts = json.loads((output / "dataset.json").read_text())["sources"]
+    assert [(found["source"], found["units"], found["share"]) for found in facts] == [("some", 2, 0.25), ("sft", 7, 0.75)]
+    assert '"path": "data/sft"' in (output / "args.yaml").read_text()
+    again = launch("sft", "--config", output / "args.yaml", "--output_dir", str(tmp_path / "again"), output="x")
+    assert again == tmp_path / "x" and (tmp_path / "again" / "dataset.json").exists()
