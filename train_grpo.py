@@ -277,9 +277,9 @@ def main(args: Args) -> None:
     def prompt_of(columns: dict[str, Any], format: str) -> dict[str, Any]:
         return tokenize_row(as_prompt(columns, format), tokenizer, args.max_prompt_length, args.system_prompt)
 
-    prompts = Items(args, sources, prompt_of, "prompts")
+    prompts = Items(sources, prompt_of, "prompts", args.strict_data, args.curriculum_column)
     order = make_order(args, sources, prompts)
-    eval_prompts = Items(args, eval_sources, prompt_of, "prompts")
+    eval_prompts = Items(eval_sources, prompt_of, "prompts", args.strict_data)
     if args.eval_prompts:
         eval_prompts = load_prompts(args.eval_prompts, tokenizer)
     rewards = load_rewards(args.reward_funcs, accelerator.device)

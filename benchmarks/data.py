@@ -28,18 +28,18 @@ os.chdir(ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # both sides use two processes instead
 
-import train_pretrain
-import train_sft
-from common.cache import tokenize
-from common.collators import Windows
-from common.data import Source
-from common.model import load_tokenizer
-from common.order import Order, Shuffled
+import train_pretrain  # noqa: E402
+import train_sft  # noqa: E402
+from common.cache import tokenize  # noqa: E402
+from common.collators import Windows  # noqa: E402
+from common.data import Source  # noqa: E402
+from common.model import load_tokenizer  # noqa: E402
+from common.order import Order, Shuffled  # noqa: E402
 
-import accelerate
-import datasets
-import torch
-import transformers
+import accelerate  # noqa: E402
+import datasets  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 PROCESSES, BATCH, MAX_LENGTH = 2, 8, 1024
 
@@ -141,42 +141,38 @@ def peer(kind: str, path: Path, tokenizer, work: Path) -> tuple[float, float, in
 
 
 def loader_share() -> float:
-    """The share of a training step that goes into making its batches: the demo's model on the demo's chats."""
+    """The share of the time of training that goes into making the batches: the demo's model on the demo's chats."""
     code = """
 import time, train_sft
 from common.arguments import parse_args
 from common.collators import Window, Windows
-spent = {"loader": 0.0}
+spent = [0.0]
 def timed(function):
     def inner(*args):
         began = time.perf_counter()
         result = function(*args)
-        spent["loader"] += time.perf_counter() - began
+        spent[0] += time.perf_counter() - began
         return result
     return inner
-def all_at_once(window):
-    return iter([window.batch(i) for i in range(window.accumulation)])
-Windows.__getitem__ = timed(Windows.__getitem__)
 iterate = Window.__iter__
-Window.__iter__ = timed(lambda window: iter(list(iterate(window))))
-Window.count = timed(Window.count)
-began = {}
-import common.run, common.optimizer
-progress = train_sft.progress
-def started(*args):
-    began["loop"] = time.perf_counter()
+Window.__iter__ = timed(lambda window: iter(list(iterate(window))))  # all micro-batches at once, inside the clock
+Window.count, Windows.__getitem__ = timed(Window.count), timed(Windows.__getitem__)
+progress, finish, began = train_sft.progress, train_sft.finish, []
+def at_the_start_of_the_loop(*args):
+    spent[0] = 0.0
+    began.append(time.perf_counter())
     return progress(*args)
-train_sft.progress = started
-words = ["--max_steps", "100", "--eval_steps", "0", "--save_steps", "0", "--output_dir", OUT, "--overwrite_output_dir"]
-finish = train_sft.finish
-def ended(*args):
-    print("SHARE", spent["loader"] / (time.perf_counter() - began["loop"]))
-train_sft.finish = ended
+def at_its_end(*args):
+    print("SHARE", spent[0] / (time.perf_counter() - began[0]))
+train_sft.progress, train_sft.finish = at_the_start_of_the_loop, at_its_end
+words = ["--max_steps", "200", "--eval_steps", "0", "--save_steps", "0", "--output_dir", OUT, "--dataset_cache_dir", CACHE]
 train_sft.main(parse_args(train_sft.Args, train_sft.DEMO, words))
 """
     with tempfile.TemporaryDirectory() as work:
-        code = code.replace("OUT", repr(f"{work}/out"))
-        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        code = code.replace("OUT", repr(f"{work}/out")).replace("CACHE", repr(f"{work}/cache"))
+        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        raise SystemExit(found.stdout + found.stderr)
     return float(found.stdout.split("SHARE")[1].split()[0])
 
 
@@ -186,7 +182,9 @@ def large_corpus(megabytes: int) -> dict[str, float]:
         work = Path(folder)
         write_text(work / "large.jsonl", megabytes)
         write_text(work / "small.jsonl", 1)
-        common = "--tokenizer_name data/base_model --hidden_size 32 --num_layers 1 --num_heads 2 --max_length 256 --max_steps 1"
+        common = (
+            "--tokenizer_name data/base_model --hidden_size 32 --num_layers 1 --num_heads 2 --max_length 256 --max_steps 1"
+        )
         common += " --eval_steps 0 --save_steps 0 --per_device_train_batch_size 1 --overwrite_output_dir"
         seconds = {}
         for name, file in (("first", "large"), ("small_first", "small"), ("again", "large"), ("small", "small")):
@@ -241,8 +239,12 @@ def main() -> None:
                     "batches_tokens_per_s": round(statistics.median(f[2] / f[1] for f in found)),
                     "tokens": found[0][2],
                 }
-            table["ratio_tokenise"] = round(statistics.median(p[0] / o[0] for o, p in zip(rounds["ours"], rounds["datasets.map"], strict=True)), 2)
-            table["ratio_batches"] = round(table["ours"]["batches_tokens_per_s"] / table["datasets.map"]["batches_tokens_per_s"], 1)
+            table["ratio_tokenise"] = round(
+                statistics.median(p[0] / o[0] for o, p in zip(rounds["ours"], rounds["datasets.map"], strict=True)), 2
+            )
+            table["ratio_batches"] = round(
+                table["ours"]["batches_tokens_per_s"] / table["datasets.map"]["batches_tokens_per_s"], 1
+            )
             results[kind] = table
             print(kind, json.dumps(table), flush=True)
     results["loader_share_of_a_step"] = round(loader_share(), 5)
@@ -258,7 +260,9 @@ def main() -> None:
     lines = ["| work | ours | datasets.map, padding collator | ratio |", "|---|---|---|---|"]
     for kind in ("chats", "text"):
         o, p = results[kind]["ours"], results[kind]["datasets.map"]
-        lines.append(f"| {kind}: tokenise and cache | {o['tokenise_s']} s | {p['tokenise_s']} s | {results[kind]['ratio_tokenise']}× |")
+        lines.append(
+            f"| {kind}: tokenise and cache | {o['tokenise_s']} s | {p['tokenise_s']} s | {results[kind]['ratio_tokenise']}× |"
+        )
         lines.append(
             f"| {kind}: cache to micro-batches | {o['batches_tokens_per_s']:,} tokens/s | {p['batches_tokens_per_s']:,} tokens/s "
             f"| {results[kind]['ratio_batches']}× |"

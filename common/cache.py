@@ -17,7 +17,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
 from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-CHUNK = 500  # rows that a worker gets at a time
+CHUNK = 200  # rows that a worker gets at a time
 ROOMS = (readers, data, formats, chat, tokens)  # the code that tokenises
 
 
@@ -324,13 +325,11 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: tuple, num_proc: int | None
     """(rows, their units), in order, chunk by chunk; by several processes where there is more than one chunk."""
     rows = iter(rows)
     chunks = iter(lambda: list(islice(rows, CHUNK)), [])
-    first = next(chunks, None)
-    if first is None:
-        return
-    yield len(first), encode(first, *job)
+    some = list(islice(chunks, 2))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = num_proc or cores
-    if workers < 2:
+    chunks = chain(some, chunks)
+    if workers < 2 or len(some) < 2:
         yield from ((len(chunk), encode(chunk, *job)) for chunk in chunks)
         return
     # Forked workers have the tokenizer already; where there is no fork, they get copies.
@@ -345,6 +344,10 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: tuple, num_proc: int | None
                     yield count, result.result()
             for count, result in waiting:
                 yield count, result.result()
+        except BrokenProcessPool:
+            raise UserError(
+                f"a process that tokenises was killed, for lack of memory? Fewer than {workers}: --dataset_num_proc"
+            ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

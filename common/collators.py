@@ -277,7 +277,7 @@ def pack(units: Any, max_length: int, bands: int = 1) -> Packs:
     members, counts, first = [], [], 0
     for count in units.counts:
         these = np.arange(first, first + count)
-        if bands > 1:
+        if bands > 1 and units.difficulty is not None:
             these = these[np.argsort(units.difficulty[these], kind="stable")]
         before = len(members)
         for part in np.array_split(these, bands):

@@ -53,13 +53,14 @@ def memory(device: torch.device) -> Memory:
     if device.type == "mps":
         current = torch.mps.driver_allocated_memory() / GIB  # MPS keeps no record of the peak
         return Memory(current, current, torch.mps.recommended_max_memory() / GIB)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
-    if not Path("/proc/self/statm").exists():
+    status = Path("/proc/self/status")
+    if not status.exists():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
         return Memory(peak, peak, float("nan"))
-    page = resource.getpagesize()
-    current = int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
-    total = int(Path("/proc/meminfo").read_text().split()[1]) / 2**20  # first line: MemTotal in kB
-    return Memory(current, peak, total)
+    # Not ru_maxrss, which a process has from the one that started it. The values are in kB.
+    found = dict(line.split(":") for line in status.read_text().splitlines() if ":" in line and line.count(":") == 1)
+    total = int(Path("/proc/meminfo").read_text().split()[1]) / 2**20  # first line: MemTotal
+    return Memory(int(found["VmRSS"].split()[0]) / 2**20, int(found["VmHWM"].split()[0]) / 2**20, total)
 
 
 # --- before a run: what it will need --------------------------------------------------------------------------------
@@ -150,9 +151,11 @@ def estimate(
         if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
             made = of_the_run(*(run.forward.made for run in runs))
             if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-                # Little stays between the blocks: the loss is that of one of them, forward, once more and backward.
+                # Little stays between the blocks: the loss is that of one of them, forward, once more and backward, and
+                # of the gradients, which find no place where activations were.
                 made /= max(1, len(stages) - 1)
                 made += max(of_the_run(*(stretch.made for stretch in stage)) for stage in stages)
+                made += sum(size for size in (nbytes([p]) for p in trained) if size < HEAP_LARGEST) / shards
             parts["heap loss"] = HEAP_LOSS * made
         loaded = nbytes(t for t in [*model.parameters(), *model.buffers()] if t.device.type == "cpu")
         parts["process"] = max(0.0, memory(device).current * GIB - loaded)

@@ -252,7 +252,9 @@ def load_model(
             )
     if vocab_size is not None and vocab_size > lm.get_input_embeddings().weight.shape[0]:
         say(f"model: the embedding grows from {lm.get_input_embeddings().weight.shape[0]} to {vocab_size} tokens")
-        lm.resize_token_embeddings(vocab_size, mean_resizing=True)
+        with torch.random.fork_rng():  # the new rows are drawn: the same for the model and its reference, on every process
+            torch.manual_seed(0)
+            lm.resize_token_embeddings(vocab_size, mean_resizing=True)
     return wrap(lm)
 
 

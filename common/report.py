@@ -6,7 +6,7 @@ from typing import Any
 
 from common.checkpoint import SHARDED
 from common.errors import say
-from common.memory import estimate, memory, show_memory
+from common.memory import estimate, memory, savings, show_memory
 from common.model import count_parameters
 from common.tokens import show_trained
 
@@ -47,10 +47,16 @@ def describe(
     }
     if hasattr(packs, "utilisation"):
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
-    facts["memory_gib"] = memory_parts(accelerator, model, plan["largest_micro_batch"], facts["sources"], reference)
+    facts["memory_gib"], helps = memory_parts(
+        accelerator, model, plan["largest_micro_batch"], facts["sources"], reference, args.dry_run
+    )
+    limit = memory(accelerator.device).limit
     if args.dry_run:
-        show(facts, data, tokenizer, memory(accelerator.device).limit, args.dataset_streaming)
+        show(facts, data, tokenizer, limit, helps, args.dataset_streaming)
         return True
+    if helps:
+        say(f"memory: this run needs about {facts['memory_gib']['total']:.1f} GiB, and there are {limit:.1f}")
+        show_savings(helps)
     show_examples(data, tokenizer, unit, 1)
     say(
         f"{trained:,} of {parameters:,} parameters trained; {len(data):,} {unit}s"
@@ -63,7 +69,7 @@ def describe(
     return False
 
 
-def show(facts: dict[str, Any], data: Any, tokenizer: Any, limit: float, streaming: bool) -> None:
+def show(facts: dict[str, Any], data: Any, tokenizer: Any, limit: float, helps: list, streaming: bool) -> None:
     """All facts and two examples on the console."""
     unit = facts["unit"]
     say(f"\ndata{' (what is in the first block of the stream)' if streaming else ''}")
@@ -90,20 +96,27 @@ def show(facts: dict[str, Any], data: Any, tokenizer: Any, limit: float, streami
     say(f"parameters: {facts['parameters']['trained']:,} of {facts['parameters']['all']:,} trained")
     if facts["memory_gib"]:
         say(f"\n{show_memory(facts['memory_gib'], limit)}\n")
+        show_savings(helps)
     show_examples(data, tokenizer, unit, 2)
     say("\ndry run: nothing was trained, and nothing written in output_dir")
 
 
 def show_sources(sources: list[dict[str, Any]]) -> None:
     """A line for each source, and one for each reason for which rows were left out."""
-    say(f"    {'source':24} {'format':18} {'rows':>10} {'used':>10} {'tokens':>13} {'trained':>8} {'share':>7}")
+    say(f"    {'source':20} {'format':17} {'rows':>9} {'used':>9} {'tokens':>13} {'trained':>8} {'share':>7}")
     for found in sources:
         trained = f"{found['trained_tokens'] / max(found['tokens'], 1):.1%}" if "trained_tokens" in found else "-"
         share = f"{found['share']:.1%}" if "share" in found else "-"
-        numbers = f"{found['rows']:>10,} {found['units']:>10,} {found['tokens']:>13,} {trained:>8} {share:>7}"
-        say(f"    {found['source']:24} {found['format']:18} {numbers}")
+        numbers = f"{found['rows']:>9,} {found['units']:>9,} {found['tokens']:>13,} {trained:>8} {share:>7}"
+        say(f"    {found['source']:20} {found['format']:17} {numbers}")
         for reason, dropped in found["dropped"].items():
             say(f"        left out: {dropped['count']:,}, {reason} ({', '.join(dropped['first'])})")
+
+
+def show_savings(helps: list[tuple[str, float]]) -> None:
+    """What would make the run smaller, by how much."""
+    for what, gain in helps:
+        say(f"    about {gain:.1f} GiB less with {what}")
 
 
 def show_examples(data: Any, tokenizer: Any, unit: str, most: int) -> None:
@@ -111,12 +124,12 @@ def show_examples(data: Any, tokenizer: Any, unit: str, most: int) -> None:
     for i in range(min(most, len(data))):
         example = data[i]
         if isinstance(example, dict):  # a prompt
-            say(f"{unit} {i + 1}:\n{tokenizer.decode(example['prompt_ids'])}\n")
+            say(f"{unit} {i + 1}:\n{tokenizer.decode(example['prompt_ids']).rstrip()}\n")
             continue
         names = ("chosen", "rejected") if len(example) == 2 else ("",)
         for name, sequence in zip(names, example, strict=True):
             say(f"{' '.join(filter(None, (unit, str(i + 1), name)))}, with what is trained marked:")
-            shown = show_trained(sequence, tokenizer)
+            shown = show_trained(sequence, tokenizer).rstrip("\n")
             say(f"{shown if len(shown) <= SHOWN else f'{shown[:SHOWN]} ...'}\n")
 
 
@@ -138,22 +151,30 @@ def lengths(sizes: np.ndarray) -> dict[str, Any]:
 
 
 def memory_parts(
-    accelerator: Any, model: Any, sizes: list[int], sources: list[dict[str, Any]], reference: bool
-) -> dict[str, float] | None:
-    """See memory.estimate; sizes: tokens of the units in a micro-batch."""
+    accelerator: Any, model: Any, sizes: list[int], sources: list[dict[str, Any]], reference: bool, dry_run: bool
+) -> tuple[dict[str, float] | None, list[tuple[str, float]]]:
+    """(memory.estimate, and, where that is more than there is, memory.savings); None for shards, which hold no whole model.
+
+    sizes: tokens of the units of a micro-batch.
+    """
+    sharded = accelerator.distributed_type in SHARDED
+    if sharded and not dry_run:
+        return None, []
+    if not dry_run:
+        model.to(accelerator.device)  # where it is going anyway, and where a look at it is quick
     tokens = sum(sizes)
     known = [found for found in sources if "trained_tokens" in found]
     share = sum(f["trained_tokens"] for f in known) / max(1, sum(f["tokens"] for f in known)) if known else 1.0
-    sharded = accelerator.distributed_type in SHARDED
-    return estimate(
-        model,
-        tokens,
-        max(1, round(tokens * share)),
-        lengths=sizes,
-        device=accelerator.device,
-        mixed_precision=accelerator.mixed_precision,
-        accumulation=accelerator.gradient_accumulation_steps,
-        reference=reference,
-        shards=accelerator.num_processes if sharded else 1,
-        ddp=accelerator.num_processes > 1 and not sharded,
-    )
+    targets = max(1, round(tokens * share))
+    options = {
+        "lengths": sizes,
+        "device": accelerator.device,
+        "mixed_precision": accelerator.mixed_precision,
+        "accumulation": accelerator.gradient_accumulation_steps,
+        "reference": reference,
+        "shards": accelerator.num_processes if sharded else 1,
+        "ddp": accelerator.num_processes > 1 and not sharded,
+    }
+    parts = estimate(model, tokens, targets, **options)
+    fits = parts["total"] <= memory(accelerator.device).limit
+    return parts, [] if fits else savings(model, parts, tokens, targets, **options)

@@ -19,6 +19,7 @@ def load_units(
     make_units: Callable[..., Any],
     tokenizer: Any,
     settings: dict[str, Any],
+    curriculum_column: str | None = None,
 ) -> Units:
     """All rows of the sources as units (see cache.tokenize)."""
     return tokenize(
@@ -30,7 +31,7 @@ def load_units(
         cache_dir=args.dataset_cache_dir,
         num_proc=args.dataset_num_proc,
         strict=args.strict_data,
-        curriculum_column=args.curriculum_column,
+        curriculum_column=curriculum_column,
     )
 
 
@@ -60,7 +61,7 @@ def load_samples(
             num_proc=args.dataset_num_proc or 1,
             strict=args.strict_data,
         )
-    data = load_units(accelerator, args, sources, make_units, tokenizer, settings)
+    data = load_units(accelerator, args, sources, make_units, tokenizer, settings, args.curriculum_column)
     units = arrange(data, args)
     return Shuffled(units, make_order(args, sources, units), data, getattr(args, "turn_dropping", 0.0))
 
@@ -69,12 +70,17 @@ class Items:
     """Rows of several sources, each as what a function makes of it, in memory: one source after the other."""
 
     def __init__(
-        self, args: Any, sources: list[Source], function: Callable[[dict[str, Any], str], dict[str, Any]], what: str
+        self,
+        sources: list[Source],
+        function: Callable[[dict[str, Any], str], dict[str, Any]],
+        what: str,
+        strict: bool = False,
+        curriculum_column: str | None = None,
     ):
-        """function(columns, format): an item, with its token ids under prompt_ids."""
+        """function(columns, format): an item, with its token ids under prompt_ids. strict: see cache.tokenize."""
         self.items: list[dict[str, Any]] = []
         self.sources, self.counts, self._facts = sources, [], []
-        column = None if args.curriculum_column == "length" else args.curriculum_column
+        column = None if curriculum_column == "length" else curriculum_column
 
         def make(columns: dict[str, Any], format: str) -> dict[str, Any]:
             item = function(columns, format)
@@ -84,7 +90,7 @@ class Items:
 
         for source in sources:
             rows = (row for row, _ in read_rows(source))
-            items, facts = convert(rows, lambda columns, f=source.format: make(columns, f), what, args.strict_data)
+            items, facts = convert(rows, lambda columns, f=source.format: make(columns, f), what, strict)
             self.items += items
             self.counts.append(len(items))
             tokens = sum(len(item["prompt_ids"]) for item in items)
@@ -93,7 +99,7 @@ class Items:
             self._facts.append(about | {"weight": source.weight} | facts)
         self.lengths = np.array([len(item["prompt_ids"]) for item in self.items], np.int64)
         self.difficulty = None
-        if args.curriculum_column == "length":
+        if curriculum_column == "length":
             self.difficulty = self.lengths
         elif column:
             self.difficulty = np.array([number_in(item, column) for item in self.items])

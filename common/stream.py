@@ -122,6 +122,8 @@ class Stream:
         while len(rows) < quota:
             found = next(self._readers[s], None)
             if found is None:
+                if place is None:
+                    raise UserError(f"{self.sources[s].path}: no rows any more")
                 place, self._readers[s] = None, read_rows(self.sources[s])
             else:
                 rows.append(found[0])

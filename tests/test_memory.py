@@ -6,13 +6,14 @@ import sys
 
 from common.collators import flat_batch, whole
 from common.memory import _Live, _size, estimate, memory, nbytes, savings, show_memory
-from common.model import add_lora, enable_gradient_checkpointing
+from common.model import add_lora, enable_gradient_checkpointing, wrap
 from tests.conftest import run_script
-from tests.tiny import tiny_pair
+from tests.tiny import SIZE, tiny_pair
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -56,6 +57,12 @@ def tiny(kind="llama", *, lora=False, recompute=False):
     if recompute:
         enable_gradient_checkpointing(model)
     return model.train()
+
+
+def deep():
+    """Enough layers that recomputing them is worth it."""
+    config = transformers.LlamaConfig(**SIZE | {"num_hidden_layers": 10})
+    return wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
 
 
 def parts_of(model, lengths, **options):
@@ -182,7 +189,7 @@ def test_one_table_with_the_limit_beside_the_total():
 
 
 def test_savings_name_what_is_not_on_yet():
-    model = tiny()
+    model = deep()
     found = savings(model, parts_of(model, [64] * 32), 2048, 2016, lengths=[64] * 32)
     names = " ".join(name for name, _ in found)
     assert "--gradient_checkpointing" in names and "--use_peft" in names and "--max_length" in names
@@ -193,7 +200,7 @@ def test_savings_name_what_is_not_on_yet():
 
 
 def test_a_saving_is_what_the_change_saves():
-    model, lengths = tiny(), [64] * 32
+    model, lengths = deep(), [64] * 32
     parts = parts_of(model, lengths)
     wanted = dict(savings(model, parts, 2048, 2016, lengths=lengths))["--gradient_checkpointing"]
     enable_gradient_checkpointing(model)

@@ -257,7 +257,13 @@ def items(tmp_path, rows, **args):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = {"curriculum_column": None, "curriculum_fraction": 0.5, "strict_data": False, "seed": 0} | args
     args, source = SimpleNamespace(**args), Source(str(path), label="a", format="prompt")
-    made = Items(args, [source], lambda columns, format: columns | {"prompt_ids": [0] * len(columns["prompt"])}, "prompts")
+    made = Items(
+        [source],
+        lambda columns, format: columns | {"prompt_ids": [0] * len(columns["prompt"])},
+        "prompts",
+        args.strict_data,
+        args.curriculum_column,
+    )
     return made, make_order(args, [source], made)
 
 

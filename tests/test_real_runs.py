@@ -12,7 +12,7 @@ import pytest
 
 DATA = Path(os.environ.get("PLAINLOOP_DATA", ROOT.parent / "shared" / "data"))
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real data is not here")
-RUN = ["--max_steps", "3", "--logging_steps", "1", "--eval_steps", "0", "--save_steps", "0", "--max_train_samples", "60"]
+RUN = ["--max_steps", "2", "--logging_steps", "1", "--eval_steps", "0", "--save_steps", "0", "--max_train_samples", "30"]
 CHATS = [
     ("minimind", []),
     ("phi3_mini", []),
@@ -24,7 +24,7 @@ SMALL = ["--hidden_size", "32", "--num_layers", "2", "--num_heads", "4", "--max_
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """base("gpt2"): a small model with that tokenizer, pretrained for three steps on tiny Shakespeare."""
+    """base("gpt2"): a small model with that tokenizer, pretrained for two steps on tiny Shakespeare."""
     made = {}
 
     def base_with(tokenizer, launch):
@@ -47,7 +47,7 @@ def base(tmp_path_factory):
                 "--per_device_train_batch_size",
                 "4",
             ]
-            made[tokenizer] = launch("pretrain", *words, "--eval_steps", "3", output=str(folder / "base"))
+            made[tokenizer] = launch("pretrain", *words, "--eval_steps", "2", output=str(folder / "base"))
         return made[tokenizer]
 
     return base_with
@@ -55,7 +55,7 @@ def base(tmp_path_factory):
 
 def check(output):
     rows = train_metrics(output)
-    assert len(rows) == 3 and all(math.isfinite(row["loss"]) and row["grad_norm"] >= 0 for row in rows)
+    assert len(rows) == 2 and all(math.isfinite(row["loss"]) and row["grad_norm"] >= 0 for row in rows)
     assert (output / "model.safetensors").exists() and (output / "curves.png").stat().st_size > 5000
     return rows
 
@@ -79,30 +79,28 @@ def test_every_corpus_is_pretrained_on_with_every_tokenizer(tokenizer, file, lau
     output = launch("pretrain", *words, "--per_device_train_batch_size", "4")
     check(output)
     (source,) = json.loads((output / "dataset.json").read_text())["sources"]
-    assert source["rows"] == 60 and source["tokens"] > 60 and not source["dropped"]
+    assert source["rows"] == 30 and source["tokens"] > 60 and not source["dropped"]
 
 
 @pytest.mark.parametrize("tokenizer, template", CHATS)
 @pytest.mark.parametrize("file", files("sft"))
 def test_every_chat_file_is_fine_tuned_on_with_every_tokenizer(tokenizer, template, file, launch, base):
-    words = ["--model_name_or_path", base(tokenizer, launch), "--dataset_name", DATA / "sft" / file, "--max_length", "512"]
+    words = ["--model_name_or_path", base(tokenizer, launch), "--dataset_name", DATA / "sft" / file, "--max_length", "256"]
     words += [*template, *RUN, "--per_device_train_batch_size", "4", "--learning_rate", "1e-3"]
-    if "glaive" in file and tokenizer != "minimind":  # only its template writes tools
-        with pytest.raises(UserError, match="none of the 60 rows .* can be used.*the chat template leaves out the tools"):
-            launch("sft", *words)
-        words += ["--columns", "unused=tools"]
     output = launch("sft", *words)
     rows = check(output)
     assert 0 < rows[0]["mean_token_accuracy"] + 1e-9 <= 1
     (source,) = json.loads((output / "dataset.json").read_text())["sources"]
-    assert source["units"] + sum(found["count"] for found in source["dropped"].values()) == source["rows"] == 60
+    assert source["units"] + sum(found["count"] for found in source["dropped"].values()) == source["rows"] == 30
+    if "glaive" in file:  # of these templates, only minimind's writes tools
+        assert any("leaves out the tools" in reason for reason in source["dropped"]) == (tokenizer != "minimind")
 
 
 @pytest.mark.parametrize("tokenizer, template", CHATS)
 @pytest.mark.parametrize("file", files("dpo"))
 def test_every_file_of_pairs_is_trained_on_with_every_tokenizer(tokenizer, template, file, launch, base):
-    words = ["--model_name_or_path", base(tokenizer, launch), "--dataset_name", DATA / "dpo" / file, "--max_length", "512"]
-    rows = check(launch("dpo", *words, *template, *RUN, "--per_device_train_batch_size", "4", "--beta", "0.1"))
+    words = ["--model_name_or_path", base(tokenizer, launch), "--dataset_name", DATA / "dpo" / file, "--max_length", "384"]
+    rows = check(launch("dpo", *words, *template, *RUN, "--per_device_train_batch_size", "2", "--beta", "0.1"))
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)  # policy = reference at the first step
 
 
@@ -132,7 +130,7 @@ def test_grpo_on_gsm8k(system_prompt, launch, base):
     prompt = json.loads((output / "completions.jsonl").read_text().splitlines()[0])["prompt"]
     assert [m["role"] for m in prompt] == ["system", "user"] if system_prompt else isinstance(prompt, str)
     assert all(0 <= row["rewards/exact_number/mean"] <= 1 and row["rewards/length/mean"] <= 0 for row in rows)
-    assert len((output / "completions.jsonl").read_text().splitlines()) == 3 * 8
+    assert len((output / "completions.jsonl").read_text().splitlines()) == 2 * 8
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused_or_given_one(launch, base):
