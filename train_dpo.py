@@ -19,6 +19,7 @@ Objective, over the B pairs of a window (all micro-batches of all processes), π
 Shapes: T tokens of the flat row, S = 2B sequences in it: chosen, rejected, chosen, rejected, ...
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -188,13 +189,15 @@ def main(args: Args) -> None:
         prompts = load_prompts(args.eval_prompts, tokenizer)
 
     # --- model ---------------------------------------------------------------------------------------------------
-    model = load_model(  # a checkpoint is a model like any other, but for LoRA's, which holds the adapter only
-        args.model_name_or_path if args.use_peft else str(checkpoint or args.model_name_or_path),
+    load = functools.partial(
+        load_model,
         dtype=args.dtype,
         revision=args.model_revision,
         trust=args.trust_remote_code,
         vocab_size=len(tokenizer),
     )
+    # A checkpoint is a model like any other, but for LoRA's, which holds the adapter only.
+    model = load(args.model_name_or_path if args.use_peft else str(checkpoint or args.model_name_or_path))
     check_positions(model, max(samples.longest, eval_data.longest))
     if args.use_peft:
         model = add_lora(
@@ -235,16 +238,7 @@ def main(args: Args) -> None:
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     reference = None
     if args.loss_type not in REFERENCE_FREE:
-        frozen = None
-        if not args.use_peft:
-            frozen = load_model(
-                args.model_name_or_path,
-                dtype=args.dtype,
-                revision=args.model_revision,
-                trust=args.trust_remote_code,
-                vocab_size=len(tokenizer),
-            )
-            frozen.to(accelerator.device).eval()
+        frozen = None if args.use_peft else load(args.model_name_or_path).to(accelerator.device).eval()
         reference = reference_of(accelerator.unwrap_model(model), frozen)
     if args.precompute_ref_log_probs and reference is not None:
         say("scoring all pairs with the reference")

@@ -23,6 +23,7 @@ For each prompt, G completions are sampled from the model; each is compared with
 Shapes: T tokens of the flat row, S sequences in it, P prompts, G completions of each, C = P·G, F reward functions.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -287,14 +288,17 @@ def main(args: Args) -> None:
     eval_rewards = load_rewards(args.eval_reward_funcs, accelerator.device) if args.eval_reward_funcs else rewards
 
     # --- model ---------------------------------------------------------------------------------------------------
-    model = load_model(  # a checkpoint is a model like any other, but for LoRA's, which holds the adapter only
-        args.model_name_or_path if args.use_peft else str(checkpoint or args.model_name_or_path),
+    load = functools.partial(
+        load_model,
         dtype=args.dtype,
         revision=args.model_revision,
         trust=args.trust_remote_code,
         vocab_size=len(tokenizer),
     )
-    check_positions(model, int(prompts.lengths.max()) + args.max_completion_length)
+    # A checkpoint is a model like any other, but for LoRA's, which holds the adapter only.
+    model = load(args.model_name_or_path if args.use_peft else str(checkpoint or args.model_name_or_path))
+    longest = prompts.longest + args.max_completion_length
+    check_positions(model, longest)
     if args.use_peft:
         model = add_lora(
             model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
@@ -327,7 +331,6 @@ def main(args: Args) -> None:
     betas = (args.adam_beta1, args.adam_beta2)
     optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
     flops = flops_per_token(model, args.max_prompt_length + args.max_completion_length)
-    longest = int(prompts.lengths.max()) + args.max_completion_length
     plan = {
         "steps": last_step,
         "units_per_step": size / G / args.num_iterations,
@@ -335,21 +338,14 @@ def main(args: Args) -> None:
         "steps_per_epoch": math.ceil(len(prompts) / P) * cycle,
         "largest_micro_batch": [longest] * args.per_device_train_batch_size,
     }
-    if describe(accelerator, args, model, tokenizer, prompts, eval_prompts, plan, "prompt", reference=args.beta > 0):
+    if describe(
+        accelerator, args, model, tokenizer, prompts, eval_prompts, plan, "prompt", args.beta > 0 and not args.use_peft
+    ):
         return
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     reference = None
     if args.beta > 0:
-        frozen = None
-        if not args.use_peft:
-            frozen = load_model(
-                args.model_name_or_path,
-                dtype=args.dtype,
-                revision=args.model_revision,
-                trust=args.trust_remote_code,
-                vocab_size=len(tokenizer),
-            )
-            frozen.to(accelerator.device).eval()
+        frozen = None if args.use_peft else load(args.model_name_or_path).to(accelerator.device).eval()
         reference = reference_of(accelerator.unwrap_model(model), frozen)
 
     state = resume(accelerator, checkpoint, optimizer)

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import random
-import resource
 import shutil
 import statistics
 import subprocess
@@ -252,7 +251,7 @@ def main() -> None:
     if args.corpus_mb:
         results["corpus"] = large_corpus(args.corpus_mb)
         print(json.dumps(results["corpus"]), flush=True)
-    results["peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+
     out = ROOT / "benchmarks" / "data.json"
     if out.exists() and "corpus" not in results:
         results |= {k: v for k, v in json.loads(out.read_text()).items() if k == "corpus"}

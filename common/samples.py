@@ -98,6 +98,7 @@ class Items:
             facts = {"rows": facts["rows"], "units": len(items), "tokens": tokens, "dropped": facts["dropped"]}
             self._facts.append(about | {"weight": source.weight} | facts)
         self.lengths = np.array([len(item["prompt_ids"]) for item in self.items], np.int64)
+        self.longest = max(self.lengths.tolist(), default=0)
         self.difficulty = None
         if curriculum_column == "length":
             self.difficulty = self.lengths
