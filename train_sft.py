@@ -114,7 +114,7 @@ def main(args: Args) -> None:
     )
     sources, eval_sources = find_sources(args, chat_format)
     settings = {"max_length": args.max_length, "train_on": args.train_on, "split_long_chats": args.split_long_chats}
-    samples = load_samples(accelerator, args, sources, make_units, arrange, tokenizer, settings)
+    samples = load_samples(accelerator, args, sources, make_units, arrange, tokenizer, settings, args.turn_dropping)
     eval_data = load_units(accelerator, args, eval_sources, make_units, tokenizer, settings)
     prompts = first_prompts(eval_sources or sources, tokenizer, args.num_samples)
     if args.eval_prompts:

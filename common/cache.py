@@ -253,7 +253,10 @@ def train_tokenizer_on(accelerator: Any, sources: list[Source], vocab_size: int,
             with making(folder) as temporary:
                 train_tokenizer(texts(), vocab_size).save_pretrained(temporary)
         accelerator.wait_for_everyone()
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    for name in ("is_local", "local_files_only"):  # how it was loaded, which would be saved with it
+        tokenizer.init_kwargs.pop(name, None)
+    return tokenizer
 
 
 # --- building -------------------------------------------------------------------------------------------------------

@@ -43,13 +43,16 @@ def load_samples(
     arrange: Callable[[Units, Any], Any],
     tokenizer: Any,
     settings: dict[str, Any],
+    turn_dropping: float = 0.0,
 ) -> Shuffled | Stream:
     """The unit at each position of the run. arrange(units, args): packs or cuts; before it, they are `samples.data`."""
     check_order(args)
+    if not 0 <= turn_dropping <= 1:
+        raise UserError(f"--turn_dropping is a probability, not {turn_dropping}")
     if args.dataset_streaming:
         if args.max_steps <= 0:
             raise UserError("--dataset_streaming: a stream has no known end: say how long to train with --max_steps")
-        if args.curriculum_column or getattr(args, "turn_dropping", 0):
+        if args.curriculum_column or turn_dropping:
             raise UserError("--dataset_streaming: no --curriculum_column and no --turn_dropping: they need all rows at hand")
         job = (make_units, tokenizer, settings, None)
         return Stream(
@@ -63,7 +66,7 @@ def load_samples(
         )
     data = load_units(accelerator, args, sources, make_units, tokenizer, settings, args.curriculum_column)
     units = arrange(data, args)
-    return Shuffled(units, make_order(args, sources, units), data, getattr(args, "turn_dropping", 0.0))
+    return Shuffled(units, make_order(args, sources, units), data, turn_dropping)
 
 
 class Items:
@@ -127,5 +130,3 @@ def make_order(args: Any, sources: list[Source], units: Any) -> Order:
 def check_order(args: Any) -> None:
     if not 0 < args.curriculum_fraction <= 1:
         raise UserError(f"--curriculum_fraction is a share between 0 and 1, not {args.curriculum_fraction}")
-    if not 0 <= getattr(args, "turn_dropping", 0.0) <= 1:
-        raise UserError(f"--turn_dropping is a probability, not {args.turn_dropping}")
