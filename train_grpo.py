@@ -37,6 +37,7 @@ from common.errors import UserError, say
 from common.evaluate import complete_prompts, gather_lists, load_prompts
 from common.formats import as_prompt, prompt_format
 from common.generate import sample
+from common.health import Health
 from common.losses import (
     GRPO_LOSS_TYPES,
     combine_rewards,
@@ -59,7 +60,7 @@ from common.model import (
     reference_of,
     set_stop_tokens,
 )
-from common.monitor import Metrics, require_finite
+from common.monitor import Metrics
 from common.optimizer import adamw, schedule, set_lr
 from common.report import describe
 from common.rewards import load_rewards, score, scorer
@@ -353,6 +354,7 @@ def main(args: Args) -> None:
     done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
+    health = Health(metrics, tokenizer, optimizer, args.max_bad_steps)
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     eval_score = scorer(eval_rewards, tokenizer, weights if eval_rewards is rewards else None)
     say(f"{size} completions a step, {G} for each prompt; they stop at {tokenizer.convert_ids_to_tokens(stop_ids)}")
@@ -394,10 +396,12 @@ def main(args: Args) -> None:
                 add_logps(accelerator, reference, windows, "ref_logps", args.temperature)
             rollout_tokens = sum(len(r["prompt_ids"]) + len(c["ids"]) for r, c in zip(rows, completions, strict=True))
             metrics.add(**logged)
+            metrics.close_window()
             write_completions(metrics, step + 1, rows, completions, advantages, [reward.name for reward in rewards])
 
         seed_step(args.seed, step, accelerator.process_index)
-        for units, weight in windows[step % cycle % args.steps_per_generation]:
+        window = windows[step % cycle % args.steps_per_generation]
+        for units, weight in window:
             batch = flat_batch(units, accelerator.device, weight)
             with accelerator.accumulate(model):
                 bonus = args.entropy_coef != 0
@@ -421,7 +425,7 @@ def main(args: Args) -> None:
                 accelerator.backward(loss * unmean)
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-                    require_finite(accelerator, loss, grad_norm, step, args.output_dir)
+                    health.check(loss, grad_norm, step, [unit for units, _ in window for unit in units])
                     set_lr(optimizer, lr_at(step))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -437,7 +441,7 @@ def main(args: Args) -> None:
             if step % cycle == 0:  # the model is still the one that sampled: how far sampler and trainer disagree
                 per_token["sampling/logp_difference"] = (logps - batch["sampled_logps"]).abs()
             metrics.add(mask.sum(), **{name: (values.detach() * mask).sum() for name, values in per_token.items()})
-        metrics.num_tokens += rollout_tokens // args.steps_per_generation
+        metrics.close_window(rollout_tokens // args.steps_per_generation)
         if due(step + 1, args.logging_steps, done, last_step):
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
 

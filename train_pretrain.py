@@ -30,6 +30,7 @@ from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluate_nll, first_prompts, load_prompts
 from common.formats import as_text, text_format
 from common.generate import why_not_sampled
+from common.health import Health
 from common.losses import nll
 from common.model import (
     add_lora,
@@ -45,7 +46,7 @@ from common.model import (
     load_tokenizer,
     set_stop_tokens,
 )
-from common.monitor import Metrics, require_finite
+from common.monitor import Metrics
 from common.optimizer import adamw, schedule, set_lr
 from common.order import BANDS
 from common.report import describe
@@ -211,6 +212,7 @@ def main(args: Args) -> None:
     done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
+    health = Health(metrics, tokenizer, optimizer, args.max_bad_steps)
     windows.restore(first_step, state.get("windows", {}))
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device), tokenizer)
@@ -250,13 +252,13 @@ def main(args: Args) -> None:
                 accelerator.backward(loss * unmean)
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-                    require_finite(accelerator, loss, grad_norm, step, args.output_dir)
+                    health.check(loss, grad_norm, step, window.units, window.places)
                     set_lr(optimizer, lr_at(step))
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.add(mask.sum(), loss=nll(logps, mask), mean_token_accuracy=(correct * mask).sum())
             metrics.add(mask.sum(), entropy=(entropy * mask).sum())
-        metrics.num_tokens += window.num_tokens
+        metrics.close_window(window.num_tokens)
         if due(step + 1, args.logging_steps, done, last_step):
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
 

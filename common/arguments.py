@@ -82,6 +82,8 @@ class CommonArgs:
     adam_epsilon: float = arg(1e-8, help="AdamW")
     max_grad_norm: float = arg(1.0, help="clip the gradient of the window to this norm; 0 turns clipping off")
 
+    max_bad_steps: int = arg(3, help="end the run after so many steps in a row with a NaN or an infinity; none is taken")
+
     # Evaluation, samples, logging, saving
     eval_steps: int = arg(100, help="evaluate every N steps, and before the first and after the last; 0: never")
     eval_prompts: str | None = arg(

@@ -98,6 +98,11 @@ class Units:
             unit.append(sequence | {name: values[s][i] for name, values in self.fields.items()})
         return unit
 
+    def where(self, index: int) -> str:
+        """The source and row that a unit comes from."""
+        s = bisect_right(self._firsts, index) - 1
+        return f"{self.sources[s].path} row {int(self.files[s].rows[index - self._firsts[s]]) + 1}"
+
     def add_field(self, name: str, values: np.ndarray) -> None:
         """Give every sequence a number, (sequences,) over all sources, as the per-sequence field `name`."""
         borders = np.cumsum([len(file.starts) for file in self.files])[:-1]

@@ -56,9 +56,10 @@ def flat_batch(units: Sequence[Unit], device: torch.device, weight: float = 1.0)
 class Window:
     """The units of one optimizer step: iterating gives this process's micro-batches, as many as on any other process."""
 
-    def __init__(self, units: list[Unit], mine: list[list[int]], device: torch.device):
-        """units: of all processes. mine: for each micro-batch of this process, which of them."""
-        self.units, self._mine, self._device = units, mine, device
+    def __init__(self, units: list[Unit], mine: list[list[int]], device: torch.device, places: Any = None):
+        """units: of all processes. mine: for each micro-batch of this process, which of them. places(): where they come
+        from, as a source and a row for each."""
+        self.units, self._mine, self._device, self.places = units, mine, device, places
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for members in self._mine:
@@ -132,7 +133,7 @@ class Windows:
             B = self._batch_size
             parts = [list(range(i * B, min((i + 1) * B, len(units)))) for i in range(self._parts)]
         mine = parts[self._accelerator.process_index :: self._accelerator.num_processes]
-        return Window(units, mine, self._accelerator.device)
+        return Window(units, mine, self._accelerator.device, lambda: [self.samples.where(i) for i in positions])
 
     def start(self, step: int) -> int:
         """The position at which a window starts."""
@@ -255,6 +256,9 @@ class Packs:
 
     def __getitem__(self, i: int) -> Unit:
         return [sequence for j in self.members[i] for sequence in self.units[int(j)]]
+
+    def where(self, i: int) -> str:
+        return ", ".join(self.units.where(int(j)) for j in self.members[i])
 
     def of_source(self, s: int) -> "Packs":
         first = sum(self.counts[:s])

@@ -3,13 +3,14 @@
 import importlib.util
 import json
 import platform
+import statistics
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import LINES, checkpoints
+from common.checkpoint import LINES
 from common.errors import UserError
 from common.memory import memory
 from common.model import peak_flops
@@ -17,6 +18,7 @@ from common.model import peak_flops
 import torch
 from tqdm import tqdm
 
+SPIKE = 6.0  # standard deviations of the last losses above their mean
 TRACKERS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -46,6 +48,11 @@ class Metrics:
         self.accelerator = accelerator
         self.output_dir = Path(output_dir)
         self.sums: dict[str, list[torch.Tensor]] = {}
+        self.window: dict[str, list[torch.Tensor]] = {}  # the same of the window that is under way
+        self.window_is_bad = False
+        self.bad_steps: list[int] = []  # that were not taken
+        self.losses: list[float] = []  # the last ones that were logged, to know a spike by
+        self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
         self.num_tokens = 0  # trained on so far, over all processes
         self.first_eval: dict[str, float] = {}
@@ -58,10 +65,10 @@ class Metrics:
             accelerator.init_trackers("plainloop", config=plain, init_kwargs={"wandb": {"name": name}})
 
     def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
-        """Add values, each a sum over `weight` units."""
+        """Add values, each a sum over `weight` units, to the window that is under way."""
         device = self.accelerator.device
         for name, value in values.items():
-            pair = self.sums.setdefault(
+            pair = self.window.setdefault(
                 name,
                 [
                     torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
@@ -75,6 +82,21 @@ class Metrics:
         """Add values that are this micro-batch's share of the window's value (a loss already divided by its count)."""
         micro_batches = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         self.add(1.0 / micro_batches, **values)
+
+    def add_bad_step(self, step: int) -> None:
+        """The window that is under way is not trained on: its values will be left out."""
+        self.bad_steps.append(step)
+        self.window_is_bad = True
+
+    def close_window(self, num_tokens: int = 0) -> None:
+        """The window is done: its values count, unless it was bad."""
+        if not self.window_is_bad:
+            for name, pair in self.window.items():
+                total = self.sums.setdefault(name, [torch.zeros_like(part) for part in pair])
+                for whole, part in zip(total, pair, strict=True):
+                    whole += part
+        self.window, self.window_is_bad = {}, False
+        self.num_tokens += num_tokens
 
     def reduce(self) -> dict[str, list[float]]:
         """{name: [sum, weight]} over all processes, the carry included; starts the sums anew."""
@@ -92,12 +114,14 @@ class Metrics:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps. Called on every process."""
         self.carry = self.reduce()
-        return {"carry": self.carry, "num_tokens": self.num_tokens, "first_eval": self.first_eval}
+        kept = ("carry", "num_tokens", "first_eval", "bad_steps", "losses", "spikes")
+        return {name: getattr(self, name) for name in kept}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint: forget the lines of its files that came after it."""
         self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
         self.first_eval, self.clock_tokens = state.get("first_eval", {}), self.num_tokens
+        self.bad_steps, self.losses, self.spikes = (state.get(name, []) for name in ("bad_steps", "losses", "spikes"))
         last = state["step"] or -1  # a run that starts over keeps none
         if self.accelerator.is_main_process:
             for path in (self.output_dir / name for name in LINES if (self.output_dir / name).exists()):
@@ -117,17 +141,34 @@ class Metrics:
         """
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
-        values |= now
+        values |= {name: value for name, value in now.items() if value is not None}  # DeepSpeed keeps the norm to itself
         values["num_tokens"] = self.num_tokens
         values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
         peak = peak_flops(self.accelerator.device)
         if flops_per_token and peak:
             values["mfu"] = values["tokens_per_second"] * flops_per_token / (peak * self.accelerator.num_processes)
         values["peak_memory_gib"] = memory(self.accelerator.device).peak
+        if self.bad_steps:
+            values["bad_steps"] = len(self.bad_steps)
+        self._watch(step, values)
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
         self._write(step, values)
-        if bar is not None:
+        if bar is not None and "loss" in values:  # not if all windows since the last line were bad
             bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
+
+    def _watch(self, step: int, values: dict[str, float]) -> None:
+        """Say it when the loss jumps. The loss of GRPO is centred on 0 by its construction and says nothing of the kind."""
+        if "loss" not in values or "reward" in values:
+            return
+        if len(self.losses) >= 10:
+            z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)
+            if z > SPIKE:
+                self.spikes.append(step)
+                if self.accelerator.is_main_process:
+                    tqdm.write(
+                        f"[step {step}] the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations", sys.stdout
+                    )
+        self.losses = [*self.losses, values["loss"]][-50:]
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
         """Write an evaluation: its metrics, all its samples, and the first `show` of them on the console."""
@@ -162,6 +203,8 @@ class Metrics:
             "final": self.last,
             "before": self.first_eval,
             "num_tokens": self.num_tokens,
+            "bad_steps": self.bad_steps,
+            "loss_spikes": self.spikes,
             "seconds": round(time.perf_counter() - self.started, 1),
             "peak_memory_gib": memory(self.accelerator.device).peak,
             "processes": self.accelerator.num_processes,
@@ -178,21 +221,6 @@ class Metrics:
         self.append("metrics.jsonl", [{"step": step, **values}])
         if self.accelerator.log_with:
             self.accelerator.log(values, step=step)
-
-
-def require_finite(accelerator: Any, loss: torch.Tensor, grad_norm: torch.Tensor, step: int, output_dir: str) -> None:
-    """Raise UserError before the optimizer takes a step with a NaN or an infinity.
-
-    With fp16 an infinite gradient is the business of the loss scaler, which leaves out the step and lowers the scale.
-    """
-    finite = torch.isfinite(loss) if accelerator.scaler else torch.isfinite(loss) & torch.isfinite(grad_norm)
-    if not finite:
-        saved = checkpoints(output_dir)
-        last = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"
-        raise UserError(
-            f"step {step + 1}: loss {loss.item():g}, gradient norm {grad_norm.item():g}: the step was not taken; {last}; "
-            "try a lower --learning_rate, or look for broken rows"
-        )
 
 
 def draw_curves(output_dir: Path) -> None:

@@ -98,6 +98,10 @@ class Shuffled:
             unit = [drop_turns(sequence, self.turn_dropping, rng) for sequence in unit]
         return unit
 
+    def where(self, position: int) -> str:
+        """The source and row of the unit at a position."""
+        return self.units.where(self.order[position])
+
     def size(self, position: int) -> int:
         """Tokens of the unit at a position (before turns are dropped)."""
         return int(self.units.lengths[self.order[position]])

@@ -59,6 +59,11 @@ class Stream:
         block = self._block(position)
         return block.units[int(block.order[position - block.first])]
 
+    def where(self, position: int) -> str:
+        """The source of the unit at a position, and its row in the block."""
+        block = self._block(position)
+        return f"block {block.number}, {block.units.where(int(block.order[position - block.first]))}"
+
     def size(self, position: int) -> int:
         """Tokens of the unit at a position."""
         block = self._block(position)

@@ -63,7 +63,7 @@ def test_what_the_scripts_share_is_written_the_same():
         "        seed_step(args.seed, step, accelerator.process_index)",
         "                accelerator.backward(loss * unmean)",
         "                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)",
-        "                    require_finite(accelerator, loss, grad_norm, step, args.output_dir)",
+        "                    health.check(loss, grad_norm, step, ",
         "                    set_lr(optimizer, lr_at(step))",
     ]
     for script in SCRIPTS:

@@ -1,0 +1,113 @@
+"""A NaN or an infinity changes no weight: the step is passed over, its batch is kept, and a run of them ends the run."""
+
+import importlib
+import json
+import sys
+
+from common.checkpoint import checkpoints
+from common.errors import UserError
+from tests.conftest import read_metrics, run_script
+from tests.test_equivalence import free_port
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+STAGES = {
+    stage: ["--config", f"data/configs/{stage}.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", "0"]
+    + ["--save_steps", "1", "--save_total_limit", "9", "--logging_steps", "1", "--eval_prompts", ""]
+    + ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_samples", "0"]
+    for stage in ("pretrain", "sft", "dpo", "grpo")
+}
+STAGES["grpo"] += ["--num_generations", "4", "--max_completion_length", "8", "--beta", "0.02"]
+LOSS = {"pretrain": "nll", "sft": "nll", "dpo": "dpo_loss", "grpo": "grpo_loss"}  # what makes the loss in each script
+
+
+def break_calls(monkeypatch, stage, which):
+    """Let the script's loss function return NaN at these calls (0 is the first)."""
+    script = importlib.import_module(f"train_{stage}")
+    right, calls = getattr(script, LOSS[stage]), iter(range(10**6))
+
+    def wrong(*args, **kwargs):
+        result = right(*args, **kwargs)
+        if next(calls) not in which:
+            return result
+        return (result[0] * float("nan"), *result[1:]) if isinstance(result, tuple) else result * float("nan")
+
+    monkeypatch.setattr(script, LOSS[stage], wrong)
+
+
+def calls_of_step(stage, step):
+    """The call in the first of the two micro-batches; pretrain and SFT call twice, for the loss and for its metric."""
+    return {(step - 1) * (4 if LOSS[stage] == "nll" else 2)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage, launch, monkeypatch, capsys):
+    break_calls(monkeypatch, stage, calls_of_step(stage, 3))
+    output = launch(stage, *STAGES[stage], "--max_steps", "4")
+    assert "step 3: loss" in (said := capsys.readouterr().out) and "the step was not taken; its batch is in" in said
+    before, after, end = (load_file(output / name / "model.safetensors") for name in ("checkpoint-2", "checkpoint-3", "."))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(not torch.equal(after[name], end[name]) for name in before)  # and the run goes on
+    rows = {row["step"]: row for row in read_metrics(output)}
+    assert "loss" not in rows[3] and rows[3]["bad_steps"] == rows[4]["bad_steps"] == 1 and "bad_steps" not in rows[2]
+    assert all(value == value for row in rows.values() for name, value in row.items() if name != "grad_norm")
+    assert json.loads((output / "summary.json").read_text())["bad_steps"] == [3]
+    (kept,) = (output / "bad_batches").iterdir()
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert kept.name == "step-3.jsonl" and len(lines) >= 4
+    assert all(line["trained"] and line["text"] for line in lines)
+    if stage != "grpo":
+        assert all("row" in line["where"] for line in lines)
+
+
+def test_after_three_bad_steps_in_a_row_the_run_ends_and_names_the_last_good_checkpoint(launch, monkeypatch):
+    bad = [calls_of_step("sft", step) for step in (2, 4, 5, 6)]  # the third is good, and starts the count anew
+    break_calls(monkeypatch, "sft", set().union(*bad))
+    with pytest.raises(
+        UserError, match=r"step 6: loss .* the step was not taken, 3 in a row \(--max_bad_steps\); the last"
+    ) as e:
+        launch("sft", *STAGES["sft"], "--max_steps", "9", output="out")
+    output = e.value.args[0].split("the batches are in ")[1].split("/bad_batches")[0]
+    assert f"{output}/checkpoint-5" in str(e.value) and len(checkpoints(output)) == 5
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
+def test_weights_that_are_lost_end_the_run(stage, launch):
+    words = [*STAGES[stage], "--max_steps", "9", "--learning_rate", "1e30", "--warmup_steps", "0", "--max_grad_norm", "0"]
+    with pytest.raises(UserError, match=r"step \d+: loss .* the step was not taken, 2 in a row .*checkpoint"):
+        launch(stage, *words, "--max_bad_steps", "2", "--max_train_samples", "40")
+
+
+def test_all_processes_pass_over_the_same_step(tmp_path):
+    """One of two processes meets a NaN."""
+    code = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import train_sft
+from common.arguments import parse_args
+right, calls = train_sft.nll, iter(range(10**6))
+def wrong(*args):
+    bad = next(calls) == 4 and os.environ["RANK"] == "1"
+    return right(*args) * (float("nan") if bad else 1.0)
+train_sft.nll = wrong
+train_sft.main(parse_args(train_sft.Args, train_sft.DEMO, sys.argv[1:]))
+"""
+    script = tmp_path / "train_sft_broken.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    run = run_script([*command, str(script), *STAGES["sft"], "--max_steps", "4", "--output_dir", str(tmp_path / "out")])
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["bad_steps"] == [2]
+
+
+def test_a_jump_of_the_loss_is_said_and_kept(launch, monkeypatch, capsys):
+    import common.monitor as monitor
+
+    write = monitor.Metrics._watch
+    values = iter([1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.1, 0.9, 1.0, 1.02, 3.0, 1.0])
+    monkeypatch.setattr(monitor.Metrics, "_watch", lambda self, step, row: write(self, step, row | {"loss": next(values)}))
+    output = launch("sft", *STAGES["sft"], "--max_steps", "13")
+    assert "[step 12] the loss jumps to 3" in capsys.readouterr().out
+    assert json.loads((output / "summary.json").read_text())["loss_spikes"] == [12]
