@@ -1,28 +1,29 @@
-"""Checkpoints and the output folder: whole or not there, verified before use, and loadable with from_pretrained.
+"""Checkpoints: written whole or not at all, gone on from, and loadable with from_pretrained.
 
-A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the optimizer, and
-`trainer_state.json`. It is written under another name, flushed to the disk, listed in `manifest.json` with sizes and
-hashes, and only then renamed; older ones are deleted after that. A kill at any moment leaves the last whole one usable.
+A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the optimizer, the
+run's `args.yaml`, and `trainer_state.json`. It is written under another name, flushed to the disk, listed in
+`manifest.json` with sizes and hashes, and only then renamed; older ones are deleted after that. A kill at any moment, or a
+full disk, leaves the last whole one usable.
 """
 
-import hashlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, say
+from common.folder import LINES, claim_output_dir, delete_run, newest_whole  # noqa: F401
+from common.folder import WEIGHTS, checkpoints, defect, flush, read_state, seal, step_of
 
 import torch
 from accelerate.utils import DistributedType
 
-# Arguments that a resumed run may have other than the one it goes on with: they change what is written, not what is
-# learned.
-MAY_CHANGE = {"overwrite_output_dir", "resume_from_checkpoint", "save_total_limit", "report_to", "run_name", "num_samples"}
-MAY_CHANGE |= {"dataset_cache_dir", "dataset_num_proc", "dry_run"}
-LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
+OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml")  # what a checkpoint has beside the model
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+DISK_ERROR = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 
 
 def save_checkpoint(
@@ -34,165 +35,169 @@ def save_checkpoint(
     step: int,
     state: dict[str, Any],
     total_limit: int,
-) -> None:
-    """Write checkpoint-<step> and prune to total_limit. Called on every process; step: updates done so far."""
+    best: Any = None,
+) -> bool:
+    """Write checkpoint-<step>, prune to total_limit and the best (best.Best) one; whether it could be written.
+
+    Called on every process; step: updates done so far. Where the disk does not take it, that is said, and training goes on:
+    what there is stays, and the next save tries again.
+    """
     final, temporary = Path(output_dir, f"checkpoint-{step}"), Path(output_dir, f".checkpoint-{step}.tmp")
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
+    sharded = accelerator.distributed_type in SHARDED
+    write_model = _model_writer(accelerator, model, tokenizer)
+
+    def write() -> None:
+        for left in Path(output_dir).glob(".checkpoint-*.tmp"):  # of a save that was killed
+            shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    save_model(accelerator, model, tokenizer, temporary)
-    if accelerator.distributed_type in SHARDED:
-        accelerator.save_state(str(temporary / "state"))
-    elif accelerator.is_main_process:
-        torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        (temporary / "trainer_state.json").write_text(json.dumps({"step": step, **state}))
-        _seal(temporary)
+        write_model(temporary)
+        if not sharded:
+            torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+
+    def complete() -> None:
+        known = {"step": step, "processes": accelerator.num_processes, **state}
+        (temporary / "trainer_state.json").write_text(json.dumps(known | ({"best": best.state()} if best else {})))
+        if Path(output_dir, "args.yaml").exists():
+            shutil.copy(Path(output_dir, "args.yaml"), temporary)
+        seal(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
-        _flush(final.parent)
-        for old in checkpoints(output_dir)[:-total_limit] if total_limit > 0 else []:
-            shutil.rmtree(old)
+        flush(final.parent)
+
+    problem = _attempt(accelerator, write)
+    if sharded and not problem:
+        problem = _attempt(accelerator, lambda: accelerator.save_state(str(temporary / "state")), everyone=True)
+    problem = problem or _attempt(accelerator, complete)
+    if problem:
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if best:
+            best.withdraw(step)
+        say(f"{final} could not be written ({problem}): training goes on, and the next save tries again")
+        return False
+    if accelerator.is_main_process:
+        _prune(output_dir, step, total_limit, best.step if best else None)
     accelerator.wait_for_everyone()
+    return True
 
 
-def save_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path) -> None:
-    """Model (or LoRA adapter) and tokenizer as from_pretrained reads them. Called on every process."""
-    lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-    weights = None
-    if accelerator.distributed_type in SHARDED:
-        weights = {name.removeprefix("lm."): w for name, w in accelerator.get_state_dict(model).items()}
-    if accelerator.is_main_process:
-        lm.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
+def export(
+    accelerator: Any, model: Any, tokenizer: Any, output_dir: str, merge_lora: bool = False, best: Path | None = None
+) -> None:
+    """The final model directly in output_dir: that of the checkpoint `best`, or the present one.
 
-
-def export(accelerator: Any, model: Any, tokenizer: Any, output_dir: str, merge_lora: bool = False) -> None:
-    """The final model directly in output_dir; merge_lora: with its adapters merged in, at the end of the run."""
-    wrapper = accelerator.unwrap_model(model)
+    merge_lora: with its adapters merged in, at the end of the run. Raises UserError where the disk does not take it.
+    """
+    wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
+    if best is not None and (problem := defect(best)) is not None:
+        say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
+        best = None
     if merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
+        if best is not None:
+            from peft import load_peft_weights, set_peft_model_state_dict
+
+            set_peft_model_state_dict(wrapper.lm, load_peft_weights(str(best), device=str(accelerator.device)))
+            best = None
         wrapper.lm = wrapper.lm.merge_and_unload()
-    temporary = Path(output_dir, ".export.tmp")
-    if accelerator.is_main_process:
+    write_model = _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
+
+    def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    save_model(accelerator, model, tokenizer, temporary)
-    if accelerator.is_main_process:
-        for file in temporary.iterdir():
-            _flush(file)
-            os.replace(file, Path(output_dir, file.name))
+        write_model(temporary)
+        files = list(temporary.iterdir())
+        for file in files:
+            flush(file)
+        for file in files:
+            target = Path(output_dir, file.name)
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(file, target)
+        for old in {old for pattern in WEIGHTS for old in Path(output_dir).glob(pattern)}:
+            if old.name not in {file.name for file in files}:  # of an export before this one, in another form
+                old.unlink()
         temporary.rmdir()
-    accelerator.wait_for_everyone()
+
+    if problem := _attempt(accelerator, write):
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+        saved = checkpoints(output_dir)
+        again = f"the same command goes on from {saved[-1].name}" if saved else "no checkpoint was kept (--save_steps)"
+        raise UserError(f"the final model could not be written to {output_dir} ({problem}): make room; {again}")
 
 
 def resume(accelerator: Any, checkpoint: Path | None, optimizer: Any) -> dict[str, Any]:
     """Bring back the optimizer; returns trainer_state.json ({"step": 0} without a checkpoint).
 
-    The weights are not loaded here: the model was created from the checkpoint's folder.
+    The weights are not loaded here: the model was created from the checkpoint's folder. Nothing in the files is executed.
     """
     if checkpoint is None:
         return {"step": 0}
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     if accelerator.distributed_type in SHARDED:
         accelerator.load_state(str(checkpoint / "state"))
     else:
-        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
+        file = checkpoint / "optimizer.pt"
+        try:
+            optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        except Exception as error:  # what is no optimizer of this model fails in many ways
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(f"{file} is not the optimizer of this model, or holds more than tensors: {reason}") from None
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)  # those of this run: the weight decay may have changed
+    state = read_state(checkpoint)
+    if state is None:
+        raise UserError(f"{checkpoint / 'trainer_state.json'} cannot be read")
     say(f"resuming from {checkpoint} at step {state['step']}")
     return state
 
 
-def checkpoints(output_dir: str) -> list[Path]:
-    """The checkpoint folders, oldest first."""
-    found = [p for p in Path(output_dir).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")))
+def _prune(output_dir: str, step: int, total_limit: int, best: int | None) -> None:
+    """Keep the newest total_limit (0: all) checkpoints and the best one, once checkpoint-<step> is whole."""
+    found = checkpoints(output_dir)
+    # Those beyond this step are damaged, or of a course that the run has left when it was resumed before them: were they
+    # counted, they would push out the new one.
+    surplus = [path for path in found if step_of(path) > step]
+    if total_limit > 0:
+        surplus += [path for path in found if step_of(path) <= step][:-total_limit]
+    for path in surplus:
+        if step_of(path) != best:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def newest_whole(output_dir: str) -> Path | None:
-    """The newest checkpoint that verifies; those passed over are named."""
-    for checkpoint in reversed(checkpoints(output_dir)):
-        if (problem := defect(checkpoint)) is None:
-            return checkpoint
-        say(f"{checkpoint} is passed over: {problem}")
-    return None
+def _model_writer(accelerator: Any, model: Any, tokenizer: Any) -> Callable[[Path], None]:
+    """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them. Called on every process."""
+    lm, weights = accelerator.unwrap_model(model, keep_torch_compile=False).lm, None
+    if accelerator.distributed_type in SHARDED:
+        weights = {name.removeprefix("lm."): w for name, w in accelerator.get_state_dict(model).items()}
+
+    def write(folder: Path) -> None:
+        lm.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+
+    return write
 
 
-def defect(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if each file has the size and hash of the manifest."""
-    try:
-        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        for name, (size, digest) in files.items():
-            path = checkpoint / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size or _hash(path) != digest:
-                return f"{name} is damaged"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"manifest.json cannot be read ({type(error).__name__})"
-    return None
+def _model_copier(checkpoint: Path) -> Callable[[Path], None]:
+    """What copies the model and tokenizer out of a checkpoint."""
+
+    def write(folder: Path) -> None:
+        for path in checkpoint.iterdir():
+            if path.is_file() and path.name not in OURS:
+                shutil.copy(path, folder)
+
+    return write
 
 
-def claim_output_dir(args: dict[str, Any], saved_args: dict[str, Any] | None) -> Path | None:
-    """Decide what this run does with its output folder; returns the checkpoint to go on from.
-
-    args: this run's arguments; saved_args: those of the run that the folder holds, if any. Raises UserError where going on
-    would mix two runs, SystemExit(0) where the same run is already complete. Deletes nothing.
-    """
-    output_dir, wish = args["output_dir"], args["resume_from_checkpoint"]
-    model = Path(args["model_name_or_path"] or "").resolve()
-    if args["model_name_or_path"] and model.is_relative_to(Path(output_dir).resolve()):
-        raise UserError(f"--output_dir {output_dir} holds the model to start from: choose another")
-    if wish not in ("auto", "none"):
-        if (problem := defect(Path(wish))) is not None:
-            raise UserError(f"--resume_from_checkpoint {wish}: {problem}")
-        return Path(wish)
-    if args["overwrite_output_dir"] or saved_args is None:
-        return None
-    changed = [name for name in args if name not in MAY_CHANGE and args[name] != saved_args.get(name)]
-    again = "--overwrite_output_dir starts over, or choose another --output_dir"
-    if changed:
-        shown = ", ".join(f"{name} {saved_args.get(name)} -> {args[name]}" for name in changed[:3])
-        raise UserError(f"{output_dir} holds another run ({shown}): {again}")
-    if wish == "none":
-        raise UserError(f"{output_dir} holds an earlier run: {again}")
-    if Path(output_dir, "summary.json").exists():
-        say(f"{output_dir} holds this very run, complete: {again}")
-        raise SystemExit(0)
-    return newest_whole(output_dir)
-
-
-def delete_run(output_dir: Path) -> None:
-    """Delete what a run has left in its folder, and nothing else that may lie there."""
-    for folder in [*checkpoints(str(output_dir)), *output_dir.glob(".*.tmp")]:
-        shutil.rmtree(folder)
-    for pattern in (*LINES, "summary.json", "curves.png", "args.yaml", "model*.safetensors*", "adapter_*"):
-        for file in output_dir.glob(pattern):
-            file.unlink()
-
-
-def _seal(folder: Path) -> None:
-    """Flush every file to the disk and list it in manifest.json."""
-    files = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        _flush(path)
-        files[str(path.relative_to(folder))] = (path.stat().st_size, _hash(path))
-    manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"files": files}, indent=1))
-    _flush(manifest)
-    for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _attempt(accelerator: Any, write: Callable[[], None], everyone: bool = False) -> str | None:
+    """Call `write` on the main process (or everyone); what the disk has against it, None on all processes if nothing."""
+    problem = None
+    if everyone or accelerator.is_main_process:
+        try:
+            write()
+        except Exception as error:  # safetensors, tokenizers and torch have classes of their own for a full disk
+            if not isinstance(error, OSError) and not DISK_ERROR.search(str(error)):
+                raise
+            problem = " ".join(str(error).split())
+    failures = accelerator.reduce(torch.tensor(float(problem is not None), device=accelerator.device), "sum")
+    return (problem or "on another process") if failures else None

@@ -302,11 +302,11 @@ def test_windows_may_be_larger_than_blocks(tmp_path, tokenizer):
 # --- the settings of a run ------------------------------------------------------------------------------------------
 
 
-def load(sources, tokenizer, **settings):
+def load(sources, tokenizer, turn_dropping=0.0, **settings):
     args = {"dataset_streaming": True, "max_steps": 5, "curriculum_column": None, "curriculum_fraction": 0.5}
     args |= {"seed": 5, "streaming_buffer_size": 20, "dataset_num_proc": None, "strict_data": False}
     args = SimpleNamespace(**args | settings)
-    return load_samples(None, args, sources, document, lambda units, args: units, tokenizer, {})
+    return load_samples(None, args, sources, document, lambda units, args: units, tokenizer, {}, turn_dropping)
 
 
 def test_a_run_streams_in_blocks_of_its_buffer(tmp_path, tokenizer):
