@@ -284,9 +284,9 @@ def main(args: Args) -> None:
     eval_prompts = Items(eval_sources, prompt_of, "prompts", args.strict_data)
     if args.eval_prompts:
         eval_prompts = load_prompts(args.eval_prompts, tokenizer)
-    rewards = load_rewards(args.reward_funcs, accelerator.device)
+    rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
     weights = args.reward_weights or [1.0] * len(rewards)
-    eval_rewards = load_rewards(args.eval_reward_funcs, accelerator.device) if args.eval_reward_funcs else rewards
+    eval_rewards = load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout) or rewards
 
     # --- model ---------------------------------------------------------------------------------------------------
     load = functools.partial(

@@ -215,7 +215,7 @@ def main(args: Args) -> None:
     health = Health(metrics, tokenizer, optimizer, args.max_bad_steps)
     windows.restore(first_step, state.get("windows", {}))
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
-    score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device), tokenizer)
+    score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout), tokenizer)
 
     # --- loop ----------------------------------------------------------------------------------------------------
     for step in (bar := progress(first_step, last_step, "pretrain")):

@@ -90,6 +90,7 @@ class CommonArgs:
         help="file of rows {prompt, ...}: completed at each evaluation, scored by eval_reward_funcs"
     )
     eval_reward_funcs: list[str] | None = arg(help="scores of the completions: names as for reward_funcs of train_grpo.py")
+    reward_timeout: float = arg(600.0, help="seconds that one call of a reward function may take; 0: any")
     eval_temperatures: list[float] = arg([0.0], help="sampling temperatures of those completions; 0 is greedy")
     eval_max_new_tokens: int = arg(128, help="their longest length")
     num_samples: int = arg(3, help="completions shown at each evaluation (all of them go to samples.jsonl)")

@@ -6,13 +6,16 @@ completion; None abstains. `completions` are strings, or, where the prompts are 
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import inspect
 import math
 import re
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +31,11 @@ NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d
 class Reward(NamedTuple):
     name: str  # as in the metric rewards/<name>/mean
     function: Callable[..., list[float | None]]
+    timeout: float = 0.0  # seconds for a call; 0: any
 
 
-def load_rewards(specs: list[str] | None, device: torch.device) -> list[Reward]:
-    """Reward functions by name.
+def load_rewards(specs: list[str] | None, device: torch.device, timeout: float = 0.0) -> list[Reward]:
+    """Reward functions by name. timeout: seconds that a call may take; 0: any.
 
     exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or
     Hub name of an AutoModelForSequenceClassification with one label). Raises UserError for what cannot be loaded.
@@ -52,7 +56,7 @@ def load_rewards(specs: list[str] | None, device: torch.device) -> list[Reward]:
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
         raise UserError(f"--reward_funcs: two functions have the same name: {', '.join(names)}")
-    return rewards
+    return [reward._replace(timeout=timeout) for reward in rewards]
 
 
 # --- ready-made -----------------------------------------------------------------------------------------------------
@@ -186,11 +190,17 @@ def score(
     for reward in rewards:
         where = f"reward function {reward.name}"
         try:
-            values = reward.function(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-            if inspect.isawaitable(values):
-                values = asyncio.run(values)
+            with _time_limit(reward.timeout):
+                values = reward.function(prompts=prompts, completions=completions, completion_ids=ids, **columns)
+                if inspect.isawaitable(values):
+                    values = asyncio.run(values)
         except UserError:
             raise
+        except _Overtime:
+            raise UserError(
+                f"{where} took more than {reward.timeout:g} s for {len(texts)} completions (--reward_timeout); "
+                f"first prompt: {str(prompts[0])[:120]}"
+            ) from None
         except Exception as error:  # a user's code may raise anything
             shown = str(prompts[0])[:120]
             raise UserError(
@@ -208,6 +218,30 @@ def score(
                 )
         results.append([None if value is None else float(value) for value in values])
     return results
+
+
+class _Overtime(BaseException):
+    """Not an Exception: a reward function that catches those does not catch this."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Ends what takes longer, in Python code and in `re`; a call that never comes back from C is not reached. No limit for 0
+    seconds, outside of the main thread, or where the system has no such alarm."""
+    if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise _Overtime
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def scorer(rewards: list[Reward], tokenizer: Any, weights: list[float] | None = None) -> Callable | None:

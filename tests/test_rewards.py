@@ -246,6 +246,34 @@ def test_a_function_that_raises_is_told_in_one_line_whatever_prompt_and_exceptio
     one_line(error, "my_reward")
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "\n    while True: pass",
+        "import time; time.sleep(30)",
+        "import re; return [float(bool(re.match('(a+)+$', 'a' * 40 + 'b'))) for _ in completions]",
+        "\n    while True:\n        try:\n            while True: pass\n        except Exception: pass",
+    ],
+    ids=["loop", "sleep", "regex", "that catches exceptions"],
+)
+def test_a_function_that_does_not_come_back_is_ended_and_named(tmp_path, body):
+    source = f"def my_reward(completions, **columns): {body}"
+    rewards = load_rewards([user_file(tmp_path, source)], CPU, timeout=0.3)
+    with pytest.raises(UserError, match=r"my_reward took more than 0.3 s for 2 completions \(--reward_timeout\).*What is 1"):
+        score(rewards, [{"prompt": "What is 1+1?"}] * 2, ["a", "b"], [[1], [2]])
+
+
+def test_a_function_that_comes_back_in_time_leaves_no_alarm_behind(tmp_path):
+    import signal
+    import time
+
+    rewards = load_rewards([user_file(tmp_path, "def my_reward(completions, **columns): return [1.0]")], CPU, timeout=0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    assert score(rewards, [{"prompt": "q"}], ["a"], [[1]]) == [[1.0]]
+    time.sleep(0.3)
+    assert signal.getsignal(signal.SIGALRM) == before
+
+
 def test_a_function_or_file_that_is_not_there_is_told_in_one_line(tmp_path):
     source = "def other(prompts, completions, **columns): return []\nmy_number = 3"
     for name in ("my_reward", "my_number"):

@@ -1,0 +1,232 @@
+"""The output folder: what lies in it, whether it is whole, whose it is, and what a run may do with it.
+
+A checkpoint is listed in its `manifest.json` with sizes and hashes, and taken for whole only where they agree.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, say
+
+import yaml
+
+# Arguments that may change between a checkpoint and the run that goes on with it; both sets are said aloud. Everything else
+# makes another run: its model, its data and their order, its objective. The list is of what may change because it is the
+# shorter one, and because a flag that is in no list is then refused, and not trained with by mistake.
+COURSE = {"learning_rate", "lr_scheduler_type", "warmup_steps", "lr_decay_fraction", "min_lr_ratio", "weight_decay"}
+COURSE |= {"adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "save_best", "early_stopping_delta"}
+LENGTH = {"max_steps", "num_train_epochs", "early_stopping_patience"}  # with another one, a complete run may go on
+# The micro-batches of a step: with the same product, and any number of processes, each step has the same samples.
+COURSE |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
+# What evaluations measure: with --save_best they are compared with each other, and it must stay.
+EVALUATION = {"dataset_eval_split", "eval_dataset_name", "max_eval_samples", "eval_prompts", "eval_reward_funcs"}
+EVALUATION |= {"eval_temperatures", "eval_max_new_tokens"}
+# How the run is carried out and what it writes.
+MAY_CHANGE = COURSE | LENGTH | EVALUATION | {"eval_steps", "per_device_eval_batch_size", "num_samples", "logging_steps"}
+MAY_CHANGE |= {"save_steps", "save_total_limit", "report_to", "run_name", "output_dir", "overwrite_output_dir", "dry_run"}
+MAY_CHANGE |= {"resume_from_checkpoint", "dataset_cache_dir", "dataset_num_proc", "strict_data", "trust_remote_code"}
+MAY_CHANGE |= {"max_bad_steps", "max_hours", "save_minutes"}
+MAY_CHANGE |= {"gradient_checkpointing", "torch_compile", "merge_lora", "precompute_ref_log_probs", "generation_batch_size"}
+
+LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
+WEIGHTS = ("model*.safetensors*", "adapter_*")  # of an exported model
+
+
+def checkpoints(output_dir: str) -> list[Path]:
+    """The checkpoint folders, oldest first."""
+    found = [p for p in Path(output_dir).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=step_of)
+
+
+def newest_whole(output_dir: str) -> Path | None:
+    """The newest checkpoint that verifies; those passed over are named."""
+    for checkpoint in reversed(checkpoints(output_dir)):
+        if (problem := defect(checkpoint)) is None:
+            return checkpoint
+        say(f"{checkpoint} is passed over: {problem}")
+    return None
+
+
+def defect(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint; None if each file has the size and hash of the manifest."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        for name, (size, digest) in files.items():
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size or _hash(path) != digest:
+                return f"{name} is damaged"
+        return None if "trainer_state.json" in files else "manifest.json does not list trainer_state.json"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"manifest.json cannot be read ({type(error).__name__})"
+
+
+def earlier_args(folder: str | Path) -> dict[str, Any] | None:
+    """The arguments of the run that a folder holds. None: it holds none; {}: they cannot be read."""
+    # A run that ended before it wrote a metric or a checkpoint has left nothing worth keeping.
+    begun = Path(folder, "metrics.jsonl").exists() or checkpoints(str(folder))
+    return _read_args(Path(folder)) if begun else None
+
+
+def claim_output_dir(args: dict[str, Any], saved_args: dict[str, Any] | None, processes: int | None = None) -> Path | None:
+    """Decide what this run does with its output folder; returns the checkpoint to go on from.
+
+    args: this run's arguments; saved_args: see earlier_args; processes: of this run. Raises UserError where going on would
+    mix two runs, SystemExit(0) where the same run is already complete. Deletes nothing.
+    """
+    output_dir, wish = args["output_dir"], args["resume_from_checkpoint"]
+    here, again = Path(output_dir).resolve(), "--overwrite_output_dir starts over, or choose another --output_dir"
+    if args["model_name_or_path"] and Path(args["model_name_or_path"]).resolve().is_relative_to(here):
+        raise UserError(f"--output_dir {output_dir} holds the model to start from: choose another")
+    named = None if wish in ("auto", "none") else Path(wish)
+    inside = named is not None and named.resolve().is_relative_to(here)
+    if named and (problem := defect(named)) is not None:
+        raise UserError(f"--resume_from_checkpoint {wish}: {problem}")
+    if args["overwrite_output_dir"] or saved_args is None:
+        if inside and args["overwrite_output_dir"]:
+            raise UserError(f"--resume_from_checkpoint {wish} lies in the folder that --overwrite_output_dir empties")
+        if named:
+            _compare(args, _read_args(named), named, processes, "to start from its weights, use --model_name_or_path")
+        return named
+    if named and not inside and saved_args.get("resume_from_checkpoint") != wish:
+        raise UserError(f"{output_dir} holds another run than that of {wish}: {again}")
+    checkpoint = named if inside else newest_whole(output_dir) or named
+    before = (checkpoint and _read_args(checkpoint)) or saved_args
+    if not before:
+        raise UserError(f"{output_dir} holds a run whose args.yaml cannot be read: {again}")
+    if wish == "none":
+        raise UserError(f"{output_dir} holds an earlier run: {again}")
+    complete = not inside and Path(output_dir, "summary.json").exists()
+    _compare(args, before, None if complete else checkpoint, processes, again)
+    if complete:
+        changed = _changed(args, saved_args or before)
+        if not LENGTH & set(changed) or 0 < args["max_steps"] <= _last_step(output_dir):
+            if course := [name for name in changed if name in COURSE | LENGTH]:
+                shown = _shown(args, saved_args or before, course)
+                raise UserError(
+                    f"{output_dir} holds a complete run ({shown}): a larger --max_steps goes on with it; {again}"
+                )
+            say(f"{output_dir} holds this very run, complete: {again}")
+            raise SystemExit(0)
+        if checkpoint is None:
+            raise UserError(f"{output_dir} holds a complete run, and no checkpoint to go on from: {again}")
+        _compare(args, before, checkpoint, processes, again)
+    return checkpoint
+
+
+def delete_run(output_dir: Path) -> None:
+    """Delete what a run has left in its folder, and nothing else that may lie there."""
+    for folder in [*checkpoints(str(output_dir)), *output_dir.glob(".checkpoint-*.tmp"), *output_dir.glob(".export.tmp")]:
+        shutil.rmtree(folder)
+    for pattern in (*LINES, "summary.json", "curves.png", "args.yaml", *WEIGHTS):
+        for file in output_dir.glob(pattern):
+            file.unlink()
+
+
+def seal(folder: Path) -> None:
+    """Flush every file to the disk and list it in manifest.json."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        flush(path)
+        files[str(path.relative_to(folder))] = (path.stat().st_size, _hash(path))
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({"files": files}, indent=1))
+    flush(manifest)
+    for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
+        flush(path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    os.replace(temporary, path)
+
+
+def flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _compare(
+    args: dict[str, Any], before: dict[str, Any], checkpoint: Path | None, processes: int | None, instead: str
+) -> None:
+    """Raise UserError where the arguments make another run than those before; say the others that have changed.
+
+    checkpoint: the one to go on from; None: there is none, and nothing is said. before: {} where it is not known.
+    """
+    changed = _changed(args, before) if before else []
+    compared = args.get("save_best") and args["save_best"] == before.get("save_best")
+    allowed = MAY_CHANGE - EVALUATION if compared else MAY_CHANGE
+    if refused := [name for name in changed if name not in allowed]:
+        raise UserError(f"{checkpoint or args['output_dir']} is of another run ({_shown(args, before, refused)}): {instead}")
+    if checkpoint is None:
+        return
+    for name in changed:
+        say(f"{name}: {before.get(name)} -> {args[name]}")
+    now = processes or 1
+    then = (read_state(checkpoint) or {}).get("processes", now) if processes else now
+    if now != then:
+        say(f"processes: {then} -> {now}")
+    if before and (old := _step_size(before, then)) != (new := _step_size(args, now)):
+        say(f"a step has {new}, and had {old}: the order of the samples is no longer that of an uninterrupted run")
+
+
+def _step_size(args: dict[str, Any], processes: int) -> str:
+    """What a step is made of, for the user: it decides which samples have been seen after so many steps."""
+    parts = args["gradient_accumulation_steps"] * processes
+    if args.get("max_tokens_per_batch"):
+        return f"{parts} micro-batches"
+    return f"{args['per_device_train_batch_size'] * parts} samples"
+
+
+def _changed(args: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    return [name for name in args if args[name] != before.get(name)]
+
+
+def _shown(args: dict[str, Any], before: dict[str, Any], names: list[str]) -> str:
+    return ", ".join(f"{name} {before.get(name)} -> {args[name]}" for name in names)
+
+
+def _read_args(folder: Path) -> dict[str, Any]:
+    """args.yaml of a run or a checkpoint; {} where it is missing or unreadable."""
+    try:
+        found = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
+        sizes = [found[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return {}
+    return found if all(isinstance(size, int) for size in sizes) else {}
+
+
+def read_state(checkpoint: Path) -> dict[str, Any] | None:
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        return state if isinstance(state["step"], int) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _last_step(output_dir: str) -> float:
+    """The step at which a complete run has ended; 0 where that cannot be read."""
+    try:
+        return float(json.loads(Path(output_dir, "summary.json").read_text(encoding="utf-8"))["final"]["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
