@@ -181,6 +181,7 @@ def judge(
     logged = {
         "reward": reward.nanmean().item(),
         "reward_std": stds.nanmean().item(),
+        "frac_idle_rollouts": float(not advantages.any()),
         "frac_reward_zero_std": (~(stds > 1e-12)).double().mean().item(),
         "completions/mean_length": lengths.mean().item(),
         "completions/min_length": lengths.min().item(),
@@ -360,7 +361,7 @@ def main(args: Args) -> None:
     say(f"{size} completions a step, {G} for each prompt; they stop at {tokenizer.convert_ids_to_tokens(stop_ids)}")
 
     # --- loop ----------------------------------------------------------------------------------------------------
-    save_wanted = False
+    save_wanted = idle = False
     for step in (bar := progress(first_step, last_step, "grpo")):
         if due(step, args.eval_steps, done, last_step):
             means, samples = complete_prompts(
@@ -389,6 +390,9 @@ def main(args: Args) -> None:
             rows = [prompts[order[i]] for i in range(generation * P, (generation + 1) * P) for _ in range(G)]
             completions = roll_out(accelerator, model, tokenizer, rows, rewards, (args.seed, generation), sampling)
             advantages, logged = judge(completions, G, weights, [reward.name for reward in rewards], args.scale_rewards)
+            if logged["frac_idle_rollouts"] and not idle:
+                say(f"step {step + 1}: in every group all rewards are equal; there is nothing to learn from in this rollout")
+            idle = bool(logged["frac_idle_rollouts"])
             windows = make_windows(rows, completions, advantages, accelerator, args)
             if cycle > 1:
                 add_logps(accelerator, accelerator.unwrap_model(model), windows, "old_logps", args.temperature)

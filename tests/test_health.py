@@ -111,3 +111,21 @@ def test_a_jump_of_the_loss_is_said_and_kept(launch, monkeypatch, capsys):
     output = launch("sft", *STAGES["sft"], "--max_steps", "13")
     assert "[step 12] the loss jumps to 3" in capsys.readouterr().out
     assert json.loads((output / "summary.json").read_text())["loss_spikes"] == [12]
+
+
+def test_rollouts_that_teach_nothing_are_counted_and_said(launch, capsys):
+    words = [
+        *STAGES["grpo"],
+        "--beta",
+        "0",
+        "--max_steps",
+        "3",
+        "--reward_funcs",
+        "regex:nothing says this",
+        "--reward_weights",
+        "1",
+    ]
+    output = launch("grpo", *words)
+    assert capsys.readouterr().out.count("in every group all rewards are equal") == 1  # of the first of them
+    rows = [row for row in read_metrics(output) if "loss" in row]
+    assert [row["frac_idle_rollouts"] for row in rows] == [1.0] * 3 and [row["grad_norm"] for row in rows] == [0.0] * 3
