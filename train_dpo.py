@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
-from common.cache import Units
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
 from common.collators import Packs, Windows, eval_batches, flat_batch, pack
@@ -58,6 +57,7 @@ from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
 from common.samples import load_samples, load_units
 from common.tokens import tokenize_pair
+from common.units import Units
 
 import torch
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
-from common.cache import Units, train_tokenizer_on
+from common.cache import train_tokenizer_on
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
 from common.collators import Packs, Windows, pack
@@ -53,6 +53,7 @@ from common.report import describe
 from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
 from common.samples import load_samples, load_units
+from common.units import Units
 
 import numpy as np
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
-from common.cache import Units
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
 from common.collators import Packs, Windows, pack, whole
@@ -51,6 +50,7 @@ from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
 from common.samples import load_samples, load_units
 from common.tokens import TRAIN_ON, split_chat, tokenize_chat, tokenize_completion, tokenize_documents, truncate
+from common.units import Units
 
 DEMO = "data/configs/sft.yaml"
 

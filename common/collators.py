@@ -240,7 +240,7 @@ def whole(ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 class Packs:
-    """Packs of the units of a set (see cache.Units): `packs[i]` holds the sequences of several of them."""
+    """Packs of the units of a set (see units.Units): `packs[i]` holds the sequences of several of them."""
 
     def __init__(self, units: Any, members: list[np.ndarray], counts: list[int], max_length: int):
         """members: for each pack, which units. counts: packs of each source."""
@@ -274,7 +274,7 @@ class Packs:
 
 
 def pack(units: Any, max_length: int, bands: int = 1) -> Packs:
-    """The units of each source (see cache.Units) in packs of at most max_length tokens, none split, each exactly once.
+    """The units of each source (see units.Units) in packs of at most max_length tokens, none split, each exactly once.
 
     bands: for a curriculum, only units of similar difficulty share a pack.
     """

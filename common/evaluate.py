@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from common.cache import Units
 from common.collators import eval_batches
 from common.data import BadRow, Source, convert, load_rows, read_rows
 from common.errors import UserError
@@ -19,6 +18,7 @@ from common.generate import sample
 from common.losses import nll
 from common.model import LogProbModel
 from common.tokens import tokenize_row
+from common.units import Units
 
 import torch
 

@@ -81,7 +81,7 @@ class Shuffled:
     """`shuffled[position]`: the unit at a position of the run; len: the units of an epoch."""
 
     def __init__(self, units: Any, order: Order, data: Any = None, turn_dropping: float = 0.0):
-        """units: cache.Units, or collators.Packs of them. data: the same before they were packed or cut. turn_dropping:
+        """units: units.Units, or collators.Packs of them. data: the same before they were packed or cut. turn_dropping:
         with this probability a chat ends after one of its earlier answers."""
         self.units, self.order, self.turn_dropping = units, order, turn_dropping
         self.data = units if data is None else data

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from common.cache import Units, number_in, tokenize
+from common.cache import number_in, tokenize
 from common.data import Source, convert, read_rows
 from common.errors import UserError
 from common.order import Order, Shuffled
 from common.stream import Stream
+from common.units import Units
 
 import numpy as np
 

@@ -9,11 +9,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from common.cache import Encoded, TokenFile, Units, encode_all
+from common.cache import Encoded, encode_all
 from common.collators import Unit
 from common.data import Dropped, Place, Row, Source, read_rows
 from common.errors import UserError, say
 from common.order import shares
+from common.units import TokenFile, Units
 
 import numpy as np
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common import cache
-from common.cache import TokenFile, Units, making, tokenize, train_tokenizer_on
+from common.cache import making, tokenize, train_tokenizer_on
 from common.collators import pack, whole
 from common.data import BadRow, Row, Source
 from common.errors import UserError
 from common.tokens import tokenize_chat, tokenize_documents
+from common.units import TokenFile, Units
 
 import numpy as np
 import pytest
