@@ -34,6 +34,7 @@ from common.evaluate import complete_prompts, evaluating, first_prompts, gather_
 from common.formats import as_preference, preference_format
 from common.generate import why_not_sampled
 from common.health import Health
+from common.interrupt import Interruption
 from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, segment_sum
 from common.model import (
     add_lora,
@@ -257,6 +258,7 @@ def main(args: Args) -> None:
     score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout), tokenizer)
 
     # --- loop ----------------------------------------------------------------------------------------------------
+    interrupt = Interruption(accelerator, args.max_hours, args.save_minutes)
     for step in (bar := progress(first_step, last_step, "dpo")):
         if due(step, args.eval_steps, done, last_step):
             values = evaluate(accelerator, model, reference, eval_data, args)
@@ -272,9 +274,13 @@ def main(args: Args) -> None:
                 seed=args.seed,
             )
             metrics.log_eval(step, values | means, completed, show=args.num_samples)
-        if due(step, args.save_steps, max(done, 0)):
+        wish = interrupt.wish(possible=step < last_step)  # "", or to save or stop: signals, and the clock
+        if wish or due(step, args.save_steps, max(done, 0)):
             state = metrics.state() | {"windows": windows.state(step)}
             save_checkpoint(accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit)
+            interrupt.saved()
+        if wish == "stop":
+            interrupt.leave(args.output_dir, step)
         if step == last_step:
             break
 
@@ -308,6 +314,7 @@ def main(args: Args) -> None:
         metrics,
         f"accelerate launch train_grpo.py --model_name_or_path {args.output_dir}",
     )
+    interrupt.close()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from common.evaluate import complete_prompts, gather_lists, load_prompts
 from common.formats import as_prompt, prompt_format
 from common.generate import sample
 from common.health import Health
+from common.interrupt import Interruption
 from common.losses import (
     GRPO_LOSS_TYPES,
     combine_rewards,
@@ -361,6 +362,7 @@ def main(args: Args) -> None:
     say(f"{size} completions a step, {G} for each prompt; they stop at {tokenizer.convert_ids_to_tokens(stop_ids)}")
 
     # --- loop ----------------------------------------------------------------------------------------------------
+    interrupt = Interruption(accelerator, args.max_hours, args.save_minutes)
     save_wanted = idle = False
     for step in (bar := progress(first_step, last_step, "grpo")):
         if due(step, args.eval_steps, done, last_step):
@@ -377,11 +379,14 @@ def main(args: Args) -> None:
             )
             metrics.log_eval(step, means, samples, show=args.num_samples)
         save_wanted |= due(step, args.save_steps, max(done, 0))
-        if save_wanted and step % cycle == 0:  # between rollouts, so that a checkpoint needs none
-            save_checkpoint(
-                accelerator, model, optimizer, tokenizer, args.output_dir, step, metrics.state(), args.save_total_limit
-            )
+        wish = interrupt.wish(possible=step % cycle == 0 and step < last_step)  # "", or to save or stop
+        if wish or (save_wanted and step % cycle == 0):  # between rollouts, so that a checkpoint needs none
+            state = metrics.state()
+            save_checkpoint(accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit)
+            interrupt.saved()
             save_wanted = False
+        if wish == "stop":
+            interrupt.leave(args.output_dir, step)
         if step == last_step:
             break
 
@@ -453,6 +458,7 @@ def main(args: Args) -> None:
     finish(
         accelerator, args, model, tokenizer, metrics, f"read {args.output_dir}/completions.jsonl, or reward what you like"
     )
+    interrupt.close()
 
 
 if __name__ == "__main__":

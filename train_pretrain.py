@@ -31,6 +31,7 @@ from common.evaluate import complete_prompts, evaluate_nll, first_prompts, load_
 from common.formats import as_text, text_format
 from common.generate import why_not_sampled
 from common.health import Health
+from common.interrupt import Interruption
 from common.losses import nll
 from common.model import (
     add_lora,
@@ -219,6 +220,7 @@ def main(args: Args) -> None:
     score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout), tokenizer)
 
     # --- loop ----------------------------------------------------------------------------------------------------
+    interrupt = Interruption(accelerator, args.max_hours, args.save_minutes)
     for step in (bar := progress(first_step, last_step, "pretrain")):
         if due(step, args.eval_steps, done, last_step):
             values = evaluate_nll(accelerator, model, eval_data, args.per_device_eval_batch_size)
@@ -236,9 +238,13 @@ def main(args: Args) -> None:
                 seed=args.seed,
             )
             metrics.log_eval(step, values | means, completed, show=args.num_samples)
-        if due(step, args.save_steps, max(done, 0)):
+        wish = interrupt.wish(possible=step < last_step)  # "", or to save or stop: signals, and the clock
+        if wish or due(step, args.save_steps, max(done, 0)):
             state = metrics.state() | {"windows": windows.state(step)}
             save_checkpoint(accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit)
+            interrupt.saved()
+        if wish == "stop":
+            interrupt.leave(args.output_dir, step)
         if step == last_step:
             break
 
@@ -265,6 +271,7 @@ def main(args: Args) -> None:
 
     # --- export --------------------------------------------------------------------------------------------------
     finish(accelerator, args, model, tokenizer, metrics, "accelerate launch train_sft.py")
+    interrupt.close()
 
 
 if __name__ == "__main__":

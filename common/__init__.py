@@ -6,5 +6,8 @@ go to sleep early. Measured with the demo's pretraining on two cores, in tokens/
 """
 
 import os
+import time
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+START = time.time()  # of this process, but for the moment that Python takes: what --max_hours counts from

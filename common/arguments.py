@@ -6,13 +6,14 @@ A script extends `CommonArgs` with its own fields. Nothing heavy is imported her
 import dataclasses
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, show_and_exit
+from common.errors import UserError, say, show_and_exit
 
 import yaml
 
@@ -96,7 +97,9 @@ class CommonArgs:
     num_samples: int = arg(3, help="completions shown at each evaluation (all of them go to samples.jsonl)")
     logging_steps: int = arg(10, help="write metrics every N steps")
     save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model")
+    save_minutes: float | None = arg(help="write one, too, when the last is more than this many minutes ago")
     save_total_limit: int = arg(2, help="checkpoints to keep")
+    max_hours: float | None = arg(help="save and stop in time for this limit, counted from the start; exit code 75")
     report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...")
     run_name: str | None = arg(help="what the tracker calls this run")
 
@@ -130,6 +133,9 @@ def run(main: Callable[[Any], None], args_class: type, demo: str) -> None:
         main(parse_args(args_class, demo))
     except UserError as error:
         show_and_exit(error)
+    except KeyboardInterrupt:  # while data and model are loaded; common/interrupt.py takes over for the training
+        say("stopped before the first step: there is nothing to save")
+        os._exit(130)
 
 
 def save_args(args: Any, path: Path) -> None:

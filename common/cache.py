@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 from collections import deque
@@ -273,6 +274,7 @@ def _start_worker(job: tuple) -> None:
     global _job
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _job = job
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers, too: they end without a traceback each
     parent = parent_process()
     if parent is not None:  # a killed run does not leave its workers behind
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

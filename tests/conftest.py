@@ -36,15 +36,21 @@ def launch(tmp_path, token_cache):
 
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
     def launch_stage(stage: str, *argv: str, output: str = "out") -> Path:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
+        for number, handler in handlers.items():  # of a run that an exception ended in its loop
+            signal.signal(number, handler)
         script = importlib.import_module(f"train_{stage}")
         words = ["--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache), *map(str, argv)]
         script.main(parse_args(script.Args, script.DEMO, words))
         return tmp_path / output
 
-    return launch_stage
+    yield launch_stage
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def run_script(command: list[str], timeout: float = 240) -> subprocess.CompletedProcess:

@@ -144,7 +144,8 @@ def test_two_processes_agree_on_a_signal_that_one_of_them_had(tmp_path, token_ca
         said, step = run.log.read_text(), run.steps()
         assert [folder.name for folder in checkpoints(run.output)] == [f"checkpoint-{step}"]
         assert said.count(f"stopped at step {step} by SIGTERM") == 1
-        assert said.count(f"exitcode  : {EXIT_CODE}") == 2, said[-3000:]  # both left in good order
+        # torchrun may end the second one, which has nothing left to do, when the first has left.
+        assert f"exitcode  : {EXIT_CODE}" in said and "exitcode  : -9" not in said, said[-3000:]
 
 
 def test_a_run_whose_launcher_was_killed_stops(tmp_path, token_cache):
@@ -179,7 +180,7 @@ def clock(monkeypatch):
     """An Interruption whose time is ours: clock.now."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr("common.interrupt.time", SimpleNamespace(time=lambda: clock.now))
-    monkeypatch.setattr("common.interrupt.psutil.Process", lambda: SimpleNamespace(create_time=lambda: 900.0))
+    monkeypatch.setattr("common.interrupt.START", 900.0)
     accelerator = SimpleNamespace(num_processes=1, is_main_process=True, device=torch.device("cpu"))
     made = []
     clock.start = lambda *limits: made.append(Interruption(accelerator, *limits)) or made[-1]
@@ -224,10 +225,12 @@ def test_a_wish_waits_until_it_is_possible(clock):
 def test_a_forked_process_ends_at_a_signal_as_usual(clock):
     clock.start(None, None)
     context = multiprocessing.get_context("fork")
-    sleeper = context.Process(target=lambda: (signal.pause(), signal.pause()))
+    running = context.Event()
+    sleeper = context.Process(target=lambda: (running.set(), time.sleep(20)), daemon=True)
     sleeper.start()
+    assert running.wait(10)
     sleeper.terminate()
-    sleeper.join(10)
+    sleeper.join(5)
     assert sleeper.exitcode == -signal.SIGTERM
 
 
@@ -236,7 +239,8 @@ def test_ctrl_c_before_the_first_step_is_one_line(tmp_path):
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 60_000)
     words = [*SFT, "--max_train_samples", "60000", "--dataset_name", str(tmp_path / "rows.jsonl"), "--dataset_num_proc", "2"]
     with Script(tmp_path, *words, "--dataset_cache_dir", str(tmp_path / "cache")) as run:
-        run.until(lambda: psutil.Process(run.process.pid).children())  # tokenising
+        run.until(lambda: len(psutil.Process(run.process.pid).children()) == 2)  # tokenising
+        time.sleep(0.5)
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it
         assert run.process.wait(10) == 130
         said = run.log.read_text()
