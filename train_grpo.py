@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
+from common.best import Best
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
 from common.collators import flat_batch
@@ -129,6 +130,8 @@ def check(args: Args, world: int) -> None:
     ):
         if getattr(args, name) not in allowed:
             raise UserError(f"--{name} {getattr(args, name)}: one of {', '.join(allowed)}")
+    if args.save_best and args.eval_steps % (args.steps_per_generation * args.num_iterations):
+        raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
     if args.reward_weights is not None and len(args.reward_weights) != len(args.reward_funcs):
         raise UserError(f"--reward_weights: {len(args.reward_weights)} weights for {len(args.reward_funcs)} functions")
     if not 0 < args.top_p <= 1 or args.top_k < 0:
@@ -356,6 +359,8 @@ def main(args: Args) -> None:
     done = first_step if checkpoint else -1  # what was evaluated and saved up to here is not done again
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
+    best = Best(args.save_best, args.early_stopping_patience, args.early_stopping_delta, args.eval_steps)
+    best.restore(state)
     health = Health(metrics, tokenizer, optimizer, args.max_bad_steps)
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     eval_score = scorer(eval_rewards, tokenizer, weights if eval_rewards is rewards else None)
@@ -378,16 +383,20 @@ def main(args: Args) -> None:
                 seed=args.seed,
             )
             metrics.log_eval(step, means, samples, show=args.num_samples)
-        save_wanted |= due(step, args.save_steps, max(done, 0))
+            if step % cycle == 0:  # where it can be saved
+                best.update(step, means)
+        save_wanted |= due(step, args.save_steps, max(done, 0)) or best.step == step > done
         wish = interrupt.wish(possible=step % cycle == 0 and step < last_step)  # "", or to save or stop
         if wish or (save_wanted and step % cycle == 0):  # between rollouts, so that a checkpoint needs none
             state = metrics.state()
-            save_checkpoint(accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit)
+            save_checkpoint(
+                accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit, best
+            )
             interrupt.saved()
             save_wanted = False
         if wish == "stop":
             interrupt.leave(args.output_dir, step)
-        if step == last_step:
+        if step == last_step or best.stops(step):
             break
 
         if step % cycle == 0:  # a rollout: sample -> score -> compare
@@ -456,7 +465,13 @@ def main(args: Args) -> None:
 
     # --- export --------------------------------------------------------------------------------------------------
     finish(
-        accelerator, args, model, tokenizer, metrics, f"read {args.output_dir}/completions.jsonl, or reward what you like"
+        accelerator,
+        args,
+        model,
+        tokenizer,
+        metrics,
+        best,
+        f"read {args.output_dir}/completions.jsonl, or reward what you like",
     )
     interrupt.close()
 

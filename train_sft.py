@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.arguments import CommonArgs, arg, run
+from common.best import Best
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
 from common.collators import Packs, Windows, pack, whole
@@ -173,6 +174,8 @@ def main(args: Args) -> None:
     metrics.restore(state)
     health = Health(metrics, tokenizer, optimizer, args.max_bad_steps)
     windows.restore(first_step, state.get("windows", {}))
+    best = Best(args.save_best, args.early_stopping_patience, args.early_stopping_delta, args.eval_steps)
+    best.restore(state)
     unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout), tokenizer)
 
@@ -193,14 +196,17 @@ def main(args: Args) -> None:
                 seed=args.seed,
             )
             metrics.log_eval(step, values | means, completed, show=args.num_samples)
+            best.update(step, values | means)
         wish = interrupt.wish(possible=step < last_step)  # "", or to save or stop: signals, and the clock
-        if wish or due(step, args.save_steps, max(done, 0)):
+        if wish or due(step, args.save_steps, max(done, 0)) or best.step == step > done:
             state = metrics.state() | {"windows": windows.state(step)}
-            save_checkpoint(accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit)
+            save_checkpoint(
+                accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit, best
+            )
             interrupt.saved()
         if wish == "stop":
             interrupt.leave(args.output_dir, step)
-        if step == last_step:
+        if step == last_step or best.stops(step):
             break
 
         window = windows[step]  # a pure function of the step: this process's micro-batches
@@ -225,7 +231,7 @@ def main(args: Args) -> None:
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)
 
     # --- export --------------------------------------------------------------------------------------------------
-    finish(accelerator, args, model, tokenizer, metrics, "accelerate launch train_grpo.py")
+    finish(accelerator, args, model, tokenizer, metrics, best, "accelerate launch train_grpo.py")
     interrupt.close()
 
 

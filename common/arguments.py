@@ -98,7 +98,12 @@ class CommonArgs:
     logging_steps: int = arg(10, help="write metrics every N steps")
     save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model")
     save_minutes: float | None = arg(help="write one, too, when the last is more than this many minutes ago")
-    save_total_limit: int = arg(2, help="checkpoints to keep")
+    save_total_limit: int = arg(2, help="checkpoints to keep; 0: all")
+    save_best: str | None = arg(
+        help="a metric of the evaluations (min:NAME, max:NAME): its best checkpoint is kept and exported"
+    )
+    early_stopping_patience: int = arg(0, help="end after so many evaluations without a better save_best; 0: never")
+    early_stopping_delta: float = arg(0.0, help="what counts as better there: by at least this much")
     max_hours: float | None = arg(help="save and stop in time for this limit, counted from the start; exit code 75")
     report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...")
     run_name: str | None = arg(help="what the tracker calls this run")
@@ -129,13 +134,22 @@ def parse_args(args_class: type, demo: str, argv: list[str] | None = None) -> An
 
 def run(main: Callable[[Any], None], args_class: type, demo: str) -> None:
     """Parse the arguments and call `main`; a UserError becomes one line and exit code 1."""
+    code: Any = 0
     try:
         main(parse_args(args_class, demo))
     except UserError as error:
         show_and_exit(error)
     except KeyboardInterrupt:  # while data and model are loaded; common/interrupt.py takes over for the training
         say("stopped before the first step: there is nothing to save")
-        os._exit(130)
+        code = 130
+    except SystemExit as stop:
+        code = stop.code or 0
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+    if code or os.environ.get("WORLD_SIZE", "1") != "1":  # see KEPT in common/run.py
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def save_args(args: Any, path: Path) -> None:

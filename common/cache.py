@@ -27,6 +27,7 @@ from common import chat, data, formats, readers, tokens
 from common.collators import Unit, whole
 from common.data import BadRow, Dropped, Row, Source, identity, read_rows
 from common.errors import UserError
+from common.folder import flush
 from common.formats import as_text
 from common.tokens import tokenize_documents, train_tokenizer
 from common.units import TokenFile, Units
@@ -345,11 +346,3 @@ def fingerprint(tokenizer: Any) -> str:
         tables = backend.to_str()
     state = [type(tokenizer).__name__, tables, tokenizer.special_tokens_map, tokenizer.chat_template]
     return hashlib.sha256(json.dumps(state, default=str).encode()).hexdigest()
-
-
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

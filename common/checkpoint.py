@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, say
-from common.folder import LINES, claim_output_dir, delete_run, newest_whole  # noqa: F401
 from common.folder import WEIGHTS, checkpoints, defect, flush, read_state, seal, step_of
 
 import torch
@@ -97,9 +96,10 @@ def export(
             from peft import load_peft_weights, set_peft_model_state_dict
 
             set_peft_model_state_dict(wrapper.lm, load_peft_weights(str(best), device=str(accelerator.device)))
-            best = None
         wrapper.lm = wrapper.lm.merge_and_unload()
-    write_model = _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
+        write_model = _model_writer(accelerator, model, tokenizer)
+    else:
+        write_model = _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
 
     def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -124,6 +124,8 @@ def export(
         saved = checkpoints(output_dir)
         again = f"the same command goes on from {saved[-1].name}" if saved else "no checkpoint was kept (--save_steps)"
         raise UserError(f"the final model could not be written to {output_dir} ({problem}): make room; {again}")
+    if best is not None:
+        say(f"the final model is that of {best}, the best one")
 
 
 def resume(accelerator: Any, checkpoint: Path | None, optimizer: Any) -> dict[str, Any]:
@@ -199,5 +201,6 @@ def _attempt(accelerator: Any, write: Callable[[], None], everyone: bool = False
             if not isinstance(error, OSError) and not DISK_ERROR.search(str(error)):
                 raise
             problem = " ".join(str(error).split())
+            problem = re.sub(r"\[enforce fail.*", "torch could not write: is the disk full?", problem)
     failures = accelerator.reduce(torch.tensor(float(problem is not None), device=accelerator.device), "sum")
     return (problem or "on another process") if failures else None

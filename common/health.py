@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import checkpoints
 from common.errors import UserError, say
+from common.folder import checkpoints
 from common.monitor import Metrics
 
 import torch

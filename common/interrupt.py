@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from common import START
+from common.folder import checkpoints
 
 import torch
 from tqdm import tqdm
@@ -82,8 +83,10 @@ class Interruption:
     def leave(self, output_dir: str, step: int) -> None:
         """End the process with exit code 75, after a save at this step."""
         if self.accelerator.is_main_process:
-            reason, checkpoint = STOPS[self.agreed], os.path.join(output_dir, f"checkpoint-{step}")
-            tqdm.write(f"stopped at step {step} by {reason}; the same command goes on from {checkpoint}", file=sys.stdout)
+            saved = checkpoints(output_dir)  # without the one of this step where the disk was full
+            place = saved[-1] if saved else "its beginning"
+            line = f"stopped at step {step} by {STOPS[self.agreed]}; the same command goes on from {place}"
+            tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()

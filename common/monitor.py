@@ -10,8 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import LINES
 from common.errors import UserError
+from common.folder import LINES, replace_text
 from common.memory import memory
 from common.model import peak_flops
 
@@ -126,13 +126,14 @@ class Metrics:
         if self.accelerator.is_main_process:
             for path in (self.output_dir / name for name in LINES if (self.output_dir / name).exists()):
                 kept = []
-                for line in path.read_text(encoding="utf-8").splitlines():
+                # Not splitlines, which also cuts at characters that stand within a sample, such as U+2028.
+                for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
                     try:
                         if json.loads(line)["step"] <= last:
                             kept.append(line)
-                    except (ValueError, KeyError):
-                        break  # a line that was cut off by the kill
-                path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+                    except (ValueError, KeyError, TypeError):
+                        continue  # a line that was cut off by the kill, or is damaged
+                replace_text(path, "".join(line + "\n" for line in kept))
 
     def log(self, step: int, bar: Any = None, flops_per_token: float | None = None, **now: float) -> None:
         """Write the means since the last call, and the values given here. step: updates done.
@@ -195,13 +196,14 @@ class Metrics:
             with open(self.output_dir / file, "a", encoding="utf-8") as out:
                 out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
-    def finish(self) -> None:
-        """summary.json and curves.png."""
+    def finish(self, best: dict[str, Any] | None = None) -> None:
+        """summary.json and curves.png. best: what is known of the best evaluation."""
         if not self.accelerator.is_main_process:
             return
         summary = {
             "final": self.last,
             "before": self.first_eval,
+            "best": best,
             "num_tokens": self.num_tokens,
             "bad_steps": self.bad_steps,
             "loss_spikes": self.spikes,
@@ -212,7 +214,7 @@ class Metrics:
             "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
             "python": platform.python_version(),
         }
-        (self.output_dir / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        replace_text(self.output_dir / "summary.json", json.dumps(summary, indent=2))
         draw_curves(self.output_dir)
 
     def _write(self, step: int, values: dict[str, float]) -> None:

@@ -9,15 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from common.arguments import save_args
-from common.checkpoint import claim_output_dir, delete_run, export
+from common.best import Best
+from common.checkpoint import export
 from common.errors import UserError, say
+from common.folder import claim_output_dir, delete_run, earlier_args
 from common.monitor import Metrics, check_tracker
 
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from tqdm import tqdm
+
+# DistributedDataParallel holds torch's process group, whose destructor waits for its threads while it has the GIL, for
+# which one of them may be waiting to let go of its last tensor: a deadlock (seen with gloo). So it is kept, and
+# `arguments.run` ends the process without destroying anything.
+KEPT: list[Any] = []
 
 
 def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
@@ -47,18 +53,17 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
         deepspeed["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
         deepspeed["gradient_clipping"] = args.max_grad_norm or 1e6
     output_dir = Path(args.output_dir)
-    saved = output_dir / "args.yaml"
-    # A run that ended before it wrote a metric has left nothing worth keeping.
-    begun = saved.exists() and (output_dir / "metrics.jsonl").exists()
-    saved_args = yaml.safe_load(saved.read_text(encoding="utf-8")) if begun else None
-    checkpoint = None if args.dry_run else claim_output_dir(vars(args), saved_args)
+    saved_args = earlier_args(output_dir)
+    checkpoint = None if args.dry_run else claim_output_dir(vars(args), saved_args, accelerator.num_processes)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and not args.dry_run:
         try:
             if args.overwrite_output_dir and saved_args is not None:
                 delete_run(output_dir)
             output_dir.mkdir(parents=True, exist_ok=True)
-            save_args(args, saved)
+            (output_dir / "summary.json").unlink(missing_ok=True)  # it stands for a complete run
+            save_args(args, output_dir / ".args.yaml.tmp")
+            os.replace(output_dir / ".args.yaml.tmp", output_dir / "args.yaml")
             shutil.copy(script, output_dir / Path(script).name)
         except OSError as error:
             raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
@@ -74,10 +79,12 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
     return accelerator, checkpoint
 
 
-def finish(accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metrics: Metrics, next_command: str) -> None:
+def finish(
+    accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metrics: Metrics, best: Best, next_command: str
+) -> None:
     """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
-    export(accelerator, model, tokenizer, args.output_dir, args.merge_lora)
-    metrics.finish()
+    export(accelerator, model, tokenizer, args.output_dir, args.merge_lora, best.folder(args.output_dir))
+    metrics.finish(best.state() if best.step else None)
     before_after = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
     if before_after:
         say("\nbefore -> after, held out:")
@@ -87,6 +94,8 @@ def finish(accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metr
     say(f"try next: {next_command}")
     accelerator.wait_for_everyone()  # none leaves while another still writes
     accelerator.end_training()
+    if accelerator.num_processes > 1:
+        KEPT.append(model)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -122,6 +131,8 @@ def due(step: int, every: int, done: int, last: int = -1) -> bool:
 
 def progress(first_step: int, last_step: int, description: str) -> Any:
     """first_step .. last_step (included, for what happens after the last update) with a bar on the main process."""
+    if first_step > last_step:
+        raise UserError(f"the checkpoint is at step {first_step}, and this run would end at step {last_step}")
     return tqdm(
         range(first_step, last_step + 1),
         desc=description,

@@ -1,5 +1,6 @@
 """What the tests share: quiet threads, no Hub, a clean Accelerate, and a way to run a script's main in this process."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 os.chdir(ROOT)  # the scripts name data/... from the repository's root
 sys.path.insert(0, str(ROOT))
 
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 
 # Written anew at every run: they depend on the clock or on the machine, not on what was learned.
@@ -61,9 +63,12 @@ def run_script(command: list[str], timeout: float = 240) -> subprocess.Completed
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGABRT)
-            time.sleep(5)
-            os.killpg(process.pid, signal.SIGKILL)
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for number in (signal.SIGABRT, signal.SIGKILL):  # the children first: they are the ones that hang
+                for member in reversed(family):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        member.send_signal(number)
+                time.sleep(5)
             process.wait()
         texts = [(file.seek(0), file.read())[1] for file in (out, err)]
     return subprocess.CompletedProcess(command, process.returncode, *texts)

@@ -4,8 +4,8 @@ import importlib
 import json
 import sys
 
-from common.checkpoint import checkpoints
 from common.errors import UserError
+from common.folder import checkpoints
 from tests.conftest import read_metrics, run_script
 from tests.test_equivalence import free_port
 

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
-from common.checkpoint import checkpoints, defect, newest_whole
 from common.errors import UserError
+from common.folder import checkpoints, defect, newest_whole
 from tests.conftest import ROOT, read_metrics
 
 import pytest

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from common.checkpoint import checkpoints
+from common.folder import checkpoints
 from common.interrupt import EXIT_CODE, EXIT_SECONDS, Interruption
 from tests.conftest import ROOT, read_metrics
 from tests.test_resume import COMMON, STAGES
