@@ -169,9 +169,12 @@ def _prune(output_dir: str, step: int, total_limit: int, best: int | None) -> No
 
 def _model_writer(accelerator: Any, model: Any, tokenizer: Any) -> Callable[[Path], None]:
     """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them. Called on every process."""
-    lm, weights = accelerator.unwrap_model(model, keep_torch_compile=False).lm, None
+    wrapper, weights = accelerator.unwrap_model(model, keep_torch_compile=False), None
+    lm = wrapper.lm
     if accelerator.distributed_type in SHARDED:
-        weights = {name.removeprefix("lm."): w for name, w in accelerator.get_state_dict(model).items()}
+        tied = dict(wrapper.named_parameters(remove_duplicate=False)).keys() - dict(wrapper.named_parameters()).keys()
+        gathered = accelerator.get_state_dict(model)  # in which a tied weight stands under each of its names
+        weights = {name.removeprefix("lm."): w for name, w in gathered.items() if name not in tied}
 
     def write(folder: Path) -> None:
         lm.save_pretrained(folder, state_dict=weights)

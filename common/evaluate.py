@@ -126,7 +126,7 @@ def complete_prompts(
                     max_new_tokens=max_new_tokens,
                     temperature=temperature,
                 )
-                if ids
+                if rows  # sharded weights are gathered by all processes, also those that have none of them
                 else []
             )
         texts = gather_lists(accelerator, [(i, c.ids) for i, c in zip(mine, completions, strict=True)])

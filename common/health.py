@@ -7,7 +7,7 @@ from typing import Any
 
 from common.errors import UserError, say
 from common.folder import checkpoints
-from common.monitor import Metrics
+from common.monitor import Metrics, whole
 
 import torch
 
@@ -33,7 +33,7 @@ class Health:
         itself. units: of the window; places(): where they came from. With fp16 an infinite gradient is the business of the
         loss scaler, which leaves out the step and lowers the scale. Raises UserError after max_bad_steps in a row.
         """
-        metrics, accelerator = self.metrics, self.metrics.accelerator
+        metrics, accelerator, grad_norm = self.metrics, self.metrics.accelerator, whole(grad_norm)
         bad = ~torch.isfinite(loss.detach())
         if grad_norm is not None and not accelerator.scaler:
             bad = bad | ~torch.isfinite(grad_norm)

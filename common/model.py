@@ -17,6 +17,7 @@ from common.errors import UserError, say
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
@@ -53,6 +54,10 @@ class LogProbModel(nn.Module):
     @property
     def config(self) -> Any:
         return self.lm.config
+
+    def tie_weights(self) -> None:
+        """Called by Accelerate where FSDP loads the weights on one process only, which unties them."""
+        base_lm(self.lm).tie_weights()
 
     def forward(
         self, batch: dict[str, Any], temperature: float = 1.0, stats: bool = False, entropy_grad: bool = False
@@ -146,7 +151,10 @@ def head(lm: nn.Module, hidden: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def generating(model: nn.Module) -> Iterator[nn.Module]:
-    """The bare language model, ready to sample: eval mode, an attention that knows caches; both are put back."""
+    """The bare language model, ready to sample: eval mode, an attention that knows caches; both are put back.
+
+    Where weights are sharded, all processes enter it together.
+    """
     lm = model.lm
     inner = base_lm(lm)
     was_training, implementation = lm.training, inner.config._attn_implementation
@@ -154,12 +162,35 @@ def generating(model: nn.Module) -> Iterator[nn.Module]:
     if implementation == FLAT:
         inner.set_attn_implementation("sdpa")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), gathered(model):
             yield lm
     finally:
         if implementation == FLAT:
             inner.set_attn_implementation(FLAT)
         lm.train(was_training)
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Where FSDP2 shards the weights: all of them on each process, which may then call the language model on its own.
+
+    All processes gather together, and each needs the memory of the whole model.
+    """
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.unshard()
+    # FSDP's hooks would shard each block again after its call, and remember the calls, whose number differs between the
+    # processes, for what it gathers in the next backward pass.
+    hooks = [(kind, dict(kind)) for part in parts for kind in (part._forward_pre_hooks, part._forward_hooks)]
+    for kind, _ in hooks:
+        kind.clear()
+    try:
+        yield
+    finally:
+        for kind, kept in hooks:
+            kind.update(kept)
+        for part in parts:
+            part.reshard()
 
 
 def reference_of(model: LogProbModel, frozen: LogProbModel | None) -> Callable[..., Tensor]:

@@ -37,6 +37,11 @@ def check_tracker(name: str | None) -> None:
         raise UserError(f"--report_to {name} needs it installed: pip install {TRACKERS[name]}")
 
 
+def whole(norm: Any) -> Any:
+    """A gradient norm as a number: FSDP2 gives a DTensor, of which each process has a part. Called on every process."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
 class Metrics:
     """Sums and weights that stay on the device until they are logged; then one reduction over the processes.
 
@@ -142,7 +147,7 @@ class Metrics:
         """
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
-        values |= {name: value for name, value in now.items() if value is not None}  # DeepSpeed keeps the norm to itself
+        values |= {name: whole(v) for name, v in now.items() if v is not None}  # DeepSpeed keeps the norm to itself
         values["num_tokens"] = self.num_tokens
         values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
         peak = peak_flops(self.accelerator.device)

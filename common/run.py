@@ -1,5 +1,6 @@
 """The two ends of a run: `start` (processes, seed, output folder) and `finish` (final model, summary, curves)."""
 
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -48,6 +49,11 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # long preparations on one process
     )
     _refuse_false_launches(accelerator)
+    if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
+        plugin = accelerator.state.fsdp_plugin  # which would round log-probabilities and the sums of gradients, too
+        plugin.mixed_precision_policy = dataclasses.replace(
+            plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
+        )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its engine clips, to 1.0 where it is told nothing
         deepspeed = accelerator.state.deepspeed_plugin.deepspeed_config
         deepspeed["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
@@ -119,6 +125,8 @@ def _refuse_false_launches(accelerator: Accelerator) -> None:
     for variable, kind in (("FSDP", DistributedType.FSDP), ("DEEPSPEED", DistributedType.DEEPSPEED)):
         if env.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true" and accelerator.distributed_type != kind:
             raise UserError(f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UserError("the accelerate config asks for FSDP in its first version: set fsdp_version: 2 in its fsdp_config")
 
 
 def due(step: int, every: int, done: int, last: int = -1) -> bool:
