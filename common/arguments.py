@@ -82,7 +82,6 @@ class CommonArgs:
     adam_beta2: float = arg(0.999, help="AdamW")
     adam_epsilon: float = arg(1e-8, help="AdamW")
     max_grad_norm: float = arg(1.0, help="clip the gradient of the window to this norm; 0 turns clipping off")
-
     max_bad_steps: int = arg(3, help="end the run after so many steps in a row with a NaN or an infinity; none is taken")
 
     # Evaluation, samples, logging, saving
