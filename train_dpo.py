@@ -28,10 +28,11 @@ from common.arguments import CommonArgs, arg, run
 from common.best import Best
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
-from common.collators import Packs, Windows, eval_batches, flat_batch, pack
+from common.collators import Packs, Window, Windows, eval_batches, flat_batch, pack
 from common.data import find_sources
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluating, first_prompts, gather_lists, load_prompts, mean_over_sources
+from common.fit import Fit
 from common.formats import as_preference, preference_format
 from common.generate import why_not_sampled
 from common.health import Health
@@ -227,6 +228,7 @@ def main(args: Args) -> None:
         num_epochs=epochs,
         max_steps=args.max_steps,
         max_tokens=args.max_tokens_per_batch,
+        indivisible=2,  # the two answers of a pair
     )
     last_step = len(windows)
     lr_at = schedule(
@@ -254,13 +256,31 @@ def main(args: Args) -> None:
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
     health = Health(metrics, tokenizer, optimizer, args.max_bad_steps)
+    fit = Fit(accelerator, model, metrics, args.auto_micro_batch)
+    fit.restore(state)
+    model = fit.model
     windows.restore(first_step, state.get("windows", {}))
     best = Best(args.save_best, args.early_stopping_patience, args.early_stopping_delta, args.eval_steps)
     best.restore(state)
-    unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout), tokenizer)
 
     # --- loop ----------------------------------------------------------------------------------------------------
+    def gradients(step: int, window: Window) -> torch.Tensor:
+        """Add up the gradients of a window's micro-batches; returns the loss of the last one."""
+        pairs = window.num_sequences // 2  # of the window, over all processes
+        chosen_tokens = window.count("loss_mask", slice(0, None, 2))
+        seed_step(args.seed, step, accelerator.process_index)
+        for batch in window:
+            with accelerator.accumulate(model):
+                losses, chosen_logps, logged = pair_losses(accelerator, model, reference, batch, args)
+                loss = losses.sum() / pairs - sft_weight * chosen_logps.sum() / chosen_tokens  # <- the algorithm
+                accelerator.backward(loss * window.unmean)
+            metrics.add(batch["sequence_mask"][::2].sum(), **logged)
+            metrics.add_share(loss=loss)
+        return loss.detach()
+
+    if args.auto_micro_batch and not checkpoint:
+        fit.try_largest(gradients, windows.largest(), optimizer)
     interrupt = Interruption(accelerator, args.max_hours, args.save_minutes)
     for step in (bar := progress(first_step, last_step, "dpo")):
         if due(step, args.eval_steps, done, last_step):
@@ -280,7 +300,7 @@ def main(args: Args) -> None:
             best.update(step, values | means)
         wish = interrupt.wish(possible=step < last_step)  # "", or to save or stop: signals, and the clock
         if wish or due(step, args.save_steps, max(done, 0)) or best.step == step > done:
-            state = metrics.state() | {"windows": windows.state(step)}
+            state = metrics.state() | fit.state() | {"windows": windows.state(step)}
             save_checkpoint(
                 accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit, best
             )
@@ -291,22 +311,12 @@ def main(args: Args) -> None:
             break
 
         window = windows[step]  # a pure function of the step: this process's micro-batches
-        pairs = window.num_sequences // 2  # of the window, over all processes
-        chosen_tokens = window.count("loss_mask", slice(0, None, 2))
-        seed_step(args.seed, step, accelerator.process_index)
-        for batch in window:
-            with accelerator.accumulate(model):
-                losses, chosen_logps, logged = pair_losses(accelerator, model, reference, batch, args)
-                loss = losses.sum() / pairs - sft_weight * chosen_logps.sum() / chosen_tokens  # <- the algorithm
-                accelerator.backward(loss * unmean)
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-                    health.check(loss, grad_norm, step, window.units, window.places)
-                    set_lr(optimizer, lr_at(step))
-                optimizer.step()
-                optimizer.zero_grad()
-            metrics.add(batch["sequence_mask"][::2].sum(), **logged)
-            metrics.add_share(loss=loss)
+        set_lr(optimizer, lr_at(step))
+        loss = fit(gradients, step, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        health.check(loss, grad_norm, step, window.units, window.places)
+        optimizer.step()
+        optimizer.zero_grad()
         metrics.close_window(window.num_tokens)
         if due(step + 1, args.logging_steps, done, last_step):
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)

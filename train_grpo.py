@@ -32,10 +32,11 @@ from common.arguments import CommonArgs, arg, run
 from common.best import Best
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
-from common.collators import flat_batch
+from common.collators import Window, flat_batch
 from common.data import find_sources
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, gather_lists, load_prompts
+from common.fit import Fit
 from common.formats import as_prompt, prompt_format
 from common.generate import sample
 from common.health import Health
@@ -201,8 +202,10 @@ def judge(
     return advantages.flatten().float(), logged
 
 
-def make_windows(rows: list[dict], completions: list[dict], advantages: torch.Tensor, accelerator: Any, args: Args) -> list:
-    """A rollout as steps_per_generation windows, each this process's sequences in gradient_accumulation_steps parts.
+def make_windows(
+    rows: list[dict], completions: list[dict], advantages: torch.Tensor, accelerator: Any, args: Args
+) -> list[Window]:
+    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
     A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
     denominators, and is not run through the model.
@@ -237,8 +240,8 @@ def make_windows(rows: list[dict], completions: list[dict], advantages: torch.Te
                 "token_weight": float(weights[i - first]),
             }
             units.append([sequence])
-        split = [list(part) for part in np.array_split(np.arange(len(units)), parts)] if kept else [[]] * parts
-        windows.append([([units[k] for k in part], 1.0) if part else (units[:1], 0.0) for part in split])
+        split = [part.tolist() for part in np.array_split(np.arange(len(units)), parts)] if kept else [[]] * parts
+        windows.append(Window(units, split, accelerator))
     return windows
 
 
@@ -255,11 +258,13 @@ def write_completions(metrics: Metrics, step: int, rows: list, completions: list
 @torch.no_grad()
 def add_logps(accelerator: Any, function: Any, windows: list, name: str, temperature: float) -> None:
     """Give every sequence of a rollout its token log-probabilities under `function`, as the field `name`."""
-    for units, weight in (part for window in windows for part in window):
-        with accelerator.autocast():
-            logps = function(flat_batch(units, accelerator.device, weight), temperature).cpu()
-        for unit, values in zip(units, logps.split([len(unit[0]["input_ids"]) for unit in units]), strict=True):
-            unit[0][name] = values.numpy()
+    for window in windows:
+        for units in window.micro_batches():
+            batch = flat_batch(units, accelerator.device)
+            with accelerator.autocast():
+                logps = function(batch, temperature).cpu()
+            for unit, values in zip(units, logps.split(batch["lengths"]), strict=True):
+                unit[0][name] = values.numpy()
 
 
 def main(args: Args) -> None:
@@ -362,11 +367,58 @@ def main(args: Args) -> None:
     best = Best(args.save_best, args.early_stopping_patience, args.early_stopping_delta, args.eval_steps)
     best.restore(state)
     health = Health(metrics, tokenizer, optimizer, args.max_bad_steps)
-    unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
+    fit = Fit(accelerator, model, metrics, args.auto_micro_batch)
+    fit.restore(state)
+    model = fit.model
     eval_score = scorer(eval_rewards, tokenizer, weights if eval_rewards is rewards else None)
     say(f"{size} completions a step, {G} for each prompt; they stop at {tokenizer.convert_ids_to_tokens(stop_ids)}")
 
     # --- loop ----------------------------------------------------------------------------------------------------
+    def gradients(step: int, window: Window) -> torch.Tensor:
+        """Add up the gradients of a window's micro-batches; returns the loss of the last one."""
+        seed_step(args.seed, step, accelerator.process_index)
+        for batch in window:
+            with accelerator.accumulate(model):
+                bonus = args.entropy_coef != 0
+                logps, entropy, _ = model(batch, args.temperature, stats=True, entropy_grad=bonus)  # (T,) each
+                mask, sequence = batch["loss_mask"], segment_ids(batch["cu_seqlens"], len(logps))
+                token_losses, stats = grpo_loss(
+                    logps,
+                    batch.get("old_logps", logps.detach()),
+                    batch.get("ref_logps"),
+                    batch["advantage"][sequence],
+                    mask,
+                    batch["cu_seqlens"],
+                    epsilon=args.epsilon,
+                    epsilon_high=args.epsilon_high,
+                    beta=args.beta,
+                    importance_sampling_level=args.importance_sampling_level,
+                    use_bias_correction_kl=args.use_bias_correction_kl,
+                )
+                token_losses = token_losses - args.entropy_coef * entropy * mask
+                loss = (token_losses * batch["token_weight"][sequence]).sum()  # <- the algorithm
+                accelerator.backward(loss * window.unmean)
+            metrics.add_share(loss=loss)
+            per_token = {
+                "entropy": entropy,
+                "clip_ratio/low_mean": stats["clip_low"],
+                "clip_ratio/high_mean": stats["clip_high"],
+                "clip_ratio/region_mean": stats["clip_low"] + stats["clip_high"],
+            }
+            if reference is not None:
+                per_token["kl"] = stats["kl"]
+            if step % cycle == 0:  # the model is still the one that sampled: how far sampler and trainer disagree
+                per_token["sampling/logp_difference"] = (logps - batch["sampled_logps"]).abs()
+            metrics.add(mask.sum(), **{name: (values.detach() * mask).sum() for name, values in per_token.items()})
+        return loss.detach()
+
+    if args.auto_micro_batch and not checkpoint:
+        row = prompts[int(prompts.lengths.argmax())]
+        answer = {"ids": stop_ids[:1] * args.max_completion_length, "logps": [0.0] * args.max_completion_length}
+        rollout = [answer | {"finished": True, "rewards": [0.0]}] * (P * G)
+        fit.try_largest(
+            gradients, make_windows([row] * (P * G), rollout, torch.ones(P * G), accelerator, args)[0], optimizer
+        )
     interrupt = Interruption(accelerator, args.max_hours, args.save_minutes)
     save_wanted = idle = False
     for step in (bar := progress(first_step, last_step, "grpo")):
@@ -388,7 +440,7 @@ def main(args: Args) -> None:
         save_wanted |= due(step, args.save_steps, max(done, 0)) or best.step == step > done
         wish = interrupt.wish(possible=step % cycle == 0 and step < last_step)  # "", or to save or stop
         if wish or (save_wanted and step % cycle == 0):  # between rollouts, so that a checkpoint needs none
-            state = metrics.state()
+            state = metrics.state() | fit.state()
             save_checkpoint(
                 accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit, best
             )
@@ -417,48 +469,13 @@ def main(args: Args) -> None:
             metrics.close_window()
             write_completions(metrics, step + 1, rows, completions, advantages, [reward.name for reward in rewards])
 
-        seed_step(args.seed, step, accelerator.process_index)
         window = windows[step % cycle % args.steps_per_generation]
-        for units, weight in window:
-            batch = flat_batch(units, accelerator.device, weight)
-            with accelerator.accumulate(model):
-                bonus = args.entropy_coef != 0
-                logps, entropy, _ = model(batch, args.temperature, stats=True, entropy_grad=bonus)  # (T,) each
-                mask, sequence = batch["loss_mask"], segment_ids(batch["cu_seqlens"], len(logps))
-                token_losses, stats = grpo_loss(
-                    logps,
-                    batch.get("old_logps", logps.detach()),
-                    batch.get("ref_logps"),
-                    batch["advantage"][sequence],
-                    mask,
-                    batch["cu_seqlens"],
-                    epsilon=args.epsilon,
-                    epsilon_high=args.epsilon_high,
-                    beta=args.beta,
-                    importance_sampling_level=args.importance_sampling_level,
-                    use_bias_correction_kl=args.use_bias_correction_kl,
-                )
-                token_losses = token_losses - args.entropy_coef * entropy * mask
-                loss = (token_losses * batch["token_weight"][sequence]).sum()  # <- the algorithm
-                accelerator.backward(loss * unmean)
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-                    health.check(loss, grad_norm, step, [unit for units, _ in window for unit in units])
-                    set_lr(optimizer, lr_at(step))
-                optimizer.step()
-                optimizer.zero_grad()
-            metrics.add_share(loss=loss)
-            per_token = {
-                "entropy": entropy,
-                "clip_ratio/low_mean": stats["clip_low"],
-                "clip_ratio/high_mean": stats["clip_high"],
-                "clip_ratio/region_mean": stats["clip_low"] + stats["clip_high"],
-            }
-            if reference is not None:
-                per_token["kl"] = stats["kl"]
-            if step % cycle == 0:  # the model is still the one that sampled: how far sampler and trainer disagree
-                per_token["sampling/logp_difference"] = (logps - batch["sampled_logps"]).abs()
-            metrics.add(mask.sum(), **{name: (values.detach() * mask).sum() for name, values in per_token.items()})
+        set_lr(optimizer, lr_at(step))
+        loss = fit(gradients, step, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        health.check(loss, grad_norm, step, window.units)
+        optimizer.step()
+        optimizer.zero_grad()
         metrics.close_window(rollout_tokens // args.steps_per_generation)
         if due(step + 1, args.logging_steps, done, last_step):
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)

@@ -25,10 +25,11 @@ from common.best import Best
 from common.cache import train_tokenizer_on
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
-from common.collators import Packs, Windows, pack
+from common.collators import Packs, Window, Windows, pack
 from common.data import find_sources
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluate_nll, first_prompts, load_prompts
+from common.fit import Fit
 from common.formats import as_text, text_format
 from common.generate import why_not_sampled
 from common.health import Health
@@ -58,6 +59,7 @@ from common.samples import load_samples, load_units
 from common.units import Units
 
 import numpy as np
+import torch
 
 DEMO = "data/configs/pretrain.yaml"
 
@@ -216,13 +218,31 @@ def main(args: Args) -> None:
     metrics = Metrics(accelerator, args.output_dir, args.run_name, vars(args))
     metrics.restore(state)
     health = Health(metrics, tokenizer, optimizer, args.max_bad_steps)
+    fit = Fit(accelerator, model, metrics, args.auto_micro_batch)
+    fit.restore(state)
+    model = fit.model
     windows.restore(first_step, state.get("windows", {}))
     best = Best(args.save_best, args.early_stopping_patience, args.early_stopping_delta, args.eval_steps)
     best.restore(state)
-    unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps  # undoes the means of DDP and Accelerate
     score = scorer(load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout), tokenizer)
 
     # --- loop ----------------------------------------------------------------------------------------------------
+    def gradients(step: int, window: Window) -> torch.Tensor:
+        """Add up the gradients of a window's micro-batches; returns the loss of the last one."""
+        tokens = window.count("loss_mask")  # trained tokens of the window, over all processes
+        seed_step(args.seed, step, accelerator.process_index)
+        for batch in window:
+            with accelerator.accumulate(model):
+                logps, entropy, correct = model(batch, stats=True)  # (T,) each
+                mask = batch["loss_mask"]
+                loss = nll(logps, mask) / tokens  # <- the algorithm
+                accelerator.backward(loss * window.unmean)
+            metrics.add(mask.sum(), loss=nll(logps, mask), mean_token_accuracy=(correct * mask).sum())
+            metrics.add(mask.sum(), entropy=(entropy * mask).sum())
+        return loss.detach()
+
+    if args.auto_micro_batch and not checkpoint:
+        fit.try_largest(gradients, windows.largest(), optimizer)
     interrupt = Interruption(accelerator, args.max_hours, args.save_minutes)
     for step in (bar := progress(first_step, last_step, "pretrain")):
         if due(step, args.eval_steps, done, last_step):
@@ -244,7 +264,7 @@ def main(args: Args) -> None:
             best.update(step, values | means)
         wish = interrupt.wish(possible=step < last_step)  # "", or to save or stop: signals, and the clock
         if wish or due(step, args.save_steps, max(done, 0)) or best.step == step > done:
-            state = metrics.state() | {"windows": windows.state(step)}
+            state = metrics.state() | fit.state() | {"windows": windows.state(step)}
             save_checkpoint(
                 accelerator, model, optimizer, tokenizer, args.output_dir, step, state, args.save_total_limit, best
             )
@@ -255,22 +275,12 @@ def main(args: Args) -> None:
             break
 
         window = windows[step]  # a pure function of the step: this process's micro-batches
-        tokens = window.count("loss_mask")  # trained tokens of the window, over all processes
-        seed_step(args.seed, step, accelerator.process_index)
-        for batch in window:
-            with accelerator.accumulate(model):
-                logps, entropy, correct = model(batch, stats=True)  # (T,) each
-                mask = batch["loss_mask"]
-                loss = nll(logps, mask) / tokens  # <- the algorithm
-                accelerator.backward(loss * unmean)
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-                    health.check(loss, grad_norm, step, window.units, window.places)
-                    set_lr(optimizer, lr_at(step))
-                optimizer.step()
-                optimizer.zero_grad()
-            metrics.add(mask.sum(), loss=nll(logps, mask), mean_token_accuracy=(correct * mask).sum())
-            metrics.add(mask.sum(), entropy=(entropy * mask).sum())
+        set_lr(optimizer, lr_at(step))
+        loss = fit(gradients, step, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        health.check(loss, grad_norm, step, window.units, window.places)
+        optimizer.step()
+        optimizer.zero_grad()
         metrics.close_window(window.num_tokens)
         if due(step + 1, args.logging_steps, done, last_step):
             metrics.log(step + 1, bar, grad_norm=grad_norm, learning_rate=lr_at(step), flops_per_token=flops)

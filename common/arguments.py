@@ -68,6 +68,7 @@ class CommonArgs:
     per_device_train_batch_size: int = arg(8, help="per process and micro-batch; its unit is the script's (see top)")
     per_device_eval_batch_size: int = arg(16, help="the same, in evaluation")
     gradient_accumulation_steps: int = arg(1, help="micro-batches per optimizer step")
+    auto_micro_batch: bool = arg(False, help="try the largest before step 1, and cut them until they fit; the window stays")
     num_train_epochs: float = arg(1.0, help="passes over the data")
     max_steps: int = arg(-1, help="optimizer steps; above 0 it takes the place of num_train_epochs")
 

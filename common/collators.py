@@ -54,18 +54,64 @@ def flat_batch(units: Sequence[Unit], device: torch.device, weight: float = 1.0)
 
 
 class Window:
-    """The units of one optimizer step: iterating gives this process's micro-batches, as many as on any other process."""
+    """The units of one optimizer step: iterating gives this process's micro-batches."""
 
-    def __init__(self, units: list[Unit], mine: list[list[int]], device: torch.device, places: Any = None):
-        """units: of all processes. mine: for each micro-batch of this process, which of them. places(): where they come
-        from, as a source and a row for each."""
-        self.units, self._mine, self._device, self.places = units, mine, device, places
+    def __init__(
+        self, units: list[Unit], mine: list[list[int]], accelerator: Any, *, indivisible: int = 1, places: Any = None
+    ):
+        """units: of all processes. mine: for each micro-batch of this process, which of them; as many micro-batches as on
+        any other process. indivisible: how many sequences of a unit stay together even where it is cut: 2 for pairs.
+        places(): where the units come from, as a source and a row for each."""
+        self.units, self.places = units, places
+        self._accelerator, self._mine, self._indivisible = accelerator, mine, indivisible
+        self._micro_batches = self._cut(1)
+
+    def cut(self, parts: int) -> "Window":
+        """From now on each micro-batch is cut into so many, as far as it can be."""
+        self._micro_batches = self._cut(parts)
+        return self
+
+    def _cut(self, parts: int) -> list[list[Unit]]:
+        found = []
+        for members in self._mine:
+            step = self._indivisible
+            atoms = [unit[at : at + step] for i in members for unit in [self.units[i]] for at in range(0, len(unit), step)]
+            if not atoms:  # a process without a row at the end of the run takes part: its peers wait for its gradients
+                found.append([])
+                continue
+            sizes = np.array([sum(len(sequence["input_ids"]) for sequence in atom) for atom in atoms])
+            part = (sizes.cumsum() - sizes / 2) * parts // sizes.sum()  # about equal numbers of tokens
+            found += [[atoms[i] for i in np.flatnonzero(part == k)] for k in range(parts) if (part == k).any()]
+        return found
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    @property
+    def unmean(self) -> int:
+        """Undoes the mean over micro-batches, which Accelerate takes, and the mean over processes, which DDP takes."""
+        return len(self) * self._accelerator.num_processes
+
+    def micro_batches(self) -> list[list[Unit]]:
+        """The units of each; of a process without a row, one of another process."""
+        return [atoms or self.units[:1] for atoms in self._micro_batches]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for members in self._mine:
-            # A process without a row at the end of the run takes part with weight 0: its peers wait for its gradients.
-            batch = [self.units[i] for i in members]
-            yield flat_batch(batch, self._device) if batch else flat_batch(self.units[:1], self._device, weight=0.0)
+        self._accelerator.gradient_accumulation_steps = len(self)
+        self._accelerator.step = 0  # of Accelerate's count of micro-batches: a window may have been given up in the middle
+        for atoms in self._micro_batches:
+            yield flat_batch(atoms or self.units[:1], self._accelerator.device, weight=1.0 if atoms else 0.0)
+
+    @property
+    def most_parts(self) -> int:
+        """Into how many parts the micro-batch that can be cut most can be cut."""
+        step = self._indivisible
+        return max(sum(len(self.units[i]) // step for i in members) for members in self._mine)
+
+    def largest(self) -> list[int]:
+        """The lengths of the sequences of the micro-batch with the most tokens."""
+        lengths = [[len(sequence["input_ids"]) for atom in atoms for sequence in atom] for atoms in self._micro_batches]
+        return max(lengths, key=sum)
 
     def count(self, field: str, which: slice = slice(None)) -> float:
         """Sum of a per-token field over the window, all processes: the denominator of its loss.
@@ -73,6 +119,10 @@ class Window:
         which: the sequences of each unit that count, for instance slice(0, None, 2) for the first of each pair.
         """
         return float(sum(sequence[field][1:].sum() for unit in self.units for sequence in unit[which]))
+
+    def trained_share(self) -> float:
+        """The share of the tokens that are trained."""
+        return self.count("loss_mask") / max(1, self.num_tokens)
 
     @property
     def num_sequences(self) -> int:
@@ -95,15 +145,16 @@ class Windows:
         num_epochs: float = 1.0,
         max_steps: int = -1,
         max_tokens: int = 0,
+        indivisible: int = 1,
     ):
-        """samples: the unit at each position of the run, order.Shuffled or stream.Stream.
+        """samples: the unit at each position of the run, order.Shuffled or stream.Stream. indivisible: see Window.
 
         A window has gradient_accumulation_steps micro-batches on each process, each of batch_size units; or, where
         max_tokens is positive, of up to max_tokens tokens, dealt out so that all cost about the same. The run is max_steps
         windows, or, where that is not positive, num_epochs passes, of which the last window may be short.
         """
         self.samples, self.max_tokens, self.max_steps = samples, max_tokens, max_steps
-        self._accelerator, self._batch_size = accelerator, batch_size
+        self._accelerator, self._batch_size, self._indivisible = accelerator, batch_size, indivisible
         self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes  # micro-batches of a window
         self.size = batch_size * self._parts
         if max_steps <= 0:
@@ -133,7 +184,23 @@ class Windows:
             B = self._batch_size
             parts = [list(range(i * B, min((i + 1) * B, len(units)))) for i in range(self._parts)]
         mine = parts[self._accelerator.process_index :: self._accelerator.num_processes]
-        return Window(units, mine, self._accelerator.device, lambda: [self.samples.where(i) for i in positions])
+        return self._window(units, mine, lambda: [self.samples.where(i) for i in positions])
+
+    def largest(self) -> Window:
+        """A window of one micro-batch, or of two where a step has more: the longest units that the run can meet together."""
+        units = self.samples.units  # of a stream: of its first block
+        longest = np.argsort(-units.lengths, kind="stable").tolist()
+        if self.max_tokens:
+            fits = np.cumsum(units.lengths[longest]) <= self.max_tokens
+            chosen = longest[: max(1, int(fits.sum()))]
+        else:
+            chosen = longest[: self._batch_size]
+        several = self._parts > self._accelerator.num_processes
+        members = list(range(len(chosen)))
+        return self._window([units[i] for i in chosen], [members] * (1 + several))
+
+    def _window(self, units: list[Unit], mine: list[list[int]], places: Any = None) -> Window:
+        return Window(units, mine, self._accelerator, indivisible=self._indivisible, places=places)
 
     def start(self, step: int) -> int:
         """The position at which a window starts."""

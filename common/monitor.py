@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.folder import LINES, replace_text
-from common.memory import memory
+from common.memory import memory, relieve
 from common.model import peak_flops
 
 import torch
@@ -93,6 +93,10 @@ class Metrics:
         self.bad_steps.append(step)
         self.window_is_bad = True
 
+    def forget_window(self) -> None:
+        """The window that is under way is begun again: what was added for it does not count."""
+        self.window = {}
+
     def close_window(self, num_tokens: int = 0) -> None:
         """The window is done: its values count, unless it was bad."""
         if not self.window_is_bad:
@@ -153,7 +157,8 @@ class Metrics:
         peak = peak_flops(self.accelerator.device)
         if flops_per_token and peak:
             values["mfu"] = values["tokens_per_second"] * flops_per_token / (peak * self.accelerator.num_processes)
-        values["peak_memory_gib"] = memory(self.accelerator.device).peak
+        relieve(self.accelerator.device)
+        values["memory_gib"], values["peak_memory_gib"], _ = memory(self.accelerator.device)
         if self.bad_steps:
             values["bad_steps"] = len(self.bad_steps)
         self._watch(step, values)
@@ -214,6 +219,7 @@ class Metrics:
             "loss_spikes": self.spikes,
             "seconds": round(time.perf_counter() - self.started, 1),
             "peak_memory_gib": memory(self.accelerator.device).peak,
+            "memory_limit_gib": memory(self.accelerator.device).limit,
             "processes": self.accelerator.num_processes,
             "device": str(self.accelerator.device),
             "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
@@ -244,7 +250,7 @@ def draw_curves(output_dir: Path) -> None:
     for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         for name, value in row.items():
-            if name not in ("step", "num_tokens", "peak_memory_gib", "epoch"):
+            if name not in ("step", "num_tokens", "memory_gib", "peak_memory_gib", "epoch"):
                 curves[name][0].append(row["step"])
                 curves[name][1].append(value)
     frames: dict[str, list[str]] = defaultdict(list)

@@ -6,7 +6,8 @@ from typing import Any
 
 from common.checkpoint import SHARDED
 from common.errors import say
-from common.memory import estimate, memory, savings, show_memory
+from common.estimate import needs, show_memory
+from common.memory import memory
 from common.model import count_parameters
 from common.tokens import show_trained
 
@@ -47,9 +48,12 @@ def describe(
     }
     if hasattr(packs, "utilisation"):
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
-    facts["memory_gib"], helps = memory_parts(
-        accelerator, model, plan["largest_micro_batch"], facts["sources"], reference, args.dry_run
-    )
+    facts["memory_gib"], helps = None, []
+    if args.dry_run or accelerator.distributed_type not in SHARDED:
+        if not args.dry_run:
+            model.to(accelerator.device)  # where it is going anyway, and where a look at it is quick
+        shape = plan["largest_micro_batch"], trained_share(facts["sources"])
+        facts["memory_gib"], helps = needs(accelerator, model, *shape, reference)
     limit = memory(accelerator.device).limit
     if args.dry_run:
         show(facts, data, tokenizer, limit, helps, args.dataset_streaming)
@@ -150,31 +154,7 @@ def lengths(sizes: np.ndarray) -> dict[str, Any]:
     return named | {"mean": float(sizes.mean()), "histogram": bins}
 
 
-def memory_parts(
-    accelerator: Any, model: Any, sizes: list[int], sources: list[dict[str, Any]], reference: bool, dry_run: bool
-) -> tuple[dict[str, float] | None, list[tuple[str, float]]]:
-    """(memory.estimate, and, where that is more than there is, memory.savings); None for shards, which hold no whole model.
-
-    sizes: tokens of the units of a micro-batch.
-    """
-    sharded = accelerator.distributed_type in SHARDED
-    if sharded and not dry_run:
-        return None, []
-    if not dry_run:
-        model.to(accelerator.device)  # where it is going anyway, and where a look at it is quick
-    tokens = sum(sizes)
+def trained_share(sources: list[dict[str, Any]]) -> float:
+    """The share of the tokens that are trained, as far as it is known."""
     known = [found for found in sources if "trained_tokens" in found]
-    share = sum(f["trained_tokens"] for f in known) / max(1, sum(f["tokens"] for f in known)) if known else 1.0
-    targets = max(1, round(tokens * share))
-    options = {
-        "lengths": sizes,
-        "device": accelerator.device,
-        "mixed_precision": accelerator.mixed_precision,
-        "accumulation": accelerator.gradient_accumulation_steps,
-        "reference": reference,
-        "shards": accelerator.num_processes if sharded else 1,
-        "ddp": accelerator.num_processes > 1 and not sharded,
-    }
-    parts = estimate(model, tokens, targets, **options)
-    fits = parts["total"] <= memory(accelerator.device).limit
-    return parts, [] if fits else savings(model, parts, tokens, targets, **options)
+    return sum(f["trained_tokens"] for f in known) / max(1, sum(f["tokens"] for f in known)) if known else 1.0

@@ -59,12 +59,12 @@ def test_what_the_scripts_share_is_written_the_same():
         "    sources, eval_sources = find_sources(args, ",
         "    optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)",
         "    model, optimizer = accelerator.prepare(model.train(), optimizer)",
-        "    unmean = accelerator.num_processes * accelerator.gradient_accumulation_steps",
+        "    def gradients(step: int, window: Window) -> torch.Tensor:",
         "        seed_step(args.seed, step, accelerator.process_index)",
-        "                accelerator.backward(loss * unmean)",
-        "                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)",
-        "                    health.check(loss, grad_norm, step, ",
-        "                    set_lr(optimizer, lr_at(step))",
+        "                accelerator.backward(loss * window.unmean)",
+        "        set_lr(optimizer, lr_at(step))\n        loss = fit(gradients, step, window)\n        grad_norm = accelerator."
+        "clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)\n        health.check(loss, grad_norm, step, ",
+        "        optimizer.step()\n        optimizer.zero_grad()",
     ]
     for script in SCRIPTS:
         source = (ROOT / f"{script}.py").read_text()
