@@ -28,10 +28,10 @@ from common.arguments import CommonArgs, arg, run
 from common.best import Best
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
-from common.collators import Packs, Window, Windows, eval_batches, flat_batch, pack
+from common.collators import Packs, Window, Windows, eval_batches, pack
 from common.data import find_sources
 from common.errors import UserError, say
-from common.evaluate import complete_prompts, evaluating, first_prompts, gather_lists, load_prompts, mean_over_sources
+from common.evaluate import complete_prompts, evaluating, first_prompts, load_prompts, mean_over_sources
 from common.fit import Fit
 from common.formats import as_preference, preference_format
 from common.generate import why_not_sampled
@@ -55,6 +55,7 @@ from common.model import (
 from common.monitor import Metrics
 from common.optimizer import adamw, schedule, set_lr
 from common.order import BANDS
+from common.reference import precompute
 from common.report import describe
 from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
@@ -83,7 +84,9 @@ class Args(CommonArgs):
     label_smoothing: float = arg(0.0, help="share of pairs taken to be the wrong way round (sigmoid, robust, simpo)")
     simpo_gamma: float = arg(0.5, help="the margin of simpo")
     sft_weight: float | None = arg(None, help="weight of the NLL of the chosen answers; unset: 0, with orpo 1")
-    precompute_ref_log_probs: bool = arg(False, help="score all pairs with the reference once, then drop it from memory")
+    precompute_ref_log_probs: bool = arg(
+        False, help="score all pairs with the reference once, keep that on disk, and drop it"
+    )
 
 
 def make_units(columns: dict[str, Any], tokenizer: Any, *, dataset_format: str, max_length: int) -> list:
@@ -95,18 +98,6 @@ def make_units(columns: dict[str, Any], tokenizer: Any, *, dataset_format: str, 
 def arrange(pairs: Units, args: Args) -> Units | Packs:
     """Pairs as they are batched: as they are, or packed."""
     return pack(pairs, 2 * args.max_length, BANDS if args.curriculum_column else 1) if args.packing else pairs
-
-
-def precompute(accelerator: Any, reference: Any, pairs: Units, batch_size: int) -> None:
-    """Give every sequence its log-probability under the reference, as the per-sequence field ref_logps."""
-    ours = list(range(accelerator.process_index, len(pairs), accelerator.num_processes))
-    found = []
-    for at in range(0, len(ours), batch_size):
-        batch = flat_batch([pairs[i] for i in ours[at : at + batch_size]], accelerator.device)
-        with accelerator.autocast():
-            found += segment_sum(reference(batch), batch["cu_seqlens"]).view(-1, 2).tolist()
-    values = torch.tensor([both for _, both in sorted(gather_lists(accelerator, list(zip(ours, found, strict=True))))])
-    pairs.add_field("ref_logps", values.flatten().numpy())
 
 
 def pair_losses(accelerator: Any, model: Any, reference: Any, batch: dict[str, Any], args: Args) -> tuple[Any, Any, dict]:
@@ -246,9 +237,9 @@ def main(args: Args) -> None:
         frozen = None if args.use_peft else load(args.model_name_or_path).to(accelerator.device).eval()
         reference = reference_of(accelerator.unwrap_model(model), frozen)
     if args.precompute_ref_log_probs and reference is not None:
-        say("scoring all pairs with the reference")
-        precompute(accelerator, reference, samples.data, args.per_device_eval_batch_size)
-        precompute(accelerator, reference, eval_data, args.per_device_eval_batch_size)
+        for pairs in (samples.data, eval_data):
+            weights = frozen or accelerator.unwrap_model(model)
+            precompute(accelerator, reference, weights, pairs, args.per_device_eval_batch_size, args.dataset_cache_dir)
         reference = frozen = None
     state = resume(accelerator, checkpoint, optimizer)
     first_step = state["step"]
