@@ -22,9 +22,39 @@ Shapes: T tokens of the flat row, S = 2B sequences in it: chosen, rejected, chos
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from common.arguments import CommonArgs, arg, run
+from common.arguments import CommonArgs, arg, command_line, run
+
+DEMO = "data/configs/dpo.yaml"
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/dpo", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
+
+    # Data
+    max_length: int = arg(1024, help="tokens of prompt and answer, for each side; longer answers keep their start")
+    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
+    packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
+
+    # Algorithm
+    beta: float = arg(0.1, help="how strongly the model is held to the reference")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "sppo_hard", "simpo", "orpo"] = arg(
+        "sigmoid", help="simpo and orpo do without the reference"
+    )
+    label_smoothing: float = arg(0.0, help="share of pairs taken to be the wrong way round (sigmoid, robust, simpo)")
+    simpo_gamma: float = arg(0.5, help="the margin of simpo")
+    sft_weight: float | None = arg(None, help="weight of the NLL of the chosen answers; unset: 0, with orpo 1")
+    precompute_ref_log_probs: bool = arg(
+        False, help="score all pairs with the reference once, keep that on disk, and drop it"
+    )
+
+
+if __name__ == "__main__":
+    ARGS = command_line(Args, DEMO)  # before the imports that take seconds: --help and a wrong flag answer at once
+
 from common.best import Best
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
@@ -37,7 +67,7 @@ from common.formats import as_preference, preference_format
 from common.generate import why_not_sampled
 from common.health import Health
 from common.interrupt import Interruption
-from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, segment_sum
+from common.losses import REFERENCE_FREE, dpo_loss, segment_sum
 from common.model import (
     add_lora,
     base_lm,
@@ -64,29 +94,6 @@ from common.tokens import tokenize_pair
 from common.units import Units
 
 import torch
-
-DEMO = "data/configs/dpo.yaml"
-
-
-@dataclass
-class Args(CommonArgs):
-    output_dir: str = arg("outputs/dpo", help="folder of everything that the run leaves behind")
-    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
-
-    # Data
-    max_length: int = arg(1024, help="tokens of prompt and answer, for each side; longer answers keep their start")
-    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
-    packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
-
-    # Algorithm
-    beta: float = arg(0.1, help="how strongly the model is held to the reference")
-    loss_type: str = arg("sigmoid", help="sigmoid, hinge, ipo, robust, apo_zero, sppo_hard; without reference: simpo, orpo")
-    label_smoothing: float = arg(0.0, help="share of pairs taken to be the wrong way round (sigmoid, robust, simpo)")
-    simpo_gamma: float = arg(0.5, help="the margin of simpo")
-    sft_weight: float | None = arg(None, help="weight of the NLL of the chosen answers; unset: 0, with orpo 1")
-    precompute_ref_log_probs: bool = arg(
-        False, help="score all pairs with the reference once, keep that on disk, and drop it"
-    )
 
 
 def make_units(columns: dict[str, Any], tokenizer: Any, *, dataset_format: str, max_length: int) -> list:
@@ -158,8 +165,6 @@ def main(args: Args) -> None:
     # --- run -----------------------------------------------------------------------------------------------------
     args.model_name_or_path = choose_model(args.model_name_or_path, "outputs/sft")
     args.dataset_name = args.dataset_name or ["data/dpo"]
-    if args.loss_type not in DPO_LOSS_TYPES:
-        raise UserError(f"--loss_type {args.loss_type}: one of {', '.join(DPO_LOSS_TYPES)}")
     if args.label_smoothing and (args.loss_type not in ("sigmoid", "robust", "simpo") or args.label_smoothing >= 0.5):
         raise UserError(f"--label_smoothing {args.label_smoothing}: below 0.5, for sigmoid, robust and simpo only")
     if args.precompute_ref_log_probs and args.dataset_streaming:
@@ -326,4 +331,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, DEMO)
+    run(main, ARGS)

@@ -26,9 +26,52 @@ Shapes: T tokens of the flat row, S sequences in it, P prompts, G completions of
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from common.arguments import CommonArgs, arg, run
+from common.arguments import CommonArgs, arg, command_line, run
+
+DEMO = "data/configs/grpo.yaml"
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/grpo", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
+
+    # Rewards
+    reward_funcs: list[str] = arg(
+        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, or a reward model"
+    )
+    reward_weights: list[float] | None = arg(None, help="one for each function; unset: 1")
+    scale_rewards: Literal["group", "batch", "none"] = arg("group", help="whose standard deviation divides advantages")
+
+    # Sampling
+    num_generations: int = arg(8, help="G, completions per prompt")
+    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    max_prompt_length: int = arg(512, help="tokens; longer prompts are left out")
+    max_completion_length: int = arg(256, help="tokens; longer completions are cut")
+    temperature: float = arg(1.0, help="of the sampling")
+    top_p: float = arg(1.0, help="sample from the most probable tokens that together have this share; 1: all")
+    top_k: int = arg(0, help="sample from the k most probable tokens; 0: all")
+    generation_batch_size: int = arg(128, help="completions sampled at a time on a process; bounds the memory only")
+    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+
+    # Algorithm
+    beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model")
+    epsilon: float = arg(0.2, help="clip range of the ratio, below 1")
+    epsilon_high: float | None = arg(None, help="above 1; unset: as epsilon (DAPO: 0.28)")
+    entropy_coef: float = arg(0.0, help="weight of an entropy bonus")
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = arg("dapo", help="what a token weighs")
+    importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
+    use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
+    num_iterations: int = arg(1, help="updates on each rollout")
+    steps_per_generation: int = arg(1, help="windows that one rollout serves")
+
+
+if __name__ == "__main__":
+    ARGS = command_line(Args, DEMO)  # before the imports that take seconds: --help and a wrong flag answer at once
+
 from common.best import Best
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
@@ -42,7 +85,6 @@ from common.generate import sample
 from common.health import Health
 from common.interrupt import Interruption
 from common.losses import (
-    GRPO_LOSS_TYPES,
     combine_rewards,
     group_advantages,
     grpo_loss,
@@ -74,44 +116,6 @@ from common.tokens import tokenize_row
 import numpy as np
 import torch
 
-DEMO = "data/configs/grpo.yaml"
-
-
-@dataclass
-class Args(CommonArgs):
-    output_dir: str = arg("outputs/grpo", help="folder of everything that the run leaves behind")
-    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
-    lr_scheduler_type: str = arg("constant", help="cosine, linear, constant, or wsd (flat, then linear to the end)")
-
-    # Rewards
-    reward_funcs: list[str] = arg(
-        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, or a reward model"
-    )
-    reward_weights: list[float] | None = arg(None, help="one for each function; unset: 1")
-    scale_rewards: str = arg("group", help="advantages are divided by the std of the group, of the batch, or none")
-
-    # Sampling
-    num_generations: int = arg(8, help="G, completions per prompt")
-    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
-    max_prompt_length: int = arg(512, help="tokens; longer prompts are left out")
-    max_completion_length: int = arg(256, help="tokens; longer completions are cut")
-    temperature: float = arg(1.0, help="of the sampling")
-    top_p: float = arg(1.0, help="sample from the most probable tokens that together have this share; 1: all")
-    top_k: int = arg(0, help="sample from the k most probable tokens; 0: all")
-    generation_batch_size: int = arg(128, help="completions sampled at a time on a process; bounds the memory only")
-    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
-
-    # Algorithm
-    beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model")
-    epsilon: float = arg(0.2, help="clip range of the ratio, below 1")
-    epsilon_high: float | None = arg(None, help="above 1; unset: as epsilon (DAPO: 0.28)")
-    entropy_coef: float = arg(0.0, help="weight of an entropy bonus")
-    loss_type: str = arg("dapo", help="grpo, bnpo, dapo, dr_grpo: what a token weighs")
-    importance_sampling_level: str = arg("token", help="token, or sequence (GSPO)")
-    use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
-    num_iterations: int = arg(1, help="updates on each rollout")
-    steps_per_generation: int = arg(1, help="windows that one rollout serves")
-
 
 def check(args: Args, world: int) -> None:
     """Settings that cannot work, before anything is loaded."""
@@ -124,13 +128,6 @@ def check(args: Args, world: int) -> None:
             f"(per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
             f"{args.gradient_accumulation_steps} x {world} processes)"
         )
-    for name, allowed in (
-        ("loss_type", GRPO_LOSS_TYPES),
-        ("scale_rewards", ("group", "batch", "none")),
-        ("importance_sampling_level", ("token", "sequence")),
-    ):
-        if getattr(args, name) not in allowed:
-            raise UserError(f"--{name} {getattr(args, name)}: one of {', '.join(allowed)}")
     if args.save_best and args.eval_steps % (args.steps_per_generation * args.num_iterations):
         raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
     if args.reward_weights is not None and len(args.reward_weights) != len(args.reward_funcs):
@@ -494,4 +491,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, DEMO)
+    run(main, ARGS)

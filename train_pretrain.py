@@ -18,9 +18,43 @@ Shapes: T tokens of the flat row, N of them scored.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from common.arguments import CommonArgs, arg, run
+from common.arguments import CommonArgs, arg, command_line, run
+
+DEMO = "data/configs/pretrain.yaml"
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/pretrain", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(6e-4, help="peak learning rate of AdamW")
+    weight_decay: float = arg(0.1, help="on matrices only, not on norms and biases")
+    adam_beta2: float = arg(0.95, help="AdamW")
+
+    # Data
+    dataset_text_field: str = arg("text", help="column of the documents")
+    max_length: int = arg(1024, help="tokens per row")
+    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
+    packing_strategy: Literal["wrapped", "bfd"] = arg(
+        "wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed"
+    )
+    vocab_size: int = arg(8192, help="of the byte-level BPE tokenizer that is trained where no tokenizer is named")
+
+    # Model: --model_name_or_path goes on with one; else a new one, from --config_name or from these sizes (Llama type)
+    config_name: str | None = arg(None, help="Hub name or folder with a config.json")
+    hidden_size: int = arg(512, help="D")
+    num_layers: int = arg(8, help="transformer blocks")
+    num_heads: int = arg(8, help="attention heads")
+    num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads")
+    intermediate_size: int | None = arg(None, help="width of the MLP; unset: 8/3 of hidden_size")
+    initializer_range: float = arg(0.02, help="standard deviation of the initial weights")
+    tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")
+
+
+if __name__ == "__main__":
+    ARGS = command_line(Args, DEMO)  # before the imports that take seconds: --help and a wrong flag answer at once
+
 from common.best import Best
 from common.cache import train_tokenizer_on
 from common.chat import stop_token_ids
@@ -61,33 +95,6 @@ from common.units import Units
 import numpy as np
 import torch
 
-DEMO = "data/configs/pretrain.yaml"
-
-
-@dataclass
-class Args(CommonArgs):
-    output_dir: str = arg("outputs/pretrain", help="folder of everything that the run leaves behind")
-    learning_rate: float = arg(6e-4, help="peak learning rate of AdamW")
-    weight_decay: float = arg(0.1, help="on matrices only, not on norms and biases")
-    adam_beta2: float = arg(0.95, help="AdamW")
-
-    # Data
-    dataset_text_field: str = arg("text", help="column of the documents")
-    max_length: int = arg(1024, help="tokens per row")
-    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
-    packing_strategy: str = arg("wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed")
-    vocab_size: int = arg(8192, help="of the byte-level BPE tokenizer that is trained where no tokenizer is named")
-
-    # Model: --model_name_or_path goes on with one; else a new one, from --config_name or from these sizes (Llama type)
-    config_name: str | None = arg(None, help="Hub name or folder with a config.json")
-    hidden_size: int = arg(512, help="D")
-    num_layers: int = arg(8, help="transformer blocks")
-    num_heads: int = arg(8, help="attention heads")
-    num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads")
-    intermediate_size: int | None = arg(None, help="width of the MLP; unset: 8/3 of hidden_size")
-    initializer_range: float = arg(0.02, help="standard deviation of the initial weights")
-    tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")
-
 
 def make_units(columns: dict[str, Any], tokenizer: Any, *, dataset_format: str, dataset_text_field: str) -> str:
     """The document of a dataset row."""
@@ -123,8 +130,6 @@ def unigram_perplexity(train: Units | Packs, held_out: Units | Packs, V: int) ->
 def main(args: Args) -> None:
     # --- run -----------------------------------------------------------------------------------------------------
     args.dataset_name = args.dataset_name or ["data/pretrain"]
-    if args.packing_strategy not in ("wrapped", "bfd"):
-        raise UserError(f"--packing_strategy {args.packing_strategy}: wrapped or bfd")
     accelerator, checkpoint = start(args, __file__)
 
     # --- tokenizer and data ----------------------------------------------------------------------------------------
@@ -291,4 +296,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, DEMO)
+    run(main, ARGS)

@@ -17,9 +17,29 @@ Shapes: T tokens of the flat row.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from common.arguments import CommonArgs, arg, run
+from common.arguments import CommonArgs, arg, command_line, run
+
+DEMO = "data/configs/sft.yaml"
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/sft", help="folder of everything that the run leaves behind")
+
+    # Data
+    max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start")
+    split_long_chats: bool = arg(False, help="cut longer conversations into several at the borders of turns instead")
+    train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
+    turn_dropping: float = arg(0.0, help="with this probability a conversation ends after one of its earlier answers")
+    packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
+    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
+
+
+if __name__ == "__main__":
+    ARGS = command_line(Args, DEMO)  # before the imports that take seconds: --help and a wrong flag answer at once
+
 from common.best import Best
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
@@ -52,25 +72,10 @@ from common.report import describe
 from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start
 from common.samples import load_samples, load_units
-from common.tokens import TRAIN_ON, split_chat, tokenize_chat, tokenize_completion, tokenize_documents, truncate
+from common.tokens import split_chat, tokenize_chat, tokenize_completion, tokenize_documents, truncate
 from common.units import Units
 
 import torch
-
-DEMO = "data/configs/sft.yaml"
-
-
-@dataclass
-class Args(CommonArgs):
-    output_dir: str = arg("outputs/sft", help="folder of everything that the run leaves behind")
-
-    # Data
-    max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start")
-    split_long_chats: bool = arg(False, help="cut longer conversations into several at the borders of turns instead")
-    train_on: str = arg("all_turns", help="all_turns or last_turn of the assistant, or everything")
-    turn_dropping: float = arg(0.0, help="with this probability a conversation ends after one of its earlier answers")
-    packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
-    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
 
 
 def make_units(
@@ -104,8 +109,6 @@ def main(args: Args) -> None:
     # --- run -----------------------------------------------------------------------------------------------------
     args.model_name_or_path = choose_model(args.model_name_or_path, "outputs/pretrain")
     args.dataset_name = args.dataset_name or ["data/sft"]
-    if args.train_on not in TRAIN_ON:
-        raise UserError(f"--train_on {args.train_on}: one of {', '.join(TRAIN_ON)}")
     if args.train_on != "all_turns" and (args.split_long_chats or args.turn_dropping):
         raise UserError("--split_long_chats and --turn_dropping train answers in the middle of a chat: --train_on all_turns")
     accelerator, checkpoint = start(args, __file__)
@@ -247,4 +250,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, DEMO)
+    run(main, ARGS)

@@ -1,17 +1,21 @@
 """The arguments that all four scripts share, and how they are read: command line > YAML (--config) > default.
 
-A script extends `CommonArgs` with its own fields. Nothing heavy is imported here.
+A script extends `CommonArgs` with its own fields, of the types str, int, float, bool, Literal, list[...] and any of them
+| None. Nothing heavy is imported here, and a script reads its arguments before it imports what is.
 """
 
+import argparse
 import dataclasses
 import difflib
+import gc
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.errors import UserError, say, show_and_exit
 
@@ -33,7 +37,7 @@ class CommonArgs:
     tokenizer_name: str | None = arg(help="Hub name or folder of the tokenizer, where it is not the model's own")
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     trust_remote_code: bool = arg(False, help="run Python code that a Hub model brings along")
-    dtype: str = arg("float32", help="of the weights: float32 (autocast comes from accelerate config) or bfloat16")
+    dtype: Literal["float32", "bfloat16"] = arg("float32", help="of the weights; autocast comes from accelerate config")
     gradient_checkpointing: bool = arg(False, help="recompute activations in the backward pass: less memory, ~30 %% slower")
     torch_compile: bool = arg(False, help="compile the model's layers")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
@@ -74,7 +78,7 @@ class CommonArgs:
 
     # Optimizer
     learning_rate: float = arg(2e-5, help="peak learning rate of AdamW")
-    lr_scheduler_type: str = arg("cosine", help="cosine, linear, constant, or wsd (flat, then linear to the end)")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("cosine", help="wsd: flat, then linear")
     warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run")
     lr_decay_fraction: float = arg(0.2, help="wsd: the share of the run in which the rate falls")
     min_lr_ratio: float = arg(0.0, help="the rate at the end, as a share of the peak")
@@ -121,22 +125,38 @@ def parse_args(args_class: type, demo: str, argv: list[str] | None = None) -> An
     demo: the YAML file of the embedded default. It applies, aloud, when neither a model nor a dataset is named, and
     lies beneath --config and the command line.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(args_class)
-    config, argv = _split_config(argv)
-    from_config = _yaml_as_flags(config, args_class) if config else []
-    args = parser.parse_args_into_dataclasses(from_config + argv)[0]
+    words = [_spelled(word) for word in (sys.argv[1:] if argv is None else argv)]
+    config, words = _split_config(words)
+    if config:
+        words = _yaml_as_flags(config, args_class) + words
+    args = _parse(words, args_class)
     if args.dataset_name is None and args.model_name_or_path is None:
         print(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", file=sys.stderr)
-        args = parser.parse_args_into_dataclasses(_yaml_as_flags(demo, args_class) + from_config + argv)[0]
+        args = _parse(_yaml_as_flags(demo, args_class) + words, args_class)
     return args
 
 
-def run(main: Callable[[Any], None], args_class: type, demo: str) -> None:
-    """Parse the arguments and call `main`; a UserError becomes one line and exit code 1."""
+def command_line(args_class: type, demo: str) -> Any:
+    """`parse_args` for a script, before its heavy imports: --help and a mistake answer at once and end the process.
+
+    The garbage collector rests until `run`: the libraries make a million objects that stay, and looking through them
+    again and again takes a quarter of the time of the imports.
+    """
+    try:
+        args = parse_args(args_class, demo)
+    except UserError as error:
+        show_and_exit(error)
+    gc.disable()
+    return args
+
+
+def run(main: Callable[[Any], None], args: Any) -> None:
+    """Call `main` with the arguments; a UserError becomes one line and exit code 1."""
+    gc.freeze()  # what the imports have made is not looked at again
+    gc.enable()
     code: Any = 0
     try:
-        main(parse_args(args_class, demo))
+        main(args)
     except UserError as error:
         show_and_exit(error)
     except KeyboardInterrupt:  # while data and model are loaded; common/interrupt.py takes over for the training
@@ -157,22 +177,51 @@ def save_args(args: Any, path: Path) -> None:
     path.write_text(yaml.safe_dump(dataclasses.asdict(args), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _parser(args_class: type) -> Any:
-    from transformers.hf_argparser import HfArgumentParser
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message} (--help lists the flags)")
 
-    class Parser(HfArgumentParser):
-        def error(self, message: str) -> None:
-            raise UserError(f"{message} (--help lists the flags)")
 
-        def parse_args_into_dataclasses(self, argv: list[str]) -> tuple:
-            *parsed, unknown = super().parse_args_into_dataclasses(argv, return_remaining_strings=True)
-            if unknown:
-                raise UserError(_unknown("flag", unknown[0], args_class, prefix="--"))
-            return tuple(parsed)
+def _parse(words: list[str], args_class: type) -> Any:
+    parser = _Parser(allow_abbrev=False, usage="%(prog)s [--config FILE] [--flag value ...]")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")  # taken out before
+    types = get_type_hints(args_class)
+    for f in dataclasses.fields(args_class):
+        kind, options = types[f.name], {}
+        if get_origin(kind) in (Union, UnionType):  # X | None
+            kind = next(part for part in get_args(kind) if part is not NoneType)
+        if get_origin(kind) is list:
+            kind, options = get_args(kind)[0], {"nargs": "+"}
+        if get_origin(kind) is Literal:
+            options |= {"choices": get_args(kind), "type": type(get_args(kind)[0])}
+        else:
+            options |= {"metavar": kind.__name__.upper(), "type": kind}
+        default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+        if kind is bool:
+            options |= {"metavar": "true/false", "type": _true_or_false, "nargs": "?", "const": True}
+            parser.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", default=default, help=argparse.SUPPRESS)
+        shown = "" if default is None else f" (default: {default})".replace("%", "%%")
+        parser.add_argument(f"--{f.name}", default=default, help=f.metadata["help"] + shown, **options)
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UserError(_unknown("flag", unknown[0], args_class, prefix="--"))
+    values = vars(parsed)
+    del values["config"]
+    return args_class(**values)
 
-    parser = Parser(args_class, allow_abbrev=False)
-    parser.add_argument("--config", help="YAML file with any of these arguments")  # taken out before parsing
-    return parser
+
+def _true_or_false(word: str) -> bool:
+    if word.lower() in ("true", "yes", "y", "t", "1"):
+        return True
+    if word.lower() in ("false", "no", "n", "f", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"true or false, not {word}")
+
+
+def _spelled(word: str) -> str:
+    """--learning-rate as --learning_rate."""
+    flag, *value = word.split("=", 1)
+    return "=".join([flag[:2] + flag[2:].replace("-", "_"), *value]) if word.startswith("--") else word
 
 
 def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:

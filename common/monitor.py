@@ -239,13 +239,10 @@ class Metrics:
 def draw_curves(output_dir: Path) -> None:
     """curves.png from metrics.jsonl: each metric over the steps, training and evaluation in one frame."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure  # pyplot takes longer to load, and would look for a screen
     except ImportError:
         print("curves.png was not drawn: pip install matplotlib", file=sys.stderr)
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     curves: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
     for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -258,7 +255,8 @@ def draw_curves(output_dir: Path) -> None:
         frames[name.removeprefix("eval_")].append(name)
     columns = min(4, len(frames))
     rows = -(-len(frames) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 2.6 * rows), squeeze=False)
+    figure = Figure(figsize=(3.6 * columns, 2.6 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(frames) :]:
         axis.axis("off")
     for axis, (title, names) in zip(axes.flat, frames.items(), strict=False):
@@ -273,7 +271,6 @@ def draw_curves(output_dir: Path) -> None:
             axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(output_dir / "curves.png", dpi=110)
-    plt.close(figure)
 
 
 def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
-from common.arguments import run
+from common.arguments import command_line, run
 import common.model, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -36,7 +36,7 @@ PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 common.model.HEAD_CHUNK_ELEMENTS["cpu"] = 1
 script = importlib.import_module(f"train_{sys.argv[1]}")
 sys.argv[1:] = sys.argv[3:]
-run(script.main, script.Args, script.DEMO)
+run(script.main, command_line(script.Args, script.DEMO))
 """
 COMMON = "--model_name_or_path data/base_model --max_steps 3 --save_steps 2 --eval_steps 1 --logging_steps 1"
 COMMON += " --max_grad_norm 1.0 --lr_scheduler_type constant --max_eval_samples 7 --eval_max_new_tokens 12"

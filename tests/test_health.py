@@ -86,13 +86,13 @@ def test_all_processes_pass_over_the_same_step(tmp_path):
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train_sft
-from common.arguments import run
+from common.arguments import command_line, run
 right, calls = train_sft.nll, iter(range(10**6))
 def wrong(*args):
     bad = next(calls) == 4 and os.environ["RANK"] == "1"
     return right(*args) * (float("nan") if bad else 1.0)
 train_sft.nll = wrong
-run(train_sft.main, train_sft.Args, train_sft.DEMO)
+run(train_sft.main, command_line(train_sft.Args, train_sft.DEMO))
 """
     script = tmp_path / "train_sft_broken.py"
     script.write_text(code)
