@@ -159,6 +159,16 @@ def run(main: Callable[[Any], None], args: Any) -> None:
         main(args)
     except UserError as error:
         show_and_exit(error)
+    except (RuntimeError, MemoryError) as error:
+        from common.memory import is_oom
+
+        if not is_oom(error):
+            raise
+        reason = " ".join(str(error).split())[:160] or "MemoryError"
+        where = "outside of the training steps: lower --per_device_eval_batch_size or --eval_max_new_tokens"
+        show_and_exit(
+            UserError(f"out of memory {where} ({reason}); what was saved is kept, the same command goes on from it")
+        )
     except KeyboardInterrupt:  # while data and model are loaded; common/interrupt.py takes over for the training
         say("stopped before the first step: there is nothing to save")
         code = 130

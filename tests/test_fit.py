@@ -146,6 +146,13 @@ def test_memory_that_really_runs_out(tmp_path):
     assert [row["step"] for row in train_metrics(tmp_path / "out")] == [1, 2, 3]
 
 
+def test_running_out_elsewhere_is_one_line(tmp_path):
+    code = "from common.arguments import run\ndef main(args): raise MemoryError('Unable to allocate 8 TiB')\nrun(main, None)"
+    run = run_script([sys.executable, "-c", code])
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1
+    assert "out of memory outside of the training steps" in run.stderr and "8 TiB" in run.stderr
+
+
 # --- how a window is cut --------------------------------------------------------------------------------------------
 
 
