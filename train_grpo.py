@@ -75,7 +75,7 @@ if __name__ == "__main__":
 from common.best import Best
 from common.chat import stop_token_ids
 from common.checkpoint import resume, save_checkpoint
-from common.collators import Window, flat_batch
+from common.collators import Window, flat_batch, split_row
 from common.data import find_sources
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, gather_lists, load_prompts
@@ -260,7 +260,7 @@ def add_logps(accelerator: Any, function: Any, windows: list, name: str, tempera
             batch = flat_batch(units, accelerator.device)
             with accelerator.autocast():
                 logps = function(batch, temperature).cpu()
-            for unit, values in zip(units, logps.split(batch["lengths"]), strict=True):
+            for unit, values in zip(units, split_row(logps, batch), strict=True):
                 unit[0][name] = values.numpy()
 
 

@@ -3,62 +3,93 @@
 A flat row holds S sequences end to end, T tokens in all. The function here is registered with transformers' attention
 interface under the name "flat", and the matching mask function says "no mask", so that nothing of size T x T is ever
 made. Sequences of similar length are gathered into one right-padded bucket and go through PyTorch's SDPA together: under
-a causal mask, padding on the right is never attended to by a real token, so the bucket needs no mask either.
+a causal mask, padding on the right is never attended to by a real token, so the bucket needs no mask either. On a GPU, in
+half precision, PyTorch's kernel for sequences of unequal length takes the place of the buckets.
+
+Sequences that begin with the same tokens may share them: these stand in the row once, and only the gathering here sees
+each sequence in full. Such a row has F > T tokens when it is written out, and `places` says which token of the row each
+of them is.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # PyTorch before 2.10
+    varlen_attn = None
+
 FLAT = "flat"
 
 
 @dataclass
-class Bucket:
-    index: Tensor  # (b, L) int64: the token of the flat row at each place; padding repeats the sequence's last token
-    real: Tensor | None  # (n,) int64: which of the b*L places are real; None where all are
+class FlatRow:
+    """How the tokens of a flat row are dealt out to sequences, and back."""
+
+    buckets: list[Tensor]  # (b, L) int64 each: the token of the row at each place; padding repeats the sequence's last
+    inverse: Tensor | None  # (T,) int64: where each token of the row lies in the buckets' output; None: in order
+    ragged: "Ragged | None" = None  # the same for a kernel that needs no buckets; None where there is none
 
 
 @dataclass
-class FlatRow:
-    """How the tokens of a flat row are dealt out to buckets, and back."""
+class Ragged:
+    """The sequences written out end to end, F tokens."""
 
-    buckets: list[Bucket]
-    inverse: Tensor | None  # (T,) int64: where each token of the row lies in the buckets' output; None: in order
+    cu_seqlens: Tensor  # (S+1,) int32, their borders
+    longest: int
+    places: Tensor | None  # (F,) int64: the token of the row at each place; None: nothing is shared, F = T
+    first: Tensor | None  # (T,) int64: the first place of each token of the row
 
 
-def plan_flat_row(lengths: list[int], device: torch.device, slack: float = 0.8) -> FlatRow:
+def plan_flat_row(lengths: list[int], device: torch.device, places: np.ndarray | None = None, slack: float = 0.8) -> FlatRow:
     """Deal sequences of the given lengths into buckets in which the shortest has at least `slack` of the longest.
 
-    Pure Python over S sequences, made once per row and used by every layer.
+    places: (F,) int64, the token of the row that each token of the sequences is, end to end; None: nothing is shared.
+    Made once per row, on the CPU, and used by every layer.
     """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    order = sorted(range(len(lengths)), key=lambda s: -lengths[s])  # stable: equal lengths keep their order
+    ends = np.cumsum(lengths)
     groups: list[list[int]] = []
-    for s in order:
+    for s in sorted(range(len(lengths)), key=lambda s: -lengths[s]):  # stable: equal lengths keep their order
         if groups and lengths[s] >= slack * lengths[groups[-1][0]]:
             groups[-1].append(s)
         else:
             groups.append([s])
 
-    buckets, places = [], []
+    buckets, filled = [], 0
+    inverse = np.empty(ends[-1], np.int64)  # of all F, first
     for group in groups:
-        length = torch.tensor([lengths[s] for s in group])[:, None]
-        start = torch.tensor([starts[s] for s in group])[:, None]
-        column = torch.arange(lengths[group[0]])[None, :]
-        index = start + torch.minimum(column, length - 1)
-        real = (column < length).flatten()
-        full = bool(real.all())
-        places.append(index.flatten() if full else index.flatten()[real])
-        buckets.append(Bucket(index.to(device), None if full else real.nonzero().flatten().to(device)))
-    place = torch.cat(places)
-    in_order = bool((place == torch.arange(len(place))).all())
-    return FlatRow(buckets, None if in_order else place.argsort().to(device))
+        column, last = np.arange(lengths[group[0]]), ends[group][:, None] - 1
+        index = last + 1 - np.array([lengths[s] for s in group])[:, None] + column
+        real = index <= last
+        index = np.minimum(index, last)
+        inverse[index[real]] = filled + np.flatnonzero(real)
+        filled += index.size
+        buckets.append(index if places is None else places[index])
+    first = None if places is None else first_places(places)
+    if first is not None:
+        inverse = inverse[first]
+
+    def there(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    ragged = None
+    if _has_varlen(device):
+        shared = (None, None) if places is None else (there(places), there(first))
+        ragged = Ragged(there(np.concatenate([[0], ends]).astype(np.int32)), max(lengths), *shared)
+    in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
+    return FlatRow([there(index) for index in buckets], None if in_order else there(inverse), ragged)
+
+
+def first_places(places: np.ndarray) -> np.ndarray:
+    """Where each token of the row comes first among the sequences written out end to end: (F,) -> (T,)."""
+    first = np.empty(places.max() + 1, np.int64)
+    first[places[::-1]] = np.arange(len(places))[::-1]  # the last one written stays
+    return first
 
 
 def flat_attention(
@@ -83,20 +114,46 @@ def flat_attention(
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise RuntimeError("flat attention has no soft-capping and no attention sinks")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, Dh)
+    if flat_row.ragged is not None and dropout == 0 and (dtype := _varlen_dtype(v)) is not None:
+        return _ragged_attention(*(x.to(dtype) for x in (q, k, v)), flat_row.ragged, scaling, sliding_window)[None], None
     outputs = []
-    for bucket in flat_row.buckets:
-        b, L = bucket.index.shape
-        whole_row = b * L == len(q) and flat_row.inverse is None  # equal lengths in order: a view, no gather
-        # (b, H, L, Dh)
-        qb, kb, vb = ((x.view(b, L, *x.shape[1:]) if whole_row else x[bucket.index]).transpose(1, 2) for x in (q, k, v))
+    for index in flat_row.buckets:
+        b, L = index.shape
+        # (b, H, L, Dh); sequences of equal length in order are a view
+        qb, kb, vb = (
+            (x if flat_row.inverse is None else x.index_select(0, index.view(-1))).view(b, L, *x.shape[1:]).transpose(1, 2)
+            for x in (q, k, v)
+        )
         mask = _band(L, sliding_window, q.device) if sliding_window is not None and L > sliding_window else None
         out = F.scaled_dot_product_attention(
             qb, kb, vb, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
-        out = out.transpose(1, 2).reshape(b * L, q.shape[1], -1)
-        outputs.append(out if bucket.real is None else out[bucket.real])
+        outputs.append(out.transpose(1, 2).reshape(b * L, q.shape[1], -1))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return (out if flat_row.inverse is None else out[flat_row.inverse])[None], None
+    return (out if flat_row.inverse is None else out.index_select(0, flat_row.inverse))[None], None
+
+
+def _ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, row: Ragged, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by the kernel for sequences of unequal length."""
+    if row.places is not None:
+        q, k, v = (x[row.places] for x in (q, k, v))
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens seen before and after each one; -1: all
+    borders, gqa = row.cu_seqlens, q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, borders, borders, row.longest, row.longest, scale=scaling, window_size=window, enable_gqa=gqa)
+    return out if row.first is None else out[row.first]
+
+
+def _has_varlen(device: torch.device) -> bool:
+    return varlen_attn is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _varlen_dtype(value: Tensor) -> torch.dtype | None:
+    """What the kernel would compute in; None where it cannot: it knows 16 bits and heads of up to 192 in steps of 8."""
+    device = value.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) and value.shape[-1] in range(8, 193, 8) else None
 
 
 def _band(L: int, window: int, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ business of `order.py`.
 
 import bisect
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,38 +20,75 @@ import numpy as np
 import torch
 
 Unit = list[dict[str, Any]]
+LEAST_SHARED = 8  # tokens: a start shorter than this costs about what it saves
 
 
 def flat_batch(units: Sequence[Unit], device: torch.device, weight: float = 1.0) -> dict[str, Any]:
-    """One flat row of units, T tokens in S sequences.
+    """One flat row of units, T tokens for S sequences.
 
-    Returns input_ids (1, T) and position_ids (1, T) int64; cu_seqlens (S+1,) int64, the borders; lengths, the same as S
-    Python ints; loss_mask (T,) float32, 0 on the first token of each sequence; targets (N,) int64, the positions whose
-    log-probability is wanted; sequence_mask (S,) float32, 1; and the stage's fields, per token (T,) or sequence (S,)
-    float32. weight 0 makes it a filler: loss_mask and sequence_mask are 0 and it adds nothing to any sum.
+    A sequence that begins as the one before it shares those tokens (`shared_start`): the row holds them once, with the
+    first sequence that has them.
+
+    Returns input_ids (1, T) and position_ids (1, T) int64; cu_seqlens (S+1,) int64, the borders of what each sequence has
+    for itself; loss_mask (T,) float32, 0 on the first token of each sequence; targets (N,) int64, the positions whose
+    log-probability is wanted, and previous (N,) int64, those of the tokens before them; sequence_mask (S,) float32, 1; and
+    the stage's fields, per token (T,) or sequence (S,) float32. Not tensors: lengths, S ints, of the sequences in full,
+    and places (sum of lengths,) int64, the token of the row that each of their tokens is, or None where nothing is shared.
+    weight 0 makes it a filler: loss_mask and sequence_mask are 0 and it adds nothing to any sum.
     """
     sequences = [sequence for unit in units for sequence in unit]
     lengths = [len(sequence["input_ids"]) for sequence in sequences]
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    T = int(cu_seqlens[-1])
-    loss_mask = np.concatenate([sequence["loss_mask"] for sequence in sequences]).astype(np.float32)
-    loss_mask[cu_seqlens[:-1]] = 0.0  # the first token of a sequence has nothing before it
+    shared = [0, *(shared_start(*neighbours) for neighbours in itertools.pairwise(sequences))]
+    starts = np.cumsum([0, *lengths])
+    column = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    own = column >= np.repeat(shared, lengths)  # of all tokens of the sequences, end to end, those that enter the row
+    places = np.cumsum(own) - 1
+    for s in np.flatnonzero(shared):
+        places[starts[s] : starts[s] + shared[s]] = places[starts[s - 1] : starts[s - 1] + shared[s]]
+
+    def row(name: str) -> np.ndarray:
+        return np.concatenate([sequence[name] for sequence in sequences])[own]
+
+    positions = column[own]
+    T = len(positions)
+    loss_mask = row("loss_mask").astype(np.float32)
+    loss_mask[positions == 0] = 0.0  # the first token of a sequence has nothing before it
     # A row without a target still scores one token, so that every parameter takes part in the backward pass.
     targets = np.flatnonzero(loss_mask) if loss_mask.any() else np.array([min(1, T - 1)])
     batch = {
-        "input_ids": np.concatenate([sequence["input_ids"] for sequence in sequences]).astype(np.int64)[None],
-        "position_ids": (np.arange(T) - np.repeat(cu_seqlens[:-1], lengths))[None],
-        "cu_seqlens": cu_seqlens,
+        "input_ids": row("input_ids").astype(np.int64)[None],
+        "position_ids": positions[None],
+        "cu_seqlens": np.cumsum([0, *lengths]) - np.cumsum([0, *shared]),
         "loss_mask": loss_mask * np.float32(weight),
         "targets": targets,
+        "previous": places[np.flatnonzero(own)[targets] - 1],
         "sequence_mask": np.full(len(lengths), weight, np.float32),
     }
     for name, value in sequences[0].items():
         if name not in ("input_ids", "loss_mask"):
-            parts = [sequence[name] for sequence in sequences]
-            batch[name] = np.asarray(np.concatenate(parts) if np.ndim(value) else parts, np.float32)
+            values = row(name) if np.ndim(value) else [sequence[name] for sequence in sequences]
+            batch[name] = np.asarray(values, np.float32)
     tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in batch.items()}
-    return {name: t.to(device, non_blocking=True) for name, t in tensors.items()} | {"lengths": lengths}
+    on_device = {name: t.to(device, non_blocking=True) for name, t in tensors.items()}
+    return on_device | {"lengths": lengths, "places": places if any(shared) else None}
+
+
+def shared_start(one: dict[str, Any], other: dict[str, Any]) -> int:
+    """With how many tokens of its neighbour the other sequence begins, none of which it trains; 0 for less than pays."""
+    a, b, mask = one["input_ids"], other["input_ids"], other["loss_mask"]
+    n = min(len(a), len(b))
+    if n < LEAST_SHARED or a[LEAST_SHARED - 1] != b[LEAST_SHARED - 1]:
+        return 0
+    differs = (a[:n] != b[:n]) | (mask[:n] != 0)
+    n = int(differs.argmax()) if differs.any() else n
+    return n if n >= LEAST_SHARED else 0
+
+
+def split_row(values: torch.Tensor, batch: dict[str, Any]) -> list[torch.Tensor]:
+    """Per-token results of a flat batch (T,) for each sequence in full: S tensors (n,), a shared start in each of them."""
+    if batch["places"] is not None:
+        values = values[torch.from_numpy(batch["places"]).to(values.device)]
+    return list(values.split(batch["lengths"]))
 
 
 class Window:

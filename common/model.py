@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.attention import FLAT, plan_flat_row
+from common.attention import FLAT, first_places, plan_flat_row
 from common.errors import UserError, say
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -62,14 +63,14 @@ class LogProbModel(nn.Module):
     def forward(
         self, batch: dict[str, Any], temperature: float = 1.0, stats: bool = False, entropy_grad: bool = False
     ) -> Tensor | TokenStats:
-        """batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets (N,).
+        """batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets and previous (N,).
 
         temperature divides the logits, as it did when the tokens were sampled. Returns logps (T,), or TokenStats, in
         which only logps has a gradient, and with entropy_grad the entropy.
         """
         targets = batch["targets"]
         hidden = self._hidden_padded(batch) if self.padded else self._hidden_flat(batch)  # (T, D)
-        scores = self._score(hidden[targets - 1], batch["input_ids"][0, targets], temperature, stats, entropy_grad)
+        scores = self._score(hidden[batch["previous"]], batch["input_ids"][0, targets], temperature, stats, entropy_grad)
         T = hidden.shape[0]
         scattered = [torch.zeros(T, dtype=s.dtype, device=s.device).index_put((targets,), s) for s in scores]
         return TokenStats(*scattered) if stats else scattered[0]
@@ -79,15 +80,17 @@ class LogProbModel(nn.Module):
             input_ids=batch["input_ids"],
             position_ids=batch["position_ids"],
             use_cache=False,  # with a cache, or with any attention_mask, transformers lets sequences see each other
-            flat_row=plan_flat_row(batch["lengths"], batch["input_ids"].device),
+            flat_row=plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("places")),
         ).last_hidden_state[0]
 
     def _hidden_padded(self, batch: dict[str, Any]) -> Tensor:
-        ids, lengths = batch["input_ids"][0], batch["lengths"]
+        ids, lengths, places = batch["input_ids"][0], batch["lengths"], batch.get("places")
+        if places is not None:
+            ids = ids[torch.from_numpy(places).to(ids.device)]
         padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
         mask = torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
         out = body(self.lm)(input_ids=padded, attention_mask=mask.long(), use_cache=False).last_hidden_state
-        return out[mask]
+        return out[mask] if places is None else out[mask][torch.from_numpy(first_places(places)).to(ids.device)]
 
     def _score(
         self, hidden: Tensor, tokens: Tensor, temperature: float, stats: bool, entropy_grad: bool
@@ -306,15 +309,17 @@ def wrap(lm: nn.Module) -> LogProbModel:
         return model
     implementation = lm.config._attn_implementation
     V = lm.config.get_text_config().vocab_size
-    ids, other = (torch.arange(start, start + 8) * 7919 % V for start in (0, 100))
+    ids, other = (torch.arange(start, start + 9) * 7919 % V for start in (0, 100))
     other[5:] = ids[5:]  # two rows that differ in their first sequence only
     exact, rough = (1e-5, 1e-3) if lm.dtype == torch.float32 else (1e-2, 5e-2)
-    lengths = [5, 3]
-    rows = [{"input_ids": row[None], "lengths": lengths} for row in (ids, other)]
-    for row in rows:
-        row["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    lengths, places = [5, 3, 3], np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 8])  # the last one shares its first two tokens
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 2]])
+    rows = [
+        {"input_ids": row[None], "position_ids": positions, "lengths": lengths, "places": places} for row in (ids, other)
+    ]
     with torch.no_grad(), _eval_mode(lm):
-        alone = torch.cat([lm(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)]).float()
+        each = [lm(input_ids=part[None], use_cache=False).logits[0] for part in ids[places].split(lengths)]
+        alone = torch.cat(each)[first_places(places)].float()
         try:
             lm.set_attn_implementation(FLAT)
             flat, after_other = (head(lm, model._hidden_flat(row)).float() for row in rows)

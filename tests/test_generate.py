@@ -2,7 +2,7 @@
 
 import math
 
-from common.collators import flat_batch
+from common.collators import flat_batch, split_row
 from common.generate import Completion, draw, sample
 from common.model import enable_gradient_checkpointing
 from tests.tiny import TINY, V, tiny_pair
@@ -58,7 +58,7 @@ def trainer_logps(model, prompts, completions, temperature: float = 1.0) -> list
     with torch.no_grad():
         logps = model.eval()(batch, temperature)
     model.train(was_training)
-    return [row[len(p) :] for row, p in zip(logps.split(batch["lengths"]), prompts, strict=True)]
+    return [row[len(p) :] for row, p in zip(split_row(logps, batch), prompts, strict=True)]
 
 
 # --- greedy ---------------------------------------------------------------------------------------------------------
