@@ -6,6 +6,7 @@ run's `args.yaml`, and `trainer_state.json`. It is written under another name, f
 full disk, leaves the last whole one usable.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 from common.errors import UserError, say
 from common.folder import WEIGHTS, checkpoints, defect, flush, read_state, seal, step_of
+from common.model import gathered
 
 import torch
 from accelerate.utils import DistributedType
@@ -92,12 +94,7 @@ def export(
         say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
         best = None
     if merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
-        if best is not None:
-            from peft import load_peft_weights, set_peft_model_state_dict
-
-            set_peft_model_state_dict(wrapper.lm, load_peft_weights(str(best), device=str(accelerator.device)))
-        wrapper.lm = wrapper.lm.merge_and_unload()
-        write_model = _model_writer(accelerator, model, tokenizer)
+        write_model = _model_writer(accelerator, model, tokenizer, _merge_adapter(accelerator, wrapper, best))
     else:
         write_model = _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
 
@@ -167,14 +164,41 @@ def _prune(output_dir: str, step: int, total_limit: int, best: int | None) -> No
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _model_writer(accelerator: Any, model: Any, tokenizer: Any) -> Callable[[Path], None]:
-    """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them. Called on every process."""
+def _merge_adapter(accelerator: Any, wrapper: Any, best: Path | None) -> dict[str, torch.Tensor] | None:
+    """Merge the LoRA adapter, that of the checkpoint `best` or the present one, into the model, for good.
+
+    Returns the merged weights by name ({} but on the main process) where DeepSpeed's ZeRO-3 shards them again after that.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    zero3 = any(hasattr(parameter, "ds_id") for parameter in wrapper.parameters())
+    with gathered(wrapper) if zero3 else contextlib.nullcontext():
+        if best is not None:
+            adapter = load_peft_weights(str(best), device="cpu")  # safetensors does not know "cpu:0"
+            placed = {name: weight.to(accelerator.device) for name, weight in adapter.items()}
+            set_peft_model_state_dict(wrapper.lm, placed)
+        wrapper.lm = wrapper.lm.merge_and_unload()
+        if not zero3:
+            return None
+        whole = wrapper.state_dict() if accelerator.is_main_process else {}
+        return {name: weight.cpu().clone() for name, weight in whole.items()}
+
+
+def _model_writer(
+    accelerator: Any, model: Any, tokenizer: Any, whole: dict[str, torch.Tensor] | None = None
+) -> Callable[[Path], None]:
+    """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them. Called on every process.
+
+    whole: the weights by name, where they are known already.
+    """
     wrapper, weights = accelerator.unwrap_model(model, keep_torch_compile=False), None
     lm = wrapper.lm
     if accelerator.distributed_type in SHARDED:
         tied = dict(wrapper.named_parameters(remove_duplicate=False)).keys() - dict(wrapper.named_parameters()).keys()
-        gathered = accelerator.get_state_dict(model)  # in which a tied weight stands under each of its names
-        weights = {name.removeprefix("lm."): w for name, w in gathered.items() if name not in tied}
+        if whole is None:
+            whole = accelerator.get_state_dict(model) or {}  # ZeRO-3 gives them to the main process only
+        # A tied weight stands under each of its names.
+        weights = {name.removeprefix("lm."): w for name, w in whole.items() if name not in tied}
 
     def write(folder: Path) -> None:
         lm.save_pretrained(folder, state_dict=weights)

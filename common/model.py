@@ -100,7 +100,9 @@ class LogProbModel(nn.Module):
         V = self.config.get_text_config().vocab_size
         elements = HEAD_CHUNK_ELEMENTS.get(hidden.device.type, HEAD_CHUNK_ELEMENTS["cpu"])
         rows = max(64, elements // V)
-        if len(tokens) <= rows:
+        # Each call of the head gathers it where ZeRO-3 shards it: the number of calls must be the same on every process.
+        sharded = hasattr(base_lm(self.lm).get_output_embeddings().weight, "ds_id")
+        if len(tokens) <= rows or sharded:
             return self._score_chunk(hidden, tokens, *options)
         # The logits of a chunk are recomputed in the backward pass instead of being kept.
         chunks = [
@@ -175,25 +177,37 @@ def generating(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Where FSDP2 shards the weights: all of them on each process, which may then call the language model on its own.
+    """Where FSDP2 or DeepSpeed's ZeRO-3 shards the weights: all of them on each process, which may then call the language
+    model on its own.
 
-    All processes gather together, and each needs the memory of the whole model.
+    All processes gather together, and each needs the memory of the whole model. Changes of the weights are lost.
     """
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    zero = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     for part in parts:
         part.unshard()
-    # FSDP's hooks would shard each block again after its call, and remember the calls, whose number differs between the
-    # processes, for what it gathers in the next backward pass.
-    hooks = [(kind, dict(kind)) for part in parts for kind in (part._forward_pre_hooks, part._forward_hooks)]
+    # The hooks of both would shard each block again after its call, and remember the calls, whose number differs between
+    # the processes, for what they gather in the next backward pass.
+    hooked = list(model.modules()) if zero else parts
+    hooks = [(kind, dict(kind)) for module in hooked for kind in (module._forward_pre_hooks, module._forward_hooks)]
     for kind, _ in hooks:
         kind.clear()
     try:
-        yield
+        with _zero_gathered(zero):
+            yield
     finally:
         for kind, kept in hooks:
             kind.update(kept)
         for part in parts:
             part.reshard()
+
+
+def _zero_gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager:
+    if not parameters:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
 
 
 def reference_of(model: LogProbModel, frozen: LogProbModel | None) -> Callable[..., Tensor]:

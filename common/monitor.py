@@ -38,7 +38,12 @@ def check_tracker(name: str | None) -> None:
 
 
 def whole(norm: Any) -> Any:
-    """A gradient norm as a number: FSDP2 gives a DTensor, of which each process has a part. Called on every process."""
+    """A gradient norm as a tensor: FSDP2 gives a DTensor, of which each process has a part, DeepSpeed a Python float.
+
+    Called on every process.
+    """
+    if isinstance(norm, float):
+        return torch.tensor(norm)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 

@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from tqdm import tqdm
+from transformers.integrations import unset_hf_deepspeed_config
 
 # DistributedDataParallel holds torch's process group, whose destructor waits for its threads while it has the GIL, for
 # which one of them may be waiting to let go of its last tensor: a deadlock (seen with gloo). So it is kept, and
@@ -54,10 +55,8 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
         plugin.mixed_precision_policy = dataclasses.replace(
             plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
         )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # its engine clips, to 1.0 where it is told nothing
-        deepspeed = accelerator.state.deepspeed_plugin.deepspeed_config
-        deepspeed["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
-        deepspeed["gradient_clipping"] = args.max_grad_norm or 1e6
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _set_up_deepspeed(accelerator.state.deepspeed_plugin, args)
     output_dir = Path(args.output_dir)
     saved_args = earlier_args(output_dir)
     checkpoint = None if args.dry_run else claim_output_dir(vars(args), saved_args, accelerator.num_processes)
@@ -107,6 +106,16 @@ def finish(
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Dropout of this window on this process as a pure function of its place in the run."""
     torch.manual_seed((seed * 1_000_003 + step) * 10_007 + rank)
+
+
+def _set_up_deepspeed(plugin: Any, args: Any) -> None:
+    """What DeepSpeed has to know of the arguments, before there is a model."""
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+    plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6  # told nothing, its engine clips to 1.0
+    # With ZeRO-3, transformers would shard each model that it loads: the reference as well, which no engine gathers, and
+    # before the checks of `model.wrap`. So each process loads whole models, and `prepare` shards the one that is trained.
+    plugin.zero3_init_flag = False
+    unset_hf_deepspeed_config()
 
 
 def _refuse_false_launches(accelerator: Accelerator) -> None:

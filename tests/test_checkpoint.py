@@ -656,6 +656,22 @@ def test_tied_embeddings_are_saved_once_and_survive_a_resume(tmp_path):
         torch.testing.assert_close(here(torch.arange(3, 40)[None]).logits, logits(tmp_path), atol=1e-5, rtol=1e-5)
 
 
+def test_a_compiled_model_is_saved_under_the_names_of_a_plain_one(tmp_path):
+    from common.model import compile_layers
+
+    model, plain = tiny_pair("qwen3")
+    compile_layers(model)
+    optimizer, tokenizer = torch.optim.AdamW(model.parameters()), load_tokenizer("data/base_model")
+    model.lm.set_attn_implementation("sdpa")
+    accelerator = Accelerator(cpu=True)
+    save_checkpoint(accelerator, model, optimizer, tokenizer, str(tmp_path), 1, {}, 1)
+    export(accelerator, model, tokenizer, str(tmp_path))
+    for folder in (tmp_path, tmp_path / "checkpoint-1"):
+        assert load_file(folder / "model.safetensors").keys() == plain.state_dict().keys() - {"lm_head.weight"}
+        with torch.no_grad():
+            assert torch.equal(logits(folder), plain(torch.arange(3, 40)[None]).logits)
+
+
 def test_a_checkpoint_of_lora_is_the_adapter_and_goes_on_bit_for_bit(launch):
     pytest.importorskip("peft")
     words = [*SFT, "--use_peft", "--lora_r", "4", "--lora_dropout", "0.1", "--max_steps", "4", "--save_steps", "2"]

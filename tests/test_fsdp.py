@@ -13,12 +13,13 @@ from common.errors import UserError
 from common.run import _refuse_false_launches
 from tests.conftest import ROOT, read_metrics, run_script
 from tests.test_equivalence import assert_same, free_port, losses
+from tests.tiny import SIZE
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 LAUNCHER = """
 import importlib, os, sys
@@ -126,6 +127,46 @@ def test_log_probabilities_and_gradients_are_not_rounded_with_bf16(launch, shard
     for (_, loss, norm), (_, loss2, norm2) in zip(losses(one)[:2], losses(two)[:2], strict=True):
         assert loss == pytest.approx(loss2, rel=0.05) and norm == pytest.approx(norm2, rel=0.1)
     assert read_metrics(two)[1]["sampling/logp_difference"] < 0.01
+
+
+@pytest.fixture
+def untied(tmp_path):
+    """A folder with a model whose LM head is not its embedding."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained("data/base_model")
+    size = {**SIZE, "vocab_size": len(tokenizer), "initializer_range": 0.1, "max_position_embeddings": 256}
+    LlamaForCausalLM(LlamaConfig(**size, tie_word_embeddings=False)).save_pretrained(tmp_path / "untied")
+    tokenizer.save_pretrained(tmp_path / "untied")
+    return tmp_path / "untied"
+
+
+def assert_same_untied_model(one, other):
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (one, other)]
+    assert all("lm_head.weight" in load_file(folder / "model.safetensors") for folder in (one, other))
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(models[0](ids).logits, models[1](ids).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(models[0].lm_head.weight, models[0].model.embed_tokens.weight)
+
+
+@pytest.mark.slow
+def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, words, untied):
+    argv = [*words("sft"), "--model_name_or_path", str(untied)]
+    one, two = launch("sft", *argv, "--per_device_train_batch_size", "8", output="one"), sharded("sft", *argv)
+    assert_same(losses(one), losses(two))
+    for folder in ("", "checkpoint-2"):
+        assert_same_untied_model(one / folder, two / folder)
+
+
+@pytest.mark.slow
+def test_the_best_adapter_is_merged_as_by_one_process(launch, sharded, words):
+    lora = "--use_peft --lora_r 4 --merge_lora --save_best max:eval_loss".split()  # the best is not the last
+    one = launch("sft", *words("sft"), *lora, "--per_device_train_batch_size", "8", output="one")
+    two = sharded("sft", *words("sft"), *lora)
+    assert_same(losses(one), losses(two))
+    assert_same_model(one, two)
+    best, last = (load_file(two / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (1, 2))
+    assert any(not torch.equal(best[name], last[name]) for name in best)
 
 
 def test_the_first_version_of_fsdp_is_refused():
