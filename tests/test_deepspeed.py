@@ -25,7 +25,7 @@ pytestmark = [
 LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
-from common.arguments import run
+from common.arguments import command_line, run
 import common.model, common.run, deepspeed, yaml
 from accelerate.state import PartialState
 stage, zero, precision = sys.argv[1:4]
@@ -45,7 +45,7 @@ common.run.Accelerator = accelerator
 common.model.HEAD_CHUNK_ELEMENTS["cpu"] = 1
 script = importlib.import_module(f"train_{stage}")
 sys.argv[1:] = sys.argv[4:]
-run(script.main, script.Args, script.DEMO)
+run(script.main, command_line(script.Args, script.DEMO))
 """
 SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2"  # another learning rate at every step
 LORA = "--use_peft --lora_r 4 --merge_lora --save_best max:eval_loss"  # the best is not the last
