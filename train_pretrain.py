@@ -238,9 +238,8 @@ def main(args: Args) -> None:
         seed_step(args.seed, step, accelerator.process_index)
         for batch in window:
             with accelerator.accumulate(model):
-                logps, entropy, correct = model(batch, stats=True)  # (T,) each
-                mask = batch["loss_mask"]
-                loss = nll(logps, mask) / tokens  # <- the algorithm
+                mask = batch["loss_mask"]  # (T,), as all below
+                loss, (logps, entropy, correct) = model(batch, nll_weights=mask / tokens)  # <- the algorithm
                 accelerator.backward(loss * window.unmean)
             metrics.add(mask.sum(), loss=nll(logps, mask), mean_token_accuracy=(correct * mask).sum())
             metrics.add(mask.sum(), entropy=(entropy * mask).sum())

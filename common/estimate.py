@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from common.checkpoint import SHARDED
+from common.head import head_bytes
 from common.memory import GIB, memory
-from common.model import HEAD_CHUNK_ELEMENTS, LogProbModel, base_lm
+from common.model import LogProbModel, base_lm
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +73,8 @@ def estimate(
     extents = torch.tensor([[1, *_extent(model, probe)] for probe in probes], dtype=torch.float64)
     extent = torch.tensor([1, *_extent(model, lengths)], dtype=torch.float64)
     wanted = extent @ extents.inverse()  # of each probe, how much
-    chunk = _head_chunk(model, targets, device)
     with _untouched(model):
         runs = [_probe_body(model, probe, mixed_precision, float(extent[1])) for probe in probes]
-        few, more = (_probe_head(model, rows, mixed_precision) for rows in (4, 8))
 
     def of_the_run(*bytes_of_probes: float) -> float:
         return float(wanted @ torch.tensor(bytes_of_probes, dtype=torch.float64))
@@ -86,13 +85,8 @@ def estimate(
     backward = [of_the_run(*(stretch.most for stretch in stage)) for stage in stages]
     activations = max(forward, *backward)
 
-    # The LM head's gradient is made once per chunk; the sum with that of the chunks before is a third tensor.
-    logits = few + (more - few) / 4 * (chunk - 4)
     grad_head = nbytes([output]) if output.requires_grad else 0
-    head = max(logits, grad_head + 4 * chunk * output.shape[0])
-    if targets > chunk:
-        head = max(logits + grad_head, 3 * grad_head + 4 * chunk * output.shape[0])
-        head += 2 * (targets - chunk) * output.shape[1] * output.element_size()  # hidden states and their gradients
+    head = head_bytes(base_lm(model.lm), targets, device, _autocast_dtype(mixed_precision))
 
     # All at once: on the way back gradients come as activations go; a later micro-batch finds all of them there. Where
     # input and output embedding are one, the gradients of both and their sum exist at the end.
@@ -328,27 +322,9 @@ def _probe_body(model: LogProbModel, lengths: list[int], mixed_precision: str, t
     return Body(forward, end, backward)
 
 
-def _probe_head(model: LogProbModel, rows: int, mixed_precision: str) -> int:
-    """The most bytes while the logits of so many targets are scored, forward and backward, without the head's gradient."""
-    weight = base_lm(model.lm).get_output_embeddings().weight
-    with _Live(model) as live:
-        hidden = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
-        ids = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        with _autocast(weight.device, mixed_precision):
-            logps, entropy, correct = model._score(hidden, ids, 1.0, True, False)
-        torch.autograd.grad(logps.sum(), hidden)
-        return live.most
-
-
 def _blocks(model: LogProbModel) -> list[nn.Module]:
     """The transformer blocks, by the class names that the architecture gives."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-
-
-def _head_chunk(model: LogProbModel, targets: int, device: torch.device) -> int:
-    """The targets whose logits exist at once."""
-    elements = HEAD_CHUNK_ELEMENTS.get(device.type, HEAD_CHUNK_ELEMENTS["cpu"])
-    return min(targets, max(64, elements // model.config.get_text_config().vocab_size))
 
 
 def _extent(model: LogProbModel, lengths: list[int]) -> tuple[int, int]:
@@ -358,8 +334,12 @@ def _extent(model: LogProbModel, lengths: list[int]) -> tuple[int, int]:
     return sum(lengths), sum(n * n for n in lengths)
 
 
+def _autocast_dtype(mixed_precision: str) -> torch.dtype | None:
+    return {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+
+
 def _autocast(device: torch.device, mixed_precision: str) -> contextlib.AbstractContextManager:
-    dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+    dtype = _autocast_dtype(mixed_precision)
     return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
 
 

@@ -1,8 +1,7 @@
 """Models: load or create one with its tokenizer, and call it on a flat batch for per-token log-probabilities.
 
 `LogProbModel` is the one way in which a model is called for training, in all four stages. It runs the body of any causal
-language model on the flat row, and applies the LM head only at the positions that are trained, in chunks: the full
-logits (T, V) never exist.
+language model on the flat row, and applies the LM head (common/head.py) only at the positions that are trained.
 """
 
 import contextlib
@@ -13,18 +12,17 @@ from typing import Any, NamedTuple
 
 from common.attention import FLAT, first_places, plan_flat_row
 from common.errors import UserError, say
+from common.head import logits_of, nll, score
 
 import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 
 transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits at a time: 4 MB of float32 fit a CPU's cache
 TEMPLATES = Path(__file__).parent / "chat_templates"
 
 
@@ -61,19 +59,34 @@ class LogProbModel(nn.Module):
         base_lm(self.lm).tie_weights()
 
     def forward(
-        self, batch: dict[str, Any], temperature: float = 1.0, stats: bool = False, entropy_grad: bool = False
-    ) -> Tensor | TokenStats:
+        self,
+        batch: dict[str, Any],
+        temperature: float = 1.0,
+        stats: bool = False,
+        entropy_grad: bool = False,
+        nll_weights: Tensor | None = None,
+    ) -> Tensor | TokenStats | tuple[Tensor, TokenStats]:
         """batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets and previous (N,).
 
         temperature divides the logits, as it did when the tokens were sampled. Returns logps (T,), or TokenStats, in
         which only logps has a gradient, and with entropy_grad the entropy.
+
+        With nll_weights (T,) it returns the loss `-Σ nll_weights[t] · logps[t]`, (), and TokenStats without a gradient:
+        cheaper than the same sum over logps, because the gradient is formed on the way (see common/head.py).
         """
         targets = batch["targets"]
         hidden = self._hidden_padded(batch) if self.padded else self._hidden_flat(batch)  # (T, D)
-        scores = self._score(hidden[batch["previous"]], batch["input_ids"][0, targets], temperature, stats, entropy_grad)
         T = hidden.shape[0]
-        scattered = [torch.zeros(T, dtype=s.dtype, device=s.device).index_put((targets,), s) for s in scores]
-        return TokenStats(*scattered) if stats else scattered[0]
+
+        def scattered(scores: tuple[Tensor, ...]) -> list[Tensor]:
+            return [torch.zeros(T, dtype=s.dtype, device=s.device).index_put((targets,), s) for s in scores]
+
+        predicted = base_lm(self.lm), hidden.index_select(0, batch["previous"]), batch["input_ids"][0, targets]
+        if nll_weights is not None:
+            loss, scores = nll(*predicted, nll_weights[targets], temperature)
+            return loss, TokenStats(*scattered(scores))
+        scores = scattered(score(*predicted, temperature, stats=stats, entropy_grad=entropy_grad))
+        return TokenStats(*scores) if stats else scores[0]
 
     def _hidden_flat(self, batch: dict[str, Any]) -> Tensor:
         return body(self.lm)(
@@ -92,41 +105,6 @@ class LogProbModel(nn.Module):
         out = body(self.lm)(input_ids=padded, attention_mask=mask.long(), use_cache=False).last_hidden_state
         return out[mask] if places is None else out[mask][torch.from_numpy(first_places(places)).to(ids.device)]
 
-    def _score(
-        self, hidden: Tensor, tokens: Tensor, temperature: float, stats: bool, entropy_grad: bool
-    ) -> tuple[Tensor, ...]:
-        """hidden (N, D), tokens (N,) -> (N,) each of logps and, with stats, entropy and correct."""
-        options = temperature, stats, entropy_grad
-        V = self.config.get_text_config().vocab_size
-        elements = HEAD_CHUNK_ELEMENTS.get(hidden.device.type, HEAD_CHUNK_ELEMENTS["cpu"])
-        rows = max(64, elements // V)
-        # Each call of the head gathers it where ZeRO-3 shards it: the number of calls must be the same on every process.
-        sharded = hasattr(base_lm(self.lm).get_output_embeddings().weight, "ds_id")
-        if len(tokens) <= rows or sharded:
-            return self._score_chunk(hidden, tokens, *options)
-        # The logits of a chunk are recomputed in the backward pass instead of being kept.
-        chunks = [
-            checkpoint(self._score_chunk, h, t, *options, use_reentrant=False, preserve_rng_state=False)
-            for h, t in zip(hidden.split(rows), tokens.split(rows), strict=True)
-        ]
-        return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
-
-    def _score_chunk(
-        self, hidden: Tensor, tokens: Tensor, temperature: float, stats: bool, entropy_grad: bool
-    ) -> tuple[Tensor, ...]:
-        logits = head(self.lm, hidden).float()  # (n, V)
-        if temperature != 1.0:
-            logits = logits / temperature
-        normalizer = logits.logsumexp(-1)
-        chosen = logits.gather(-1, tokens[:, None])[:, 0]
-        logps = chosen - normalizer
-        if not stats:
-            return (logps,)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):  # else nothing is kept for it
-            entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
-        correct = (chosen >= logits.amax(-1)).float()
-        return logps, entropy, correct
-
 
 # --- the parts of a transformers model ------------------------------------------------------------------------------
 
@@ -139,19 +117,6 @@ def base_lm(lm: nn.Module) -> nn.Module:
 def body(lm: nn.Module) -> nn.Module:
     """Everything but the LM head: token ids -> hidden states."""
     return base_lm(lm).base_model
-
-
-def head(lm: nn.Module, hidden: Tensor) -> Tensor:
-    """The LM head on hidden states (N, D) -> logits (N, V), with the scaling that some families add to it."""
-    inner = base_lm(lm)
-    config = inner.config.get_text_config()
-    logits = inner.get_output_embeddings()(hidden)
-    if getattr(config, "logit_scale", None) is not None:  # Cohere
-        logits = logits * config.logit_scale
-    if getattr(config, "logits_scaling", None) is not None:  # Granite
-        logits = logits / config.logits_scaling
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3
-    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @contextlib.contextmanager
@@ -336,7 +301,7 @@ def wrap(lm: nn.Module) -> LogProbModel:
         alone = torch.cat(each)[first_places(places)].float()
         try:
             lm.set_attn_implementation(FLAT)
-            flat, after_other = (head(lm, model._hidden_flat(row)).float() for row in rows)
+            flat, after_other = (logits_of(lm, model._hidden_flat(row)).float() for row in rows)
             leaks = not _close(flat[5:], after_other[5:], exact)
             reason = "its sequences would see each other" if leaks or not _close(flat, alone, rough) else None
         except Exception as error:  # each architecture refuses in its own way; padded batches are checked below
@@ -344,7 +309,7 @@ def wrap(lm: nn.Module) -> LogProbModel:
         if reason is not None:
             lm.set_attn_implementation(implementation)
             model.padded = True
-            if not _close(head(lm, model._hidden_padded(rows[0])).float(), alone, rough):
+            if not _close(logits_of(lm, model._hidden_padded(rows[0])).float(), alone, rough):
                 raise UserError(f"{type(lm).__name__}: its head does more than scale or cap the logits: unsupported")
             say(f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead")
     return model

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from common import attention, collators
 from common.attention import flat_attention, plan_flat_row
 from common.collators import flat_batch, split_row
+from common.head import logits_of
 from common.losses import grpo_loss, segment_ids, segment_sum
-from common.model import body, head, wrap
+from common.model import base_lm, body, wrap
 from tests.tiny import TINY, V, tiny_lm, tiny_pair
 from train_dpo import Args, pair_losses
 from train_grpo import add_logps
@@ -98,7 +99,7 @@ def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
     wanted, wanted_gradients = alone(lm, units, weights)
 
     hidden = model._hidden_padded(batch) if model.padded else model._hidden_flat(batch)
-    logits = torch.cat(split_row(head(model.lm, hidden), batch))
+    logits = torch.cat(split_row(logits_of(base_lm(model.lm), hidden), batch))
     tolerance = 1e-5 if model.padded else 1e-10  # Bloom and Mamba go through float32 in other places, too
     torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=tolerance)
     gradients = torch.autograd.grad((logits * weights).sum(), list(model.lm.parameters()), allow_unused=True)

@@ -25,7 +25,7 @@ LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
 from common.arguments import command_line, run
-import common.model, yaml
+import common.head, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 config = yaml.safe_load(open("accelerate_configs/fsdp2.yaml"))
@@ -34,7 +34,7 @@ os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": sys.
 os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(sys.argv[1] == "dpo")  # either way; with it Accelerate unties weights
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-common.model.HEAD_CHUNK_ELEMENTS["cpu"] = 1
+common.head.HEAD_CHUNK_ELEMENTS["cpu"], common.head.HEAD_CHUNK_ROWS["cpu"] = 1, 64
 script = importlib.import_module(f"train_{sys.argv[1]}")
 sys.argv[1:] = sys.argv[3:]
 run(script.main, command_line(script.Args, script.DEMO))

@@ -6,6 +6,7 @@ import sys
 
 from common.errors import UserError
 from common.folder import checkpoints
+from common.model import LogProbModel
 from tests.conftest import read_metrics, run_script
 from tests.test_equivalence import free_port
 
@@ -20,31 +21,32 @@ STAGES = {
     for stage in ("pretrain", "sft", "dpo", "grpo")
 }
 STAGES["grpo"] += ["--num_generations", "4", "--max_completion_length", "8", "--beta", "0.02"]
-LOSS = {"pretrain": "nll", "sft": "nll", "dpo": "dpo_loss", "grpo": "grpo_loss"}  # what makes the loss in each script
+LOSS = {"dpo": "dpo_loss", "grpo": "grpo_loss"}  # what makes the loss in the script; elsewhere the model gives it
 
 
 def break_calls(monkeypatch, stage, which):
-    """Let the script's loss function return NaN at these calls (0 is the first)."""
-    script = importlib.import_module(f"train_{stage}")
-    right, calls = getattr(script, LOSS[stage]), iter(range(10**6))
+    """Let the loss be NaN at these of its training calls (0 is the first)."""
+    script, calls = importlib.import_module(f"train_{stage}"), iter(range(10**6))
+    owner, name = (script, LOSS[stage]) if stage in LOSS else (LogProbModel, "forward")
+    right = getattr(owner, name)
 
     def wrong(*args, **kwargs):
         result = right(*args, **kwargs)
-        if next(calls) not in which:
+        if not torch.is_grad_enabled() or next(calls) not in which:
             return result
-        return (result[0] * float("nan"), *result[1:]) if isinstance(result, tuple) else result * float("nan")
+        return (result[0] * float("nan"), *result[1:])
 
-    monkeypatch.setattr(script, LOSS[stage], wrong)
+    monkeypatch.setattr(owner, name, wrong)
 
 
-def calls_of_step(stage, step):
-    """The call in the first of the two micro-batches; pretrain and SFT call twice, for the loss and for its metric."""
-    return {(step - 1) * (4 if LOSS[stage] == "nll" else 2)}
+def calls_of_step(step):
+    """The call in the first of the two micro-batches."""
+    return {(step - 1) * 2}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage, launch, monkeypatch, capsys):
-    break_calls(monkeypatch, stage, calls_of_step(stage, 3))
+    break_calls(monkeypatch, stage, calls_of_step(3))
     output = launch(stage, *STAGES[stage], "--max_steps", "4")
     assert "step 3: loss" in (said := capsys.readouterr().out) and "the step was not taken; its batch is in" in said
     before, after, end = (load_file(output / name / "model.safetensors") for name in ("checkpoint-2", "checkpoint-3", "."))
@@ -63,7 +65,7 @@ def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage
 
 
 def test_after_three_bad_steps_in_a_row_the_run_ends_and_names_the_last_good_checkpoint(launch, monkeypatch):
-    bad = [calls_of_step("sft", step) for step in (2, 4, 5, 6)]  # the third is good, and starts the count anew
+    bad = [calls_of_step(step) for step in (2, 4, 5, 6)]  # the third is good, and starts the count anew
     break_calls(monkeypatch, "sft", set().union(*bad))
     with pytest.raises(
         UserError, match=r"step 6: loss .* the step was not taken, 3 in a row \(--max_bad_steps\); the last"
@@ -87,11 +89,13 @@ import os, sys
 sys.path.insert(0, os.getcwd())
 import train_sft
 from common.arguments import command_line, run
-right, calls = train_sft.nll, iter(range(10**6))
-def wrong(*args):
-    bad = next(calls) == 4 and os.environ["RANK"] == "1"
-    return right(*args) * (float("nan") if bad else 1.0)
-train_sft.nll = wrong
+from common.model import LogProbModel
+right, calls = LogProbModel.forward, iter(range(10**6))
+def wrong(*args, **kwargs):
+    loss, stats = right(*args, **kwargs)
+    bad = next(calls) == 2 and os.environ["RANK"] == "1"
+    return loss * (float("nan") if bad else 1.0), stats
+LogProbModel.forward = wrong
 run(train_sft.main, command_line(train_sft.Args, train_sft.DEMO))
 """
     script = tmp_path / "train_sft_broken.py"

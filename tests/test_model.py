@@ -3,8 +3,8 @@
 from common.attention import plan_flat_row
 from common.collators import flat_batch
 from common.errors import UserError
+from common.head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model import (
-    HEAD_CHUNK_ELEMENTS,
     LogProbModel,
     add_lora,
     disable_dropout,
@@ -98,6 +98,7 @@ def test_log_probabilities_of_a_flat_row_are_those_of_each_sequence_alone(name):
 @pytest.mark.parametrize("chunk", [64 * V, 2**20], ids=["several chunks", "one chunk"])
 def test_gradients_are_those_of_the_full_logits(name, chunk, monkeypatch):
     monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", 64)
     model = wrap(make(CONFIGS[name])).train()
     disable_dropout(model)
     weight = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
@@ -145,7 +146,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_of_the_size_of_the_full_logits_or_of_a_full_mask_is_ever_made():
+def test_no_tensor_of_the_size_of_the_full_logits_or_of_a_full_mask_is_ever_made(monkeypatch):
+    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", 64)  # a chunk of logits would be larger than a mask
     big_v, T = 20_000, 4096
     config = transformers.LlamaConfig(**GROUPED | {"vocab_size": big_v})
     model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()

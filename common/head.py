@@ -1,0 +1,387 @@
+"""The LM head: hidden states of the trained positions -> log-probabilities of their tokens, a chunk of logits at a time.
+
+The full logits (N, V) never exist. With D the hidden size, full logits cost 6·N·D·V operations: one matrix product for
+the logits, one each for the gradients of the hidden states and of the head. What chunks cost depends on what is known:
+
+- `nll`: the weights of the tokens are known before the call (pretrain, SFT). The gradient of `-Σ w_t · log p_t` is formed
+  along with the logits, chunk by chunk: 6·N·D·V.
+- `score`: what becomes of the log-probabilities shows in the backward pass only (DPO, GRPO). The logits of more than one
+  chunk are computed twice: 8·N·D·V.
+- Under a frozen head (LoRA) both form the gradient at once: 4·N·D·V.
+
+A row of the gradient with respect to the logits is `w · (p - onehot)`: `w` and the sum under `p` go into the (n, D) factors
+of the matrix products, and the chunk of logits is overwritten by `exp(logits - largest)`, minus the sum at the token.
+
+Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+# Logits at a time, and the least rows of them: matrix products with fewer are slow.
+HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+HEAD_CHUNK_ROWS = {"cpu": 256, "cuda": 256}
+# What is done element by element takes so many at a time, and that much memory besides. They fit a CPU's cache.
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+
+
+class Curve(NamedTuple):
+    """What a family does with the logits: `bound · tanh(slope · logits / bound)`, or, without a bound, `slope · logits`."""
+
+    slope: float
+    bound: float | None
+
+
+def chunk_rows(device: torch.device, V: int) -> int:
+    """The positions whose logits exist at once."""
+    return max(_of_device(HEAD_CHUNK_ROWS, device), _of_device(HEAD_CHUNK_ELEMENTS, device) // V)
+
+
+def _of_device(table: dict[str, int], device: torch.device) -> int:
+    return table.get(device.type, table["cpu"])
+
+
+def logits_of(inner: nn.Module, hidden: Tensor) -> Tensor:
+    """The LM head of a transformers model on hidden states (N, D) -> logits (N, V), as the model itself shapes them."""
+    return _bend(inner.get_output_embeddings()(hidden), _curve(inner))
+
+
+def score(
+    inner: nn.Module,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    *,
+    stats: bool = False,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, ...]:
+    """Log-probabilities of the tokens, from the hidden states that predict them.
+
+    inner: the transformers model; hidden (N, D), tokens (N,) int64; temperature divides the logits. Returns float32 (N,)
+    each: logps and, with stats, the entropy of each distribution in nats and 1 where the token is its most probable one.
+    Gradients flow through logps, and with entropy_grad through the entropy.
+    """
+    curve = _curve(inner, temperature)
+    rows = chunk_rows(hidden.device, inner.get_output_embeddings().weight.shape[0])
+    linear = _plain_linear(inner)
+    if linear is not None:
+        grad = torch.is_grad_enabled()
+        scores = _Score.apply(hidden, linear.weight, linear.bias, tokens, curve, rows, grad, stats, entropy_grad and grad)
+        return scores if stats else scores[:1]
+
+    def score_chunk(h: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+        logits = _bend(inner.get_output_embeddings()(h).float(), curve)
+        normalizer = logits.logsumexp(-1)
+        chosen = logits.gather(-1, t[:, None])[:, 0]
+        logps = chosen - normalizer
+        if not stats:
+            return (logps,)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):  # else nothing is kept for it
+            entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
+        return logps, entropy, (chosen >= logits.amax(-1)).float()
+
+    # Each call of the head gathers it where ZeRO-3 shards it: the number of calls must be the same on every process.
+    if len(tokens) <= rows or hasattr(inner.get_output_embeddings().weight, "ds_id"):
+        return score_chunk(hidden, tokens)
+    chunks = [
+        checkpoint(score_chunk, h, t, use_reentrant=False, preserve_rng_state=False)
+        for h, t in zip(hidden.split(rows), tokens.split(rows), strict=True)
+    ]
+    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+
+
+def nll(
+    inner: nn.Module, hidden: Tensor, tokens: Tensor, weights: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`-Σ w_t · log p_t`, its gradient formed in this call where that saves work.
+
+    As `score`, with weights (N,) float32, through which no gradient flows. Returns the loss (), and logps, entropy and
+    correct, (N,) each, without a gradient. The loss can be sent backward once.
+    """
+    linear = _plain_linear(inner)
+    # float16 waits for the backward pass: only there does the gradient hold the factor that lifts it into float16's range.
+    if linear is not None and linear.weight.requires_grad and torch.is_grad_enabled():
+        if _compute_dtype(linear.weight) != torch.float16:
+            rows = chunk_rows(hidden.device, linear.weight.shape[0])
+            curve = _curve(inner, temperature)
+            loss, *scores = _WeightedNLL.apply(hidden, linear.weight, linear.bias, tokens, weights, curve, rows)
+            return loss, tuple(scores)
+    logps, entropy, correct = score(inner, hidden, tokens, temperature, stats=True)
+    return -(weights * logps).sum(), (logps.detach(), entropy.detach(), correct)
+
+
+def head_bytes(inner: nn.Module, N: int, device: torch.device, autocast: torch.dtype | None) -> int:
+    """The most memory that `nll` and `score` with its backward pass hold for N positions, all gradients included."""
+    weight = inner.get_output_embeddings().weight
+    V, D = weight.shape
+    dtype = autocast or weight.dtype
+    exact = torch.promote_types(dtype, torch.float32)
+    rows = min(N, chunk_rows(device, V))
+    hidden = 2 * N * D * weight.dtype.itemsize  # and its gradient
+    if _plain_linear(inner) is None:  # the logits, autograd's copies of them, and gradients that are added up one by one
+        return (
+            hidden
+            + rows * V * (dtype.itemsize + 3 * exact.itemsize)
+            + 3 * weight.requires_grad * V * D * weight.dtype.itemsize
+        )
+    block = min(rows * V, max(V, _of_device(BLOCK_ELEMENTS, device)))
+    held = hidden + (rows * V + 2 * block) * exact.itemsize + weight.requires_grad * V * D * exact.itemsize
+    held += (dtype != exact) * rows * V * dtype.itemsize  # the matrix product, before it is copied to float32
+    held += (dtype != weight.dtype) * V * D * dtype.itemsize  # the weight, cast
+    return held
+
+
+# --- the head of a model --------------------------------------------------------------------------------------------
+
+
+def _curve(inner: nn.Module, temperature: float = 1.0) -> Curve:
+    config = inner.config.get_text_config()
+    slope = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    slope /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return Curve(slope / temperature, cap and cap / temperature)
+
+
+def _bend(logits: Tensor, curve: Curve) -> Tensor:
+    if curve.bound is not None:
+        return curve.bound * torch.tanh(logits * (curve.slope / curve.bound))
+    return logits if curve.slope == 1.0 else logits * curve.slope
+
+
+def _plain_linear(inner: nn.Module) -> nn.Linear | None:
+    """The head, where it is a matrix at hand and nothing else: not adapted, quantised, sharded (DTensor, ZeRO-3), hooked."""
+    module = inner.get_output_embeddings()
+    if type(module) is not nn.Linear or type(module.weight) not in (Tensor, nn.Parameter):
+        return None
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return None if hooked or hasattr(module.weight, "ds_id") else module
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """What matrix products are made in: autocast's dtype under autocast."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+# --- a chunk --------------------------------------------------------------------------------------------------------
+
+
+class _Chunks:
+    """The matrix products of the head, for one chunk of logits after another."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype):
+        self.dtype = dtype
+        self.exact = torch.promote_types(dtype, torch.float32)  # of the softmax, of sums, and of what is returned
+        self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        self.product = None
+
+    def logits(self, hidden: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Places of so many rows, their hidden states, and their logits (n, V) in memory that the next chunk overwrites."""
+        rows = max(1, min(rows, len(hidden)))
+        exact = hidden.new_empty(rows, self.weight.shape[0], dtype=self.exact)
+        self.product = exact if self.dtype == self.exact else torch.empty_like(exact, dtype=self.dtype)
+        for start in range(0, len(hidden), rows):
+            chunk = slice(start, start + rows)
+            h = hidden[chunk].to(self.dtype)
+            out = self.product[: len(h)]
+            if self.bias is None:
+                torch.mm(h, self.weight.t(), out=out)
+            else:
+                torch.addmm(self.bias, h, self.weight.t(), out=out)
+            yield chunk, h, out if self.dtype == self.exact else exact[: len(h)].copy_(out)
+
+    def rounded(self, gradient: Tensor) -> Tensor:
+        """The gradient of the last logits as the matrix products take it, in place of what they were rounded from."""
+        return gradient if self.dtype == self.exact else self.product[: len(gradient)].copy_(gradient)
+
+    def backward(
+        self,
+        h: Tensor,
+        gradient: Tensor,
+        factor: Tensor,
+        d_hidden: Tensor | None,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+    ) -> None:
+        """`factor[:, None] * gradient`, (n, V), through the matrix product: d_hidden (n, D) is set, the others added to."""
+        if d_hidden is not None:
+            torch.mul(torch.mm(gradient, self.weight), factor[:, None], out=d_hidden)
+        if d_weight is not None:
+            scaled = (h * factor[:, None]).to(self.dtype)
+            if self.dtype == self.exact:
+                d_weight.addmm_(gradient.t(), scaled)
+            else:
+                size = max(1, _of_device(BLOCK_ELEMENTS, h.device) // h.shape[1])
+                for part, columns in zip(d_weight.split(size), gradient.split(size, dim=1), strict=True):
+                    part.add_(torch.mm(columns.t(), scaled))  # chunks are summed in float32
+        if d_bias is not None:
+            d_bias.add_(factor.to(self.dtype) @ gradient)
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Rows of so few logits that they stay in a CPU's cache from the first pass of the softmax to the last."""
+    size = max(1, _of_device(BLOCK_ELEMENTS, logits.device) // logits.shape[1])
+    return [slice(start, start + size) for start in range(0, len(logits), size)]
+
+
+def _softmax_(
+    logits: Tensor, tokens: Tensor, curve: Curve, *, stats: bool, gradient: bool, normalize: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What a chunk of logits (n, V), fresh from the matrix product, says of its tokens (n,). Overwrites the logits.
+
+    Returns logps, entropy and correct (3, n), the last two zeros without stats, and factor (n,): with gradient, the
+    derivative of logps by the logits is `factor[:, None] * logits` then; with normalize, at most 1 in each place of logits.
+    """
+    scores, factor = logits.new_zeros(3, len(logits)), logits.new_empty(len(logits))
+    for rows in _blocks(logits):
+        block, index = logits[rows], tokens[rows, None]
+        steepness = _bend_(block, curve, gradient)
+        block.sub_(block.amax(-1, keepdim=True))
+        chosen = block.gather(-1, index)
+        exponentials = block.exp() if stats else block.exp_()
+        total = exponentials.sum(-1, keepdim=True)
+        log_total = total.log()
+        scores[0, rows] = (chosen - log_total)[:, 0]
+        if stats:
+            scores[1, rows] = (log_total - block.mul_(exponentials).sum(-1, keepdim=True) / total)[:, 0]
+            scores[2, rows] = (chosen >= 0)[:, 0].to(scores.dtype)
+        if gradient:  # exp - total at the token, exp elsewhere
+            if stats:
+                block.copy_(exponentials)
+            if normalize:
+                block.div_(total)
+                total.fill_(1)
+            block.scatter_add_(-1, index, -total)
+            if steepness is not None:
+                block.mul_(steepness)
+            factor[rows] = (-curve.slope / total)[:, 0]
+    return scores, factor
+
+
+def _entropy_gradient_(logits: Tensor, tokens: Tensor, curve: Curve, d_logps: Tensor, d_entropy: Tensor) -> None:
+    """Overwrites logits (n, V) by the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the slope."""
+    for rows in _blocks(logits):
+        block, index, by_logp, by_entropy = logits[rows], tokens[rows, None], d_logps[rows, None], d_entropy[rows, None]
+        steepness = _bend_(block, curve, gradient=True)
+        block.sub_(block.logsumexp(-1, keepdim=True))
+        p = block.exp()
+        entropy = -(p * block).sum(-1, keepdim=True)
+        block.add_(entropy).mul_(by_entropy).add_(by_logp).mul_(p).neg_()  # -p · (d_logps + d_entropy · (log p + entropy))
+        block.scatter_add_(-1, index, by_logp)
+        if steepness is not None:
+            block.mul_(steepness)
+
+
+def _bend_(logits: Tensor, curve: Curve, gradient: bool) -> Tensor | None:
+    """`_bend` in place; with gradient, returns the derivative of a bounded curve, divided by the slope."""
+    if curve.bound is None:
+        if curve.slope != 1.0:
+            logits.mul_(curve.slope)
+        return None
+    logits.mul_(curve.slope / curve.bound).tanh_()
+    steepness = logits.square().neg_().add_(1) if gradient else None
+    logits.mul_(curve.bound)
+    return steepness
+
+
+# --- the gradients --------------------------------------------------------------------------------------------------
+
+
+class _WeightedNLL(torch.autograd.Function):
+    """See `nll`. The gradients are complete but for the number that the backward pass brings; the head's is float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, tokens, weights, curve, rows):
+        chunks = _Chunks(weight, bias, _compute_dtype(weight))
+        scores = hidden.new_empty(3, len(hidden), dtype=chunks.exact)
+        d_hidden, d_weight, d_bias = ctx.gradients = _empty_gradients(ctx, hidden, weight, bias, chunks.exact)
+        ctx.dtype = weight.dtype
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk, h, logits in chunks.logits(hidden, rows):
+                scores[:, chunk], factor = _softmax_(logits, tokens[chunk], curve, stats=True, gradient=True)
+                d_h = None if d_hidden is None else d_hidden[chunk]
+                chunks.backward(h, chunks.rounded(logits), factor * -weights[chunk], d_h, d_weight, d_bias)
+        logps, entropy, correct = scores
+        ctx.mark_non_differentiable(logps, entropy, correct)
+        return -(weights * logps).sum(), logps, entropy, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss, *_):
+        if ctx.gradients is None:
+            raise RuntimeError("the loss of nll can be sent backward only once: its gradients are scaled in place")
+        d_hidden, d_weight, d_bias = (None if g is None else g.mul_(d_loss) for g in ctx.gradients)
+        ctx.gradients = None
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+class _Score(torch.autograd.Function):
+    """See `score`. What the backward pass brings, one number for each token, is a factor of the rows of all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, tokens, curve, rows, grad, stats, entropy_grad):
+        chunks = _Chunks(weight, bias, _compute_dtype(weight))
+        ctx.dtype, ctx.curve, ctx.rows, ctx.entropy_grad = chunks.dtype, curve, rows, entropy_grad
+        ctx.d_hidden = ctx.one_chunk = None
+        trains_head = any(ctx.needs_input_grad[1:3])
+        at_once = grad and any(ctx.needs_input_grad) and not entropy_grad and (not trains_head or len(hidden) <= rows)
+        if at_once and not trains_head:
+            ctx.d_hidden = torch.empty_like(hidden)
+        scores = hidden.new_empty(3, len(hidden), dtype=chunks.exact)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk, h, logits in chunks.logits(hidden, rows):
+                scores[:, chunk], factor = _softmax_(
+                    logits, tokens[chunk], curve, stats=stats, gradient=at_once, normalize=chunks.dtype == torch.float16
+                )
+                if ctx.d_hidden is not None:
+                    chunks.backward(h, chunks.rounded(logits), factor, ctx.d_hidden[chunk], None, None)
+                elif at_once:
+                    ctx.one_chunk = chunks.rounded(logits), factor
+        if ctx.d_hidden is None:
+            ctx.save_for_backward(hidden, weight, bias, tokens)
+        logps, entropy, correct = scores
+        ctx.mark_non_differentiable(*((correct,) if entropy_grad else (entropy, correct)))
+        return logps, entropy, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logps, d_entropy, _):
+        if ctx.d_hidden is not None:
+            return (ctx.d_hidden * d_logps[:, None]).to(ctx.d_hidden.dtype), *[None] * 8
+        hidden, weight, bias, tokens = ctx.saved_tensors
+        chunks = _Chunks(weight, bias, ctx.dtype)
+        d_hidden, d_weight, d_bias = _empty_gradients(ctx, hidden, weight, bias, chunks.exact)
+
+        def pass_on(chunk: slice, h: Tensor, gradient: Tensor, factor: Tensor) -> None:
+            chunks.backward(h, gradient, factor, None if d_hidden is None else d_hidden[chunk], d_weight, d_bias)
+
+        with torch.autocast(hidden.device.type, enabled=False):
+            if ctx.one_chunk is not None:
+                gradient, factor = ctx.one_chunk
+                pass_on(slice(None), hidden.to(ctx.dtype), gradient, factor * d_logps)
+                return d_hidden, d_weight, d_bias, *[None] * 6
+            for chunk, h, logits in chunks.logits(hidden, ctx.rows):
+                if ctx.entropy_grad:
+                    _entropy_gradient_(logits, tokens[chunk], ctx.curve, d_logps[chunk], d_entropy[chunk])
+                    factor = torch.full_like(d_logps[chunk], ctx.curve.slope)
+                else:
+                    normalize = ctx.dtype == torch.float16
+                    _, factor = _softmax_(logits, tokens[chunk], ctx.curve, stats=False, gradient=True, normalize=normalize)
+                    factor = factor * d_logps[chunk]
+                pass_on(chunk, h, chunks.rounded(logits), factor)
+        return d_hidden, d_weight, d_bias, *[None] * 6
+
+
+def _empty_gradients(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple:
+    """Memory for the gradients of (hidden, weight, bias) that are asked for, the last two zeros of the dtype."""
+    wanted = ctx.needs_input_grad
+    return (
+        torch.empty_like(hidden) if wanted[0] else None,
+        torch.zeros_like(weight, dtype=dtype) if wanted[1] else None,
+        torch.zeros_like(bias, dtype=dtype) if wanted[2] else None,
+    )
