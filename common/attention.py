@@ -116,14 +116,12 @@ def flat_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, Dh)
     if flat_row.ragged is not None and dropout == 0 and (dtype := _varlen_dtype(v)) is not None:
         return _ragged_attention(*(x.to(dtype) for x in (q, k, v)), flat_row.ragged, scaling, sliding_window)[None], None
+    in_place = flat_row.inverse is None and len(flat_row.buckets) == 1  # sequences of equal length, in order
     outputs = []
     for index in flat_row.buckets:
         b, L = index.shape
-        # (b, H, L, Dh); sequences of equal length in order are a view
-        qb, kb, vb = (
-            (x if flat_row.inverse is None else x.index_select(0, index.view(-1))).view(b, L, *x.shape[1:]).transpose(1, 2)
-            for x in (q, k, v)
-        )
+        rows = (x if in_place else x.index_select(0, index.view(-1)) for x in (q, k, v))
+        qb, kb, vb = (x.view(b, L, *x.shape[1:]).transpose(1, 2) for x in rows)  # (b, H, L, Dh)
         mask = _band(L, sliding_window, q.device) if sliding_window is not None and L > sliding_window else None
         out = F.scaled_dot_product_attention(
             qb, kb, vb, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]

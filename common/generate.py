@@ -4,17 +4,23 @@ Each prompt is read once, however many completions it gets; finished rows leave 
 comes from a generator of its own, so what is sampled does not depend on what else is in the batch.
 """
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from common.errors import UserError
-from common.model import LogProbModel, base_lm, generating
+from common.errors import UserError, say
+from common.head import logits_of
+from common.kv_cache import KVCache
+from common.memory import empty_caches, is_oom
+from common.model import LogProbModel, base_lm, body, generating
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+
+DRAW_BLOCK = 128  # tokens of the vocabulary whose probabilities are summed first
 
 
 class Completion(NamedTuple):
@@ -45,9 +51,27 @@ def sample(
         raise UserError(reason)
     done: list[Completion] = []
     with generating(model) as lm:
-        for start in range(0, len(prompts), batch_size):
+        decoder = PaddedDecoder if model.padded else FlatDecoder
+        start = 0
+        while start < len(prompts):
             part = slice(start, start + batch_size)
-            done += _sample_batch(lm, prompts[part], keys[part], list(stop_ids), max_new_tokens, temperature, top_k, top_p)
+            distinct = list(dict.fromkeys(map(tuple, prompts[part])))
+            number = {prompt: i for i, prompt in enumerate(distinct)}
+            owner = [number[tuple(prompt)] for prompt in prompts[part]]
+            completions = None
+            try:
+                language_model = decoder(lm, distinct, owner, max_new_tokens)
+                completions = _sample_batch(language_model, keys[part], stop_ids, max_new_tokens, temperature, top_k, top_p)
+            except Exception as error:
+                if not is_oom(error) or len(owner) == 1:
+                    raise
+            if completions is None:  # here the exception is gone, and with it what it held
+                batch_size, language_model = len(owner) // 2, None
+                empty_caches(base_lm(lm).device)
+                say(f"sampling: out of memory; again with {batch_size} at a time, which changes nothing else")
+                continue
+            done += completions
+            start += len(completions)
     return done
 
 
@@ -62,68 +86,155 @@ def why_not_sampled(model: LogProbModel) -> str | None:
 
 
 def _sample_batch(
-    lm: Any,
-    prompts: Sequence[Sequence[int]],
+    decoder: "FlatDecoder | PaddedDecoder",
     keys: Sequence[tuple[int, ...]],
-    stop_ids: list[int],
+    stop_ids: Sequence[int],
     max_new_tokens: int,
     temperature: float,
     top_k: int,
     top_p: float,
 ) -> list[Completion]:
-    device, C = base_lm(lm).device, len(prompts)
+    logits = decoder.read_prompts()  # (C, V)
+    device, C = logits.device, len(keys)
     uniforms = np.stack([np.random.default_rng(key).random(max_new_tokens, np.float32) for key in keys])
     uniforms = torch.from_numpy(uniforms).to(device)
-    stops = torch.tensor(stop_ids, device=device)
-
-    # Read each distinct prompt once, left-padded, then give every completion its copy of the cache.
-    distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
-    longest = max(map(len, distinct))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in distinct], device=device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in distinct], device=device)
-    place = {prompt: i for i, prompt in enumerate(distinct)}
-    copies = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=device)
-    cache = DynamicCache(config=base_lm(lm).config.get_text_config())
-    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = _next_logits(lm, ids, mask, position_ids, cache)[copies]
-    cache.batch_select_indices(copies)
-    mask, position = mask[copies], position_ids[copies, -1]
+    stops = torch.zeros(max([logits.shape[-1] - 1, *stop_ids]) + 1, dtype=torch.bool, device=device)
+    stops[list(stop_ids)] = True
 
     tokens = torch.zeros(C, max_new_tokens, dtype=torch.long, device=device)
     logps = torch.zeros(C, max_new_tokens, device=device)
     rows = torch.arange(C, device=device)  # the completions that are still being sampled
-    finished = torch.zeros(C, dtype=torch.bool, device=device)
+    going = torch.ones(C, dtype=torch.bool, device=device)
+    # Whether completions have ended is asked of the device only now and then where asking makes it wait.
+    every, few = (1, 0.9) if device.type == "cpu" else (8, 0.75)
     for t in range(max_new_tokens):
-        chosen, chosen_logps = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
-        tokens[rows, t], logps[rows, t] = chosen, chosen_logps
-        finished[rows] |= torch.isin(chosen, stops)
-        # Whether all are done is asked of the device only now and then where asking makes it wait.
-        if device.type == "cpu" or t % 8 == 7:
-            going = (~finished[rows]).nonzero().flatten()
-            if len(going) == 0:
+        chosen, tokens_logps = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
+        tokens[rows, t], logps[rows, t] = chosen, tokens_logps
+        if t + 1 == max_new_tokens:
+            break
+        going &= ~stops[chosen]
+        if t % every == every - 1:
+            still = going.cpu().numpy()
+            if not still.any():
                 break
-            if len(going) < 0.9 * len(rows):
-                rows, mask, position, chosen = rows[going], mask[going], position[going], chosen[going]
-                cache.batch_select_indices(going)
-        if t + 1 < max_new_tokens:
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            position = position + 1
-            logits = _next_logits(lm, chosen[:, None], mask, position[:, None], cache)
+            if still.sum() < few * len(rows):
+                kept = decoder.keep(still)
+                rows, chosen, going = rows[kept], chosen[kept], going[kept]
+        logits = decoder.next_logits(chosen)
 
-    completions = []
-    for row, row_logps in zip(tokens.tolist(), logps.tolist(), strict=True):
-        end = next((i + 1 for i, token in enumerate(row) if token in stop_ids), None)
-        completions.append(Completion(row[:end], row_logps[:end], end is not None))
-    return completions
+    ended = stops[tokens]
+    ends = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, max_new_tokens).tolist()
+    return [
+        Completion(row[:end], row_logps[:end], finished)
+        for row, row_logps, end, finished in zip(tokens.tolist(), logps.tolist(), ends, ended.any(-1).tolist(), strict=True)
+    ]
 
 
-def _next_logits(lm: Any, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: DynamicCache) -> Tensor:
-    """(rows, V) float32 logits of the token after the last one."""
-    understood = inspect.signature(base_lm(lm).forward).parameters
-    optional = {"position_ids": position_ids, "logits_to_keep": 1}
-    optional = {name: value for name, value in optional.items() if name in understood}
-    out = lm(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **optional)
-    return out.logits[:, -1].float()
+class FlatDecoder:
+    """Logits of the next token, by the calls that training makes: one flat row of all prompts, then of the newest tokens.
+
+    lm: a language model whose attention is `cached_attention`. On a GPU a step is one CUDA graph (static).
+    """
+
+    def __init__(
+        self,
+        lm: Any,
+        prompts: Sequence[Sequence[int]],
+        owner: Sequence[int],
+        max_new_tokens: int,
+        static: bool | None = None,
+    ):
+        self.lm, self.prompts = lm, prompts
+        self.device = base_lm(lm).device
+        static = self.device.type == "cuda" if static is None else static
+        self.cache = KVCache(prompts, owner, max_new_tokens, self.device, static)
+        self.owner = torch.tensor(owner, device=self.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph_version = -1  # of the cache, for which the graph was made
+
+    def _hidden(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        """(T,), (T,) -> (T, D)."""
+        rows = {"input_ids": ids[None], "position_ids": position_ids[None]}
+        return body(self.lm)(**rows, use_cache=False, kv_cache=self.cache).last_hidden_state[0]
+
+    def read_prompts(self) -> Tensor:
+        """(C, V) float32 logits of the first token of every completion."""
+        lengths = torch.tensor([len(prompt) for prompt in self.prompts])
+        ids = torch.tensor([token for prompt in self.prompts for token in prompt], device=self.device)
+        hidden = self._hidden(ids, torch.cat([torch.arange(n) for n in lengths]).to(self.device))
+        self.position = (lengths - 1).to(self.device)[self.owner]  # of the newest token
+        return logits_of(base_lm(self.lm), hidden[lengths.cumsum(0).to(self.device) - 1]).float()[self.owner]
+
+    def keep(self, going: np.ndarray) -> Tensor:
+        """Drop the completions that are not going; returns which is now where."""
+        kept = self.cache.keep(going)
+        self.position = self.position[kept]
+        return kept
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """(n,) newest tokens -> (n, V) float32."""
+        self.cache.advance()
+        self.position += 1
+        if self.device.type == "cuda":
+            return self._replayed(tokens)
+        return logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
+
+    def _replayed(self, tokens: Tensor) -> Tensor:
+        """The same by a CUDA graph, which is captured anew when shapes change; the step before it warms up."""
+        if self.graph is not None and self.graph_version == self.cache.version:
+            self.tokens.copy_(tokens)
+            self.graph.replay()
+            return self.logits
+        logits = logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
+        if self.graph_version != self.cache.version:
+            self.graph_version, self.graph, self.tokens = self.cache.version, None, tokens.clone()
+            self.cache.masks = {}  # they are made inside the graph
+            graph = torch.cuda.CUDAGraph()
+            with contextlib.suppress(RuntimeError):  # a layer that asks the device for a value: no graph of these shapes
+                with torch.cuda.graph(graph):
+                    self.logits = logits_of(base_lm(self.lm), self._hidden(self.tokens, self.position)).float()
+                self.graph = graph
+        return logits
+
+
+class PaddedDecoder:
+    """The same for architectures whose attention cannot be replaced: transformers' own cache, masks and padding."""
+
+    def __init__(self, lm: Any, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
+        inner = base_lm(lm)
+        self.lm, self.cache = lm, DynamicCache(config=inner.config.get_text_config())
+        self.owner = torch.tensor(owner, device=inner.device)
+        longest = max(map(len, prompts))
+        self.ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=inner.device)
+        self.mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=inner.device)
+        self.understood = inspect.signature(inner.forward).parameters
+
+    def _call(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        optional = {"position_ids": position_ids, "logits_to_keep": 1}
+        optional = {name: value for name, value in optional.items() if name in self.understood}
+        out = self.lm(input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, **optional)
+        return out.logits[:, -1].float()
+
+    def read_prompts(self) -> Tensor:
+        position_ids = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        logits = self._call(self.ids, position_ids)
+        self.position = position_ids[:, -1]
+        self._select(self.owner)
+        return logits[self.owner]
+
+    def _select(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.mask, self.position = self.mask[rows], self.position[rows]
+
+    def keep(self, going: np.ndarray) -> Tensor:
+        kept = torch.from_numpy(going.nonzero()[0]).to(self.mask.device)
+        self._select(kept)
+        return kept
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        self.position = self.position + 1
+        return self._call(tokens[:, None], self.position[:, None])
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -134,22 +245,47 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, t
     top_k and top_p (Holtzman et al. 2020, arXiv 1904.09751) restrict what can be drawn.
     """
     if temperature == 0:
-        tokens = logits.argmax(-1)
-        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    all_logps = (logits / temperature).log_softmax(-1)
-    weights = all_logps.exp()
-    if top_k > 0 and top_k < weights.shape[-1]:
-        weights = weights * (weights >= weights.topk(top_k).values[:, -1:])
-    if top_p < 1.0:
-        weights = weights / weights.sum(-1, keepdim=True)
-        ordered, order = weights.sort(descending=True, stable=True)
-        keep = ordered.cumsum(-1) - ordered < top_p  # up to and with the token that crosses top_p
-        keep[:, 0] = True
-        ordered = ordered * keep
-        weights = torch.zeros_like(weights).scatter(-1, order, ordered)
+        largest, tokens = logits.max(-1)
+        return tokens, largest - logits.logsumexp(-1)
+    probs = (logits if temperature == 1 else logits / temperature).softmax(-1)
+    V = probs.shape[-1]
+    if top_p >= 1.0 and not 0 < top_k < V:
+        tokens = _invert(probs, uniforms)
+    else:
+        if 0 < top_k < V:
+            ordered, order = probs.topk(top_k)
+        else:
+            ordered, order = probs.sort(descending=True, stable=True)
+        if top_p < 1.0:
+            reached = ordered.cumsum(-1)
+            keep = reached - ordered < top_p * reached[:, -1:]  # up to and with the token that crosses top_p
+            keep[:, 0] = True
+            ordered = ordered * keep
+        tokens = order.gather(-1, _invert(ordered, uniforms))
+    return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """(rows, W) weights of any sum, (rows,) uniforms -> (rows, 1): the index at which the share `uniforms` is reached.
+
+    In two levels: which block of the vocabulary, then which token in it. A cumulative sum over all of it would be one more
+    pass over memory, and in float32 it would be too coarse for rare tokens; these short ones are in float64. What remains is
+    that a float32 uniform has 24 bits. An index of weight 0 is never given.
+    """
+    W = weights.shape[-1]
+    whole = W - W % DRAW_BLOCK
+    blocks = weights[:, :whole].unflatten(-1, (whole // DRAW_BLOCK, DRAW_BLOCK)).sum(-1)
+    blocks = torch.cat([blocks, weights[:, whole:].sum(-1, keepdim=True)], -1).double()
+    block, share = _invert_short(blocks, uniforms[:, None].double())
+    index = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
+    inside = weights.gather(-1, index.clamp(max=W - 1)) * (index < W)
+    return block * DRAW_BLOCK + _invert_short(inside.double(), share)[0]
+
+
+def _invert_short(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, W) float64, (rows, 1) in [0, 1) -> the index at which it is reached, and how far in, in [0, 1)."""
     cumulative = weights.cumsum(-1)
-    tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
-    # Rounding may point past the last token that has weight.
-    last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).to(torch.int8).argmax(-1)
-    tokens = torch.minimum(tokens, last)
-    return tokens, all_logps.gather(-1, tokens[:, None])[:, 0]
+    target = share * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
+    weight = weights.gather(-1, index)
+    return index, ((target - cumulative.gather(-1, index) + weight) / weight).clamp(0, 1 - 2**-24)

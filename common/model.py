@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from common.attention import FLAT, first_places, plan_flat_row
 from common.errors import UserError, say
 from common.head import logits_of, nll, score
+from common.kv_cache import CACHED
 
 import numpy as np
 import torch
@@ -121,7 +122,7 @@ def body(lm: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def generating(model: nn.Module) -> Iterator[nn.Module]:
-    """The bare language model, ready to sample: eval mode, an attention that knows caches; both are put back.
+    """The bare language model, ready to sample: eval mode, attention over what is cached, nothing compiled; all put back.
 
     Where weights are sharded, all processes enter it together.
     """
@@ -130,9 +131,11 @@ def generating(model: nn.Module) -> Iterator[nn.Module]:
     was_training, implementation = lm.training, inner.config._attn_implementation
     lm.eval()
     if implementation == FLAT:
-        inner.set_attn_implementation("sdpa")
+        inner.set_attn_implementation(CACHED)
     try:
-        with torch.no_grad(), gathered(model):
+        # Compiled blocks would be compiled again for every number of rows. Weights are gathered outside of inference mode,
+        # whose tensors no backward pass may meet.
+        with torch.no_grad(), gathered(model), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
             yield lm
     finally:
         if implementation == FLAT:

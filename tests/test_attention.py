@@ -372,3 +372,20 @@ def test_the_varlen_kernel_and_the_buckets_agree_on_a_gpu(sharing, window, monke
         results.append((out.float(), *torch.autograd.grad(out.float().square().sum(), inputs)))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("lengths", [[14, 3, 3], [3, 3, 14], [5, 5], [7], [9, 8, 8, 2, 1]], ids=str)
+def test_buckets_in_and_out_of_order(lengths):
+    """Sequences that lie in the order of the buckets, in another one, in a single bucket: softmax(q k) v, one by one."""
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, sum(lengths), 8, dtype=torch.float64, generator=rng)
+    k, v = (torch.randn(1, 2, sum(lengths), 8, dtype=torch.float64, generator=rng) for _ in range(2))
+    out, _ = flat_attention(None, q, k, v, None, flat_row=plan_flat_row(lengths, CPU))
+    alone = []
+    for query, key, value in zip(*(x[0].split(lengths, dim=1) for x in (q, k, v)), strict=True):
+        key, value = (x.repeat_interleave(2, 0) for x in (key, value))
+        scores = (query @ key.transpose(1, 2) / 8**0.5).masked_fill(
+            torch.ones(len(key[0]), len(key[0])).triu(1) > 0, -torch.inf
+        )
+        alone.append((scores.softmax(-1) @ value).transpose(0, 1))
+    torch.testing.assert_close(out[0], torch.cat(alone), atol=1e-12, rtol=0)

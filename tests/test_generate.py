@@ -1,15 +1,20 @@
 """Sampling: against transformers' own `generate`, against the trainer's log-probabilities, and against the softmax."""
 
+import copy
+import functools
 import math
 
+import common.generate
+import common.kv_cache
 from common.collators import flat_batch, split_row
-from common.generate import Completion, draw, sample
-from common.model import enable_gradient_checkpointing
+from common.generate import Completion, FlatDecoder, draw, sample
+from common.model import body, enable_gradient_checkpointing, wrap
 from tests.tiny import TINY, V, tiny_pair
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,9 +102,10 @@ def test_a_completion_that_ends_with_its_last_allowed_token_is_finished(pair):
 
 
 def rows_per_call(model, **options) -> list[int]:
-    """How many rows each call of the language model had while PROMPTS were completed."""
+    """How many tokens each call of the language model had while PROMPTS were completed."""
     rows = []
-    handle = model.lm.register_forward_pre_hook(lambda m, a, kw: rows.append(len(kw["input_ids"])), with_kwargs=True)
+    hook = lambda m, a, kw: rows.append(kw["input_ids"].numel())  # noqa: E731
+    handle = body(model.lm).register_forward_pre_hook(hook, with_kwargs=True)
     try:
         ours(model, temperature=0, **options)
     finally:
@@ -108,13 +114,14 @@ def rows_per_call(model, **options) -> list[int]:
 
 
 def test_no_work_is_done_for_completions_that_have_ended(pair, stop_ids):
-    """The first call reads the prompts, each distinct one once. (Ten rows or more shrink in steps of a tenth.)"""
+    """The first call reads the prompts, each distinct one once, without padding. (Ten rows or more shrink in steps of a tenth.)"""
     model, _ = pair
-    assert rows_per_call(model, stop_ids=[]) == [7] + [8] * (NEW - 1)
-    assert rows_per_call(model, stop_ids=range(V)) == [7]
+    read = sum(LENGTHS) - LENGTHS[4]
+    assert rows_per_call(model, stop_ids=[]) == [read] + [8] * (NEW - 1)
+    assert rows_per_call(model, stop_ids=range(V)) == [read]
     lengths = [len(c.ids) for c in ours(model, stop_ids=stop_ids, temperature=0)]
     wanted = [sum(n > t for n in lengths) for t in range(1, max(lengths))]
-    assert rows_per_call(model, stop_ids=stop_ids) == [7] + wanted
+    assert rows_per_call(model, stop_ids=stop_ids) == [read] + wanted
 
 
 def test_no_prompt_gives_no_completion(pair):
@@ -173,6 +180,151 @@ def test_completions_have_the_frequencies_of_the_model(pair):
     chi_square(counts, p)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_log_probabilities_are_those_of_the_whole_softmax_in_float64(pair, temperature):
+    model, lm = pair
+    exact = copy.deepcopy(lm).double()
+    for prompt, c in zip(PROMPTS, ours(model, temperature=temperature), strict=True):
+        with torch.no_grad():
+            logits = exact(torch.tensor([prompt + c.ids])).logits[0, len(prompt) - 1 : -1]
+        wanted = (logits / temperature).log_softmax(-1)[torch.arange(len(c.ids)), torch.tensor(c.ids)]
+        torch.testing.assert_close(torch.tensor(c.logps, dtype=torch.float64), wanted, atol=1e-5, rtol=0)
+
+
+# --- the cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("lengths", [[1, 70, 2, 33, 33], [3, 3, 3], [90]])
+def test_prompts_of_any_lengths_and_a_cache_that_grows(pair, monkeypatch, static, lengths):
+    """Greedy, several completions to a prompt, against `generate`, whose cache is another; static: as under a CUDA graph."""
+    model, lm = pair
+    monkeypatch.setattr(common.kv_cache, "FIRST_CAPACITY", 3)
+    monkeypatch.setattr(common.generate, "FlatDecoder", functools.partial(FlatDecoder, static=static))
+    prompts = [np.random.default_rng(9 + i).integers(2, V, n).tolist() for i, n in enumerate(lengths)]
+    stop_ids = [theirs(lm, prompts[-1], [])[5], 3]
+    wanted = [theirs(lm, prompt, stop_ids) for prompt in prompts]
+    found = ours(model, prompts * 3, [(i,) for i in range(3 * len(prompts))], stop_ids=stop_ids, temperature=0)
+    assert [c.ids for c in found] == wanted * 3
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_over_the_cache_is_attention_over_each_completion_alone(static, window, seed, monkeypatch):
+    """Completions of uneven groups leave at random; two layers, grouped heads; against one softmax per row and head."""
+    monkeypatch.setattr(common.kv_cache, "FIRST_CAPACITY", 2)
+    rng, H, Hkv, Dh, Dv = np.random.default_rng(seed), 4, 2, 6, 5
+    lengths = rng.integers(1, 9, 4).tolist()
+    owner = [0, 0, 1, 2, 3, 3, 3, 1, 0]
+    cache = common.kv_cache.KVCache([[0] * n for n in lengths], owner, 16, torch.device("cpu"), static)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape))
+
+    past = []  # [layer][completion]: its keys and values so far
+    for _ in range(2):
+        k, v = random(Hkv, sum(lengths), Dh), random(Hkv, sum(lengths), Dv)
+        cache.read_prompts(k, v)
+        k, v = k.split(lengths, 1), v.split(lengths, 1)
+        past.append([(k[p], v[p]) for p in owner])
+    while len(past[0]) > 1:
+        cache.advance()
+        for layer in past:
+            n = len(layer)
+            q, k, v = random(n, H, Dh), random(n, Hkv, Dh), random(n, Hkv, Dv)
+            out = cache.attend(q, k, v, 0.3, window).view(n, H, Dv)
+            for i, (old_k, old_v) in enumerate(layer):
+                layer[i] = (torch.cat([old_k, k[i][:, None]], 1), torch.cat([old_v, v[i][:, None]], 1))
+                for h in range(H):
+                    seen_k, seen_v = (x[h // 2][-window:] if window else x[h // 2] for x in layer[i])
+                    wanted = (seen_k @ q[i, h] * 0.3).softmax(0) @ seen_v
+                    torch.testing.assert_close(out[i, h], wanted, atol=1e-12, rtol=0)
+        going = rng.random(len(past[0])) < 0.8
+        if going.any():
+            kept = cache.keep(going).tolist()
+            assert sorted(kept) == np.flatnonzero(going).tolist()
+            past = [[layer[i] for i in kept] for layer in past]
+
+
+def test_a_prompt_is_kept_once_and_nothing_is_copied_from_step_to_step():
+    model, _ = tiny_pair("llama")
+    made, places = [], set()
+
+    class Watched(common.kv_cache.KVCache):
+        def attend(self, *args):
+            out = super().attend(*args)
+            made.append(self)
+            places.add(tuple(x.data_ptr() for layer in self.layers for x in (layer.keys, layer.prompt_keys)))
+            return out
+
+    patched = pytest.MonkeyPatch()
+    patched.setattr(common.generate, "KVCache", Watched)
+    with patched.context():
+        sample(model, [[5, 6, 7]] * 8 + [[5, 6]] * 8, [(i,) for i in range(16)], stop_ids=[], max_new_tokens=40)
+    patched.undo()
+    assert len(set(map(id, made))) == 1 and len(places) == 1
+    assert made[0].layers[0].prompt_keys.shape[0] == 2 and made[0].layers[0].keys.shape[:3] == (16, 2, 40)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_models_whose_attention_cannot_be_replaced_are_sampled_with_padding(kind):
+    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "sliding_window": 6}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+    config = {
+        "gemma2": lambda: transformers.Gemma2Config(**sizes),
+        "gpt_oss": lambda: transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
+    }[kind]()
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = wrap(copy.deepcopy(lm))
+    assert model.padded
+    stop_ids = [theirs(lm, PROMPTS[0], [])[3]]
+    assert [c.ids for c in ours(model, stop_ids=stop_ids, temperature=0)] == [theirs(lm, p, stop_ids) for p in PROMPTS]
+    one, all_together = ours(model, stop_ids=stop_ids, batch_size=1), ours(model, stop_ids=stop_ids)
+    assert [c.ids for c in one] == [c.ids for c in all_together]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_bfloat16_the_log_probabilities_are_near_those_of_the_trainer(autocast):
+    """bfloat16 weights, and float32 weights under autocast, where training goes on in the same context."""
+    model, lm = tiny_pair("llama")
+    if not autocast:
+        model = wrap(lm.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = ours(model, temperature=1.5)
+        theirs_ = trainer_logps(model, PROMPTS, found, 1.5)
+        difference = torch.cat([torch.tensor(c.logps) - logps for c, logps in zip(found, theirs_, strict=True)]).abs()
+        training_pass(model)
+    assert difference.mean() < 0.05 and difference.max() < 0.5
+
+
+def test_compiled_blocks_are_not_compiled_for_sampling():
+    """A graph for every number of rows would cost more than it saves."""
+    model, _ = tiny_pair("llama")
+    wanted = [c.ids for c in ours(model)]
+
+    def refuse(graph, inputs):
+        raise AssertionError("compiled")
+
+    for layer in body(model.lm).layers:
+        layer.compile(backend=refuse)
+    assert [c.ids for c in ours(model)] == wanted
+
+
+def test_rotary_tables_that_grow_while_sampling_do_not_stop_training():
+    """Dynamic NTK scaling makes new frequencies beyond the length that the model knows; sampling makes no gradients."""
+    torch.manual_seed(0)
+    config = TINY["llama"]()
+    config.max_position_embeddings = 16
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
+    ours(model, max_new_tokens=30, stop_ids=[])
+    _, gradients = training_pass(model)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 # --- the model afterwards -------------------------------------------------------------------------------------------
 
 
@@ -213,7 +365,7 @@ def test_an_exception_while_sampling_leaves_the_model_as_it_was(pair):
         if len(calls) == 3:
             raise KeyboardInterrupt
 
-    handle = model.lm.register_forward_pre_hook(fail_at_the_third_token, with_kwargs=True)
+    handle = body(model.lm).register_forward_pre_hook(fail_at_the_third_token, with_kwargs=True)
     try:
         with pytest.raises(KeyboardInterrupt):
             ours(model, stop_ids=[])
@@ -360,6 +512,17 @@ def test_the_ends_of_a_large_vocabulary_are_drawn_only_where_they_have_probabili
     assert tokens.min() >= 100 and tokens.max() < 49_900
 
 
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 150_000])
+def test_every_token_of_a_large_vocabulary_is_drawn_where_its_share_lies(size):
+    """Each token at the middle of its share of [0, 1), in float64: probabilities of 1e-5 are not lost in float32 sums."""
+    picked = np.random.default_rng(0).integers(0, size, 60)
+    logits = torch.from_numpy(np.random.default_rng(1).uniform(-0.3, 0.3, size)).float()
+    p = logits.double().softmax(-1)
+    middle = (p.cumsum(-1) - p / 2)[picked]
+    tokens, _ = draw(logits.expand(60, -1), middle, 1.0)
+    assert tokens.tolist() == picked.tolist()
+
+
 def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at_1():
     tokens, logps = draw(torch.stack([LOGITS, -LOGITS]), torch.tensor([0.0, 0.999]), 0)
     assert tokens.tolist() == [2, 4]
@@ -370,9 +533,6 @@ def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at
 @pytest.mark.parametrize("kind", ["Mamba", "Lfm2"])
 def test_a_model_that_keeps_a_state_is_refused_in_one_line(kind):
     from common.errors import UserError
-    from common.model import wrap
-
-    import transformers
 
     sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}
     if kind == "Mamba":
@@ -383,3 +543,20 @@ def test_a_model_that_keeps_a_state_is_refused_in_one_line(kind):
     with pytest.raises(UserError, match=f"{kind}ForCausalLM is not supported"):
         model = wrap(transformers.AutoModelForCausalLM.from_config(config))
         sample(model, [[1, 2]], [(0,)], stop_ids=[0], max_new_tokens=2)
+
+
+def test_fewer_at_a_time_where_memory_runs_out(monkeypatch, capsys):
+    model, _ = tiny_pair("llama")
+    prompts, keys = [[5, 6, 7], [8, 9]] * 5, [(0, i) for i in range(10)]
+    whole = sample(model, prompts, keys, stop_ids=[1], max_new_tokens=12)
+    read = FlatDecoder.read_prompts
+
+    def limited(self):
+        if len(self.owner) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return read(self)
+
+    monkeypatch.setattr(FlatDecoder, "read_prompts", limited)
+    parts = sample(model, prompts, keys, stop_ids=[1], max_new_tokens=12)
+    assert [completion.ids for completion in parts] == [completion.ids for completion in whole]
+    assert capsys.readouterr().out.count("out of memory; again with") == 2  # 5, then 2
