@@ -77,7 +77,7 @@ def save_checkpoint(
         say(f"{final} could not be written ({problem}): training goes on, and the next save tries again")
         return False
     if accelerator.is_main_process:
-        _prune(output_dir, step, total_limit, best.step if best else None)
+        prune(output_dir, step, total_limit, best.step if best else None)
     accelerator.wait_for_everyone()
     return True
 
@@ -151,7 +151,7 @@ def resume(accelerator: Any, checkpoint: Path | None, optimizer: Any) -> dict[st
     return state
 
 
-def _prune(output_dir: str, step: int, total_limit: int, best: int | None) -> None:
+def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> None:
     """Keep the newest total_limit (0: all) checkpoints and the best one, once checkpoint-<step> is whole."""
     found = checkpoints(output_dir)
     # Those beyond this step are damaged, or of a course that the run has left when it was resumed before them: were they

@@ -123,7 +123,7 @@ def delete_run(output_dir: Path) -> None:
     """Delete what a run has left in its folder, and nothing else that may lie there."""
     for folder in [*checkpoints(str(output_dir)), *output_dir.glob(".checkpoint-*.tmp"), *output_dir.glob(".export.tmp")]:
         shutil.rmtree(folder)
-    for pattern in (*LINES, "summary.json", "curves.png", "args.yaml", *WEIGHTS):
+    for pattern in (*LINES, "summary.json", "curves.png", "args.yaml", "tracker.json", *WEIGHTS):
         for file in output_dir.glob(pattern):
             file.unlink()
 

@@ -259,7 +259,8 @@ def load_model(
     adapter = Path(name, "adapter_config.json").exists()
     with _hub_errors("model", name):
         if adapter:  # merged, so that it is the starting point and, in DPO and GRPO, the reference
-            lm = _peft(name).AutoPeftModelForCausalLM.from_pretrained(name, dtype=_dtype(dtype)).merge_and_unload()
+            auto = _peft(name).AutoPeftModelForCausalLM
+            lm = auto.from_pretrained(name, dtype=_dtype(dtype), trust_remote_code=trust).merge_and_unload()
             lm.config._name_or_path = name
             say(f"model: the adapter {name}, merged into its base")
         else:
@@ -391,7 +392,7 @@ def set_stop_tokens(model: LogProbModel, stop_ids: list[int], tokenizer: Any) ->
 def load_config(name: str, tokenizer: Any) -> transformers.PretrainedConfig:
     """The configuration of a model on the Hub or in a folder, for this tokenizer."""
     with _hub_errors("config", name):
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     text = config.get_text_config()
     text.vocab_size = len(tokenizer)
     text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id

@@ -6,6 +6,7 @@ import platform
 import statistics
 import sys
 import time
+import uuid
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,8 @@ class Metrics:
         self.last: dict[str, float] = {}
         self.started = self.clock = time.perf_counter()
         self.clock_tokens = 0
-        if accelerator.log_with:
-            plain = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in tracker_config.items()}
-            name = run_name or self.output_dir.name
-            accelerator.init_trackers("plainloop", config=plain, init_kwargs={"wandb": {"name": name}})
+        self.run_name = run_name or self.output_dir.name
+        self.tracker_config = tracker_config
 
     def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
         """Add values, each a sum over `weight` units, to the window that is under way."""
@@ -128,13 +127,14 @@ class Metrics:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps. Called on every process."""
         self.carry = self.reduce()
-        kept = ("carry", "num_tokens", "first_eval", "bad_steps", "losses", "spikes")
+        kept = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
         return {name: getattr(self, name) for name in kept}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: forget the lines of its files that came after it."""
+        """Go on from a checkpoint: forget the lines of its files that came after it. Starts the tracker, if any."""
         self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
-        self.first_eval, self.clock_tokens = state.get("first_eval", {}), self.num_tokens
+        self.first_eval, self.last = state.get("first_eval", {}), state.get("last", {})
+        self.clock_tokens = self.num_tokens
         self.bad_steps, self.losses, self.spikes = (state.get(name, []) for name in ("bad_steps", "losses", "spikes"))
         last = state["step"] or -1  # a run that starts over keeps none
         if self.accelerator.is_main_process:
@@ -148,6 +148,25 @@ class Metrics:
                     except (ValueError, KeyError, TypeError):
                         continue  # a line that was cut off by the kill, or is damaged
                 replace_text(path, "".join(line + "\n" for line in kept))
+        if self.accelerator.log_with:
+            self._start_tracker(last)
+
+    def _start_tracker(self, last: int) -> None:
+        """Start the tracker, or go on with the run that it has. last: what it has beyond this step comes again (-1: all)."""
+        config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in self.tracker_config.items()}
+        if last >= 0 and str(self.accelerator.log_with[0]) == "tensorboard":
+            config = None  # which would be a run of its own each time
+        file, run_id = self.output_dir / "tracker.json", None
+        if self.accelerator.is_main_process:
+            try:
+                run_id = json.loads(file.read_text())["id"]
+            except (OSError, ValueError, KeyError, TypeError):
+                run_id = uuid.uuid4().hex[:21]  # as long as swanlab's
+                replace_text(file, json.dumps({"id": run_id}))
+        same = {"id": run_id, "resume": "allow"}  # steps that these have already they ignore
+        settings = {"wandb": same | {"name": self.run_name}, "swanlab": same | {"experiment_name": self.run_name}}
+        settings["tensorboard"] = {"purge_step": last + 1}
+        self.accelerator.init_trackers("plainloop", config=config, init_kwargs=settings)
 
     def log(self, step: int, bar: Any = None, flops_per_token: float | None = None, **now: float) -> None:
         """Write the means since the last call, and the values given here. step: updates done.
@@ -212,9 +231,10 @@ class Metrics:
                 out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def finish(self, best: dict[str, Any] | None = None) -> None:
-        """summary.json and curves.png. best: what is known of the best evaluation."""
+        """curves.png, and summary.json, which stands for a complete run. best: what is known of the best evaluation."""
         if not self.accelerator.is_main_process:
             return
+        draw_curves(self.output_dir)
         summary = {
             "final": self.last,
             "before": self.first_eval,
@@ -231,7 +251,6 @@ class Metrics:
             "python": platform.python_version(),
         }
         replace_text(self.output_dir / "summary.json", json.dumps(summary, indent=2))
-        draw_curves(self.output_dir)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values = {name: float(value) for name, value in values.items()}
@@ -249,7 +268,8 @@ def draw_curves(output_dir: Path) -> None:
         print("curves.png was not drawn: pip install matplotlib", file=sys.stderr)
         return
     curves: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
-    for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+    metrics = output_dir / "metrics.jsonl"
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
         row = json.loads(line)
         for name, value in row.items():
             if name not in ("step", "num_tokens", "memory_gib", "peak_memory_gib", "epoch"):
@@ -258,6 +278,8 @@ def draw_curves(output_dir: Path) -> None:
     frames: dict[str, list[str]] = defaultdict(list)
     for name in curves:
         frames[name.removeprefix("eval_")].append(name)
+    if not frames:  # neither logged nor evaluated
+        return
     columns = min(4, len(frames))
     rows = -(-len(frames) // columns)
     figure = Figure(figsize=(3.6 * columns, 2.6 * rows))
@@ -275,7 +297,10 @@ def draw_curves(output_dir: Path) -> None:
         if len(names) > 1:
             axis.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(output_dir / "curves.png", dpi=110)
+    try:
+        figure.savefig(output_dir / "curves.png", dpi=110)
+    except OSError as error:
+        print(f"curves.png was not drawn: {error}", file=sys.stderr)
 
 
 def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:

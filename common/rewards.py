@@ -145,8 +145,10 @@ def _from_model(name: str, device: torch.device) -> Reward:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        # False, and not unset: transformers would ask whether to run the code that a model brings along.
+        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, trust_remote_code=False)
+        model = model.to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         known = "exact_number, regex:PATTERN, length:N, file.py:function, or the name of a reward model"

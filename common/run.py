@@ -11,7 +11,7 @@ from typing import Any
 
 from common.arguments import save_args
 from common.best import Best
-from common.checkpoint import export
+from common.checkpoint import export, prune
 from common.errors import UserError, say
 from common.folder import claim_output_dir, delete_run, earlier_args
 from common.monitor import Metrics, check_tracker
@@ -89,6 +89,8 @@ def finish(
 ) -> None:
     """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
     export(accelerator, model, tokenizer, args.output_dir, args.merge_lora, best.folder(args.output_dir))
+    if accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
+        prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
     metrics.finish(best.state() if best.step else None)
     before_after = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
     if before_after:

@@ -166,6 +166,15 @@ def test_a_sequence_does_not_see_its_neighbours():
     assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("lengths", [(9, 9, 9), (64, 40, 7), (64, 64, 40), (7, 40, 64)])
+def test_sequences_of_any_order_of_lengths_are_those_of_each_alone(lengths):
+    """From the longest to the shortest they lie in the row as in the buckets, of which there are several all the same."""
+    model, row = wrap(make(CONFIGS["llama"])).eval(), units(lengths)
+    with torch.no_grad():
+        alone = torch.cat([model(flat_batch([unit], torch.device("cpu"))) for unit in row])
+        torch.testing.assert_close(model(flat_batch(row, torch.device("cpu"))), alone, atol=1e-5, rtol=1e-4)
+
+
 def test_gradient_checkpointing_changes_no_gradient():
     gradients = []
     for checkpointing in (False, True):
