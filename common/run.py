@@ -20,7 +20,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from tqdm import tqdm
-from transformers.integrations import unset_hf_deepspeed_config
 
 # DistributedDataParallel holds torch's process group, whose destructor waits for its threads while it has the GIL, for
 # which one of them may be waiting to let go of its last tensor: a deadlock (seen with gloo). So it is kept, and
@@ -112,6 +111,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 def _set_up_deepspeed(plugin: Any, args: Any) -> None:
     """What DeepSpeed has to know of the arguments, before there is a model."""
+    from transformers.integrations import unset_hf_deepspeed_config
+
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
     plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6  # told nothing, its engine clips to 1.0
     # With ZeRO-3, transformers would shard each model that it loads: the reference as well, which no engine gathers, and

@@ -47,7 +47,7 @@ script = importlib.import_module(f"train_{stage}")
 sys.argv[1:] = sys.argv[4:]
 run(script.main, command_line(script.Args, script.DEMO))
 """
-SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2"  # another learning rate at every step
+SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2 --learning_rate 1e-4"  # another rate at every step
 LORA = "--use_peft --lora_r 4 --merge_lora --save_best max:eval_loss"  # the best is not the last
 
 

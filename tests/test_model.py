@@ -1,6 +1,6 @@
 """The one primitive: log-probabilities of a flat row, against transformers' own logits in float64, sequence by sequence."""
 
-from common.attention import plan_flat_row
+from common.attention import flat_attention, plan_flat_row
 from common.collators import flat_batch
 from common.errors import UserError
 from common.head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
@@ -17,6 +17,7 @@ from common.model import (
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -240,6 +241,17 @@ def test_the_plan_of_a_flat_row_deals_out_each_token_once(lengths):
     assert sorted(set(places.tolist())) == list(range(sum(lengths)))
     back = places if plan.inverse is None else places[plan.inverse]
     assert back.tolist() == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("lengths", [[88, 67], [9, 9, 4, 2]])
+def test_sequences_that_lie_in_order_in_several_buckets_are_attended_to_alone(lengths):
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, sum(lengths), 8)
+    plan = plan_flat_row(lengths, torch.device("cpu"))
+    assert len(plan.buckets) > 1
+    out = flat_attention(torch.nn.Module(), q, q, q, None, flat_row=plan)[0][0]
+    alone = [F.scaled_dot_product_attention(x, x, x, is_causal=True)[0].transpose(0, 1) for x in q.split(lengths, 2)]
+    torch.testing.assert_close(out, torch.cat(alone))
 
 
 def test_the_wrapper_is_what_the_scripts_save_and_load(tmp_path):
