@@ -20,7 +20,7 @@ RUNS = {
     "dpo": (
         ["--max_steps", "30", "--eval_steps", "30", "--max_eval_samples", "60"],
         lambda a, b: (
-            b["eval_rewards/accuracies"] > 0.85 and b["eval_rewards/margins"] > 1 and a["eval_rewards/margins"] == 0
+            b["eval_rewards/accuracies"] > 0.85 and b["eval_rewards/margins"] > 1 and abs(a["eval_rewards/margins"]) < 1e-5
         ),
     ),
     "grpo": (
