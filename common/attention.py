@@ -12,6 +12,7 @@ of them is.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class FlatRow:
 
     buckets: list[Tensor]  # (b, L) int64 each: the token of the row at each place; padding repeats the sequence's last
     inverse: Tensor | None  # (T,) int64: where each token of the row lies in the buckets' output; None: in order
+    shared: bool = False  # whether a token of the row may lie in several places
     ragged: "Ragged | None" = None  # the same for a kernel that needs no buckets; None where there is none
 
 
@@ -82,7 +84,8 @@ def plan_flat_row(lengths: list[int], device: torch.device, places: np.ndarray |
         shared = (None, None) if places is None else (there(places), there(first))
         ragged = Ragged(there(np.concatenate([[0], ends]).astype(np.int32)), max(lengths), *shared)
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
-    return FlatRow([there(index) for index in buckets], None if in_order else there(inverse), ragged)
+    buckets = [there(index) for index in buckets]
+    return FlatRow(buckets, None if in_order else there(inverse), places is not None, ragged)
 
 
 def first_places(places: np.ndarray) -> np.ndarray:
@@ -117,10 +120,10 @@ def flat_attention(
     if flat_row.ragged is not None and dropout == 0 and (dtype := _varlen_dtype(v)) is not None:
         return _ragged_attention(*(x.to(dtype) for x in (q, k, v)), flat_row.ragged, scaling, sliding_window)[None], None
     in_place = flat_row.inverse is None and len(flat_row.buckets) == 1  # sequences of equal length, in order
+    dealt = [(q,), (k,), (v,)] if in_place else [_Deal.apply(x, flat_row) for x in (q, k, v)]
     outputs = []
-    for index in flat_row.buckets:
+    for index, *rows in zip(flat_row.buckets, *dealt, strict=True):
         b, L = index.shape
-        rows = (x if in_place else x.index_select(0, index.view(-1)) for x in (q, k, v))
         qb, kb, vb = (x.view(b, L, *x.shape[1:]).transpose(1, 2) for x in rows)  # (b, H, L, Dh)
         mask = _band(L, sliding_window, q.device) if sliding_window is not None and L > sliding_window else None
         out = F.scaled_dot_product_attention(
@@ -129,6 +132,27 @@ def flat_attention(
         outputs.append(out.transpose(1, 2).reshape(b * L, q.shape[1], -1))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return (out if flat_row.inverse is None else out.index_select(0, flat_row.inverse))[None], None
+
+
+class _Deal(torch.autograd.Function):
+    """The row (T, ...) -> for each bucket its tokens (b L, ...), padding included.
+
+    No real token attends to the padding, whose own output is dropped: its gradient is 0. So where no token lies in two
+    places, the gradient is gathered, in place of being added to zeros bucket by bucket.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: FlatRow) -> tuple[Tensor, ...]:
+        ctx.row, ctx.T = row, len(x)
+        return tuple(x.index_select(0, index.view(-1)) for index in row.buckets)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        row, gradient = ctx.row, gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        if row.shared:
+            index = torch.cat([index.view(-1) for index in row.buckets])
+            return gradient.new_zeros(ctx.T, *gradient.shape[1:]).index_add_(0, index, gradient), None
+        return gradient if row.inverse is None else gradient.index_select(0, row.inverse), None
 
 
 def _ragged_attention(
