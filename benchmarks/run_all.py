@@ -1,0 +1,113 @@
+"""All benchmarks, one after the other, and RESULTS.md made of their results.
+
+python benchmarks/run_all.py [--rounds 3]     # the machine should be otherwise idle
+python benchmarks/run_all.py --report         # only writes RESULTS.md anew
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+
+from compare import HERE, RESULTS, ROOT, markdown
+
+START, END = "<!-- benchmarks: written by run_all.py -->", "<!-- end -->"  # the short table of the README
+STAGES = ("sft", "dpo", "grpo", "pretrain", "head", "startup")
+# What is aimed at: (result, table, side, figure, direction, floor, words). See LOG.md for what was tried to reach it.
+FLOORS = (
+    ("sft", "SFT, 1.3M parameters", "TRL defaults", "speedup", ">=", 6.0, "SFT, 1.3M, useful tokens/s, TRL defaults"),
+    ("sft", "SFT, 1.3M parameters", "best", "speedup", ">=", 2.5, "SFT, 1.3M, TRL's best"),
+    ("sft", "SFT, 20M parameters", "TRL defaults", "speedup", ">=", 2.5, "SFT, 20M, TRL defaults"),
+    ("sft", "SFT, 20M parameters", "best", "speedup", ">=", 1.3, "SFT, 20M, TRL's best"),
+    ("dpo", "DPO, 1.3M parameters", "TRL defaults", "speedup", ">=", 3.5, "DPO, pairs/s, TRL defaults"),
+    ("dpo", "DPO, 1.3M parameters", "best", "speedup", ">=", 2.5, "DPO, TRL's best"),
+    ("grpo", "GRPO, whole steps", "TRL defaults", "speedup", ">=", 2.5, "GRPO, steps/s, TRL defaults"),
+    ("grpo", "GRPO, whole steps", "best", "speedup", ">=", 2.5, "GRPO, TRL's best"),
+    ("grpo", "GRPO, sampling alone", "generate()", "speedup", ">=", 2.5, "GRPO, sampling alone, generate()"),
+    ("pretrain", "pretrain, 1.3M parameters", "transformers Trainer", "speedup", ">=", 2.0, "pretrain, 1.3M, Trainer"),
+    ("pretrain", "pretrain, 1.3M parameters, rows of 128", "transformers Trainer", "speedup", ">=", 2.0, "pretrain, 1.3M, rows of 128, Trainer"),
+    ("pretrain", "pretrain, 20M parameters", "transformers Trainer", "speedup", ">=", 1.4, "pretrain, 20M, Trainer"),
+    ("pretrain", "pretrain, 20M parameters, bfloat16 autocast", "transformers Trainer", "speedup", ">=", 1.4, "pretrain, 20M, bf16, Trainer"),
+    ("sft", "SFT, 1.3M parameters", "TRL defaults", "memory", "<=", 0.7, "peak memory, SFT 1.3M, TRL defaults"),
+    ("sft", "SFT, 1.3M parameters", "best", "memory", "<=", 1.0, "peak memory, SFT 1.3M, TRL's best"),
+    ("sft", "SFT, 20M parameters", "TRL defaults", "memory", "<=", 0.7, "peak memory, SFT 20M, TRL defaults"),
+    ("sft", "SFT, 20M parameters", "best", "memory", "<=", 1.0, "peak memory, SFT 20M, TRL's best"),
+    ("dpo", "DPO, 1.3M parameters", "TRL defaults", "memory", "<=", 0.7, "peak memory, DPO, TRL defaults"),
+    ("dpo", "DPO, 1.3M parameters", "best", "memory", "<=", 1.0, "peak memory, DPO, TRL's best"),
+    ("grpo", "GRPO, whole steps", "TRL defaults", "memory", "<=", 0.7, "peak memory, GRPO, TRL defaults"),
+    ("pretrain", "pretrain, 1.3M parameters", "transformers Trainer", "memory", "<=", 0.7, "peak memory, pretrain 1.3M, Trainer"),
+    ("pretrain", "pretrain, 20M parameters", "transformers Trainer", "memory", "<=", 0.7, "peak memory, pretrain 20M, Trainer"),
+    ("head", "loss head", "full logits", "memory", ">=", 8.0, "loss head, temporary memory, times less than full logits"),
+    ("head", "loss head", "full logits", "time", "<=", 1.0, "loss head, time, full logits"),
+    ("startup", "start-up", "TRL, first step", "share", "<=", 0.6, "process start to the end of the first step, TRL"),
+)  # fmt: skip
+
+
+def floors() -> list[str]:
+    lines = ["| figure, ours beside | floor | wall time | CPU time | |", "|---|---|---|---|---|"]
+    for name, title, side, figure, direction, floor, words in FLOORS:
+        file = RESULTS / f"{name}.json"
+        tables = json.loads(file.read_text())["tables"] if file.exists() else []
+        table = next((t for t in tables if t["title"] == title or (name == "head" and t["title"].startswith(title))), None)
+        if table is None:
+            continue
+        entry = table["sides"][table["best"] if side == "best" else side]
+        value, by_cpu = entry[figure], entry.get(f"{figure}_cpu")
+        if isinstance(value, dict):
+            value = value["median"]
+        decisive = by_cpu["median"] if by_cpu else value
+        met = decisive >= floor if direction == ">=" else decisive <= floor
+        cpu = f"{by_cpu['median']:.2f}×" if by_cpu else ""
+        lines.append(
+            f"| {words} | {'≥' if direction == '>=' else '≤'} {floor:g}× | {value:.2f}× | {cpu} | {'met' if met else 'missed'} |"
+        )
+    return lines
+
+
+def report() -> None:
+    parts = [
+        "# Results",
+        "",
+        "Made by `python benchmarks/run_all.py`. A ratio is the median over rounds of neighbours in time, with the lowest and the",
+        "highest; `by CPU time` is the same by the CPU seconds of the two processes, which a busy machine disturbs less. Peak memory",
+        "is the resident memory of the whole process up to its last step, what Python and the libraries need included; `while",
+        "training`, what came on top from the first step on.",
+        "",
+        *floors(),
+        "",
+    ]
+    for name in STAGES:
+        file = RESULTS / f"{name}.json"
+        if not file.exists():
+            continue
+        tables = json.loads(file.read_text())["tables"]
+        parts += [f"## {name}", ""]
+        for table in tables:
+            parts += [table.get("markdown") or markdown(table)]
+        where = tables[-1]["machine"]
+        versions = ", ".join(f"{library} {version}" for library, version in where["versions"].items())
+        load = ", ".join(f"{value:.1f}" for value in where["load"])
+        parts += [f"{where['cpu']}, {where['cores']} cores, {where['threads']} thread(s) a side, load at the end {load}; {versions}; commit {where['commit']}, {where['date']}.", ""]  # fmt: skip
+    (HERE / "RESULTS.md").write_text("\n".join(parts))
+    before, rest = (ROOT / "README.md").read_text(encoding="utf-8").split(START)
+    (ROOT / "README.md").write_text("\n".join([before + START, *floors(), END + rest.split(END)[1]]), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    failed = []
+    for stage in [] if args.report else args.stages:
+        if subprocess.run([sys.executable, str(HERE / f"{stage}.py"), "--rounds", str(args.rounds)], cwd=ROOT).returncode:
+            failed.append(stage)
+        report()
+    report()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
