@@ -14,6 +14,7 @@ from common.attention import FLAT, first_places, plan_flat_row
 from common.errors import UserError, say
 from common.head import logits_of, nll, score
 from common.kv_cache import CACHED
+from common.lean import lighten
 
 import numpy as np
 import torch
@@ -290,6 +291,7 @@ def wrap(lm: nn.Module) -> LogProbModel:
     if any(p.is_meta for p in lm.parameters()):
         lm.set_attn_implementation(FLAT)  # weights arrive later (FSDP's efficient loading): nothing to check with
         return model
+    lighten(lm)
     implementation = lm.config._attn_implementation
     V = lm.config.get_text_config().vocab_size
     ids, other = (torch.arange(start, start + 9) * 7919 % V for start in (0, 100))
