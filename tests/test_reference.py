@@ -84,4 +84,5 @@ def test_a_second_run_takes_them_from_the_disk_and_learns_the_same(launch, token
         shutil.os.remove(path)
     online = train_metrics(launch("dpo", *WORDS, "false", output="online"))
     for one, other in zip(first, online, strict=True):
+        del one["rewards/accuracies"], other["rewards/accuracies"]  # at first both rewards are 0, up to rounding
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
