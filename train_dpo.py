@@ -79,13 +79,12 @@ from common.model import (
     flops_per_token,
     load_model,
     load_tokenizer,
-    reference_of,
     set_stop_tokens,
 )
 from common.monitor import Metrics
 from common.optimizer import adamw, schedule, set_lr
 from common.order import BANDS
-from common.reference import precompute
+from common.reference import precompute, reference_of
 from common.report import describe
 from common.rewards import load_rewards, scorer
 from common.run import due, finish, progress, seed_step, start

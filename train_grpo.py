@@ -102,11 +102,11 @@ from common.model import (
     flops_per_token,
     load_model,
     load_tokenizer,
-    reference_of,
     set_stop_tokens,
 )
 from common.monitor import Metrics
 from common.optimizer import adamw, schedule, set_lr
+from common.reference import reference_of
 from common.report import describe
 from common.rewards import load_rewards, score, scorer
 from common.run import due, finish, progress, seed_step, start

@@ -6,18 +6,19 @@ comes from a generator of its own, so what is sampled does not depend on what el
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from common.attention import FLAT
 from common.errors import UserError, say
 from common.head import logits_of
-from common.kv_cache import KVCache
+from common.kv_cache import CACHED, KVCache
 from common.memory import empty_caches, is_oom
-from common.model import LogProbModel, base_lm, body, generating
+from common.model import LogProbModel, base_lm, body, gathered
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 DRAW_BLOCK = 128  # tokens of the vocabulary whose probabilities are summed first
@@ -83,6 +84,29 @@ def why_not_sampled(model: LogProbModel) -> str | None:
     if selectable and "past_key_values" in inspect.signature(lm.forward).parameters:
         return None
     return f"sampling from {type(lm).__name__} is not supported: it has no key/value cache to share"
+
+
+@contextlib.contextmanager
+def generating(model: nn.Module) -> Iterator[nn.Module]:
+    """The bare language model, ready to sample: eval mode, attention over what is cached, nothing compiled; all put back.
+
+    Where weights are sharded, all processes enter it together.
+    """
+    lm = model.lm
+    inner = base_lm(lm)
+    was_training, implementation = lm.training, inner.config._attn_implementation
+    lm.eval()
+    if implementation == FLAT:
+        inner.set_attn_implementation(CACHED)
+    try:
+        # Compiled blocks would be compiled again for every number of rows. Weights are gathered outside of inference mode,
+        # whose tensors no backward pass may meet.
+        with torch.no_grad(), gathered(model), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+            yield lm
+    finally:
+        if implementation == FLAT:
+            inner.set_attn_implementation(FLAT)
+        lm.train(was_training)
 
 
 def _sample_batch(

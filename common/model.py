@@ -6,14 +6,13 @@ language model on the flat row, and applies the LM head (common/head.py) only at
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.attention import FLAT, first_places, plan_flat_row
 from common.errors import UserError, say
 from common.head import logits_of, nll, score
-from common.kv_cache import CACHED
 from common.lean import lighten
 
 import numpy as np
@@ -122,29 +121,6 @@ def body(lm: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def generating(model: nn.Module) -> Iterator[nn.Module]:
-    """The bare language model, ready to sample: eval mode, attention over what is cached, nothing compiled; all put back.
-
-    Where weights are sharded, all processes enter it together.
-    """
-    lm = model.lm
-    inner = base_lm(lm)
-    was_training, implementation = lm.training, inner.config._attn_implementation
-    lm.eval()
-    if implementation == FLAT:
-        inner.set_attn_implementation(CACHED)
-    try:
-        # Compiled blocks would be compiled again for every number of rows. Weights are gathered outside of inference mode,
-        # whose tensors no backward pass may meet.
-        with torch.no_grad(), gathered(model), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-            yield lm
-    finally:
-        if implementation == FLAT:
-            inner.set_attn_implementation(FLAT)
-        lm.train(was_training)
-
-
-@contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Where FSDP2 or DeepSpeed's ZeRO-3 shards the weights: all of them on each process, which may then call the language
     model on its own.
@@ -177,22 +153,6 @@ def _zero_gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContext
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(parameters)
-
-
-def reference_of(model: LogProbModel, frozen: LogProbModel | None) -> Callable[..., Tensor]:
-    """(batch, temperature) -> log-probabilities (T,) of the model as it was at the start, without gradients.
-
-    frozen: a second model with those weights; None: the model itself with its LoRA adapter off.
-    """
-
-    @torch.no_grad()
-    def reference(batch: dict[str, Any], temperature: float = 1.0) -> Tensor:
-        if frozen is not None:
-            return frozen(batch, temperature)
-        with model.lm.disable_adapter():
-            return model(batch, temperature)
-
-    return reference
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities under the reference of DPO, computed once for all pairs, kept on disk and found again by content."""
+"""The reference of DPO and GRPO: the model as it was at the start, and what it says of all pairs, kept on disk."""
 
 import hashlib
 import os
@@ -10,16 +10,33 @@ from common.collators import flat_batch
 from common.errors import say
 from common.evaluate import gather_lists
 from common.losses import segment_sum
+from common.model import LogProbModel
 from common.units import Units
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+def reference_of(model: LogProbModel, frozen: LogProbModel | None) -> Callable[..., Tensor]:
+    """(batch, temperature) -> log-probabilities (T,) of the model as it was at the start, without gradients.
+
+    frozen: a second model with those weights; None: the model itself with its LoRA adapter off.
+    """
+
+    @torch.no_grad()
+    def reference(batch: dict[str, Any], temperature: float = 1.0) -> Tensor:
+        if frozen is not None:
+            return frozen(batch, temperature)
+        with model.lm.disable_adapter():
+            return model(batch, temperature)
+
+    return reference
 
 
 def precompute(
     accelerator: Any,
-    reference: Callable[..., torch.Tensor],
+    reference: Callable[..., Tensor],
     weights: nn.Module,
     pairs: Units,
     batch_size: int,

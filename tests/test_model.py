@@ -10,7 +10,6 @@ from common.model import (
     disable_dropout,
     enable_gradient_checkpointing,
     load_model,
-    reference_of,
     wrap,
 )
 
