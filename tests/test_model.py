@@ -12,6 +12,7 @@ from common.model import (
     load_model,
     wrap,
 )
+from common.reference import reference_of
 
 import numpy as np
 import pytest
