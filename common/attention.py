@@ -11,6 +11,7 @@ each sequence in full. Such a row has F > T tokens when it is written out, and `
 of them is.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # PyTorch before 2.10
     varlen_attn = None
+# PyTorch before 2.12 has fewer key heads than query heads without being told.
+VARLEN_IS_TOLD_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 FLAT = "flat"
 
@@ -162,8 +165,8 @@ def _ragged_attention(
     if row.places is not None:
         q, k, v = (x[row.places] for x in (q, k, v))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens seen before and after each one; -1: all
-    borders, gqa = row.cu_seqlens, q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, borders, borders, row.longest, row.longest, scale=scaling, window_size=window, enable_gqa=gqa)
+    borders, told = row.cu_seqlens, {"enable_gqa": q.shape[1] != k.shape[1]} if VARLEN_IS_TOLD_GQA else {}
+    out = varlen_attn(q, k, v, borders, borders, row.longest, row.longest, scale=scaling, window_size=window, **told)
     return out if row.first is None else out[row.first]
 
 

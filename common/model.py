@@ -254,11 +254,11 @@ def wrap(lm: nn.Module) -> LogProbModel:
     lighten(lm)
     implementation = lm.config._attn_implementation
     V = lm.config.get_text_config().vocab_size
-    ids, other = (torch.arange(start, start + 9) * 7919 % V for start in (0, 100))
+    ids, other = (torch.arange(start, start + 9, device=lm.device) * 7919 % V for start in (0, 100))
     other[5:] = ids[5:]  # two rows that differ in their first sequence only
     exact, rough = (1e-5, 1e-3) if lm.dtype == torch.float32 else (1e-2, 5e-2)
     lengths, places = [5, 3, 3], np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 8])  # the last one shares its first two tokens
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 2]])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 2]], device=lm.device)
     rows = [
         {"input_ids": row[None], "position_ids": positions, "lengths": lengths, "places": places} for row in (ids, other)
     ]

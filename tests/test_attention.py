@@ -344,6 +344,21 @@ def test_the_varlen_kernel_is_called_for_the_same_attention(kind, sharing, monke
         torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
 
 
+def test_a_varlen_kernel_that_finds_out_by_itself_about_fewer_key_heads_is_not_told(monkeypatch):
+    batch = flat_batch(ROWS["two groups and what stands between them"][0], CPU)
+    model = wrap(tiny_lm("llama")).double()
+    wanted = model._hidden_flat(batch)
+
+    def kernel(query, key, *args, scale, window_size):  # the keywords of PyTorch 2.11
+        return naive_varlen(query, key, *args, scale=scale, window_size=window_size, enable_gqa=len(query[0]) != len(key[0]))
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "VARLEN_IS_TOLD_GQA", False)
+    monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
+    monkeypatch.setattr(attention, "_varlen_dtype", lambda value: value.dtype)
+    torch.testing.assert_close(model._hidden_flat(batch), wanted, atol=1e-10, rtol=1e-10)
+
+
 def test_the_varlen_kernel_is_for_half_precision_and_its_head_sizes():
     assert attention._varlen_dtype(torch.zeros(1, 1, 64, dtype=torch.bfloat16)) == torch.bfloat16
     assert attention._varlen_dtype(torch.zeros(1, 1, 64)) is None
