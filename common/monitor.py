@@ -44,7 +44,7 @@ def whole(norm: Any) -> Any:
     Called on every process.
     """
     if isinstance(norm, float):
-        return torch.tensor(norm)
+        return torch.tensor(norm, dtype=torch.float64)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
