@@ -211,7 +211,7 @@ def make_windows(
     trained &= torch.tensor([any(value is not None for value in c["rewards"]) for c in completions])
     tokens = torch.tensor([float(len(c["ids"])) for c in completions])
     size = len(completions) // args.steps_per_generation
-    share, parts = size // accelerator.num_processes, accelerator.gradient_accumulation_steps
+    share, parts = size // accelerator.num_processes, args.gradient_accumulation_steps
     windows = []
     for first in range(0, len(completions), size):
         inside = slice(first, first + size)
