@@ -44,7 +44,7 @@ FLOORS = (
 
 
 def floors() -> list[str]:
-    lines = ["| figure, ours beside | floor | wall time | CPU time | |", "|---|---|---|---|---|"]
+    lines = ["| figure, ours beside | aim | wall time | CPU time | |", "|---|---|---|---|---|"]
     for name, title, side, figure, direction, floor, words in FLOORS:
         file = RESULTS / f"{name}.json"
         tables = json.loads(file.read_text())["tables"] if file.exists() else []
@@ -59,7 +59,7 @@ def floors() -> list[str]:
         met = decisive >= floor if direction == ">=" else decisive <= floor
         cpu = f"{by_cpu['median']:.2f}×" if by_cpu else ""
         lines.append(
-            f"| {words} | {'≥' if direction == '>=' else '≤'} {floor:g}× | {value:.2f}× | {cpu} | {'met' if met else 'missed'} |"
+            f"| {words} | {'≥' if direction == '>=' else '≤'} {floor:g}× | {value:.2f}× | {cpu} | {'reached' if met else 'not reached'} |"
         )
     return lines
 

@@ -162,12 +162,12 @@ def show_memory(parts: dict[str, float], device_limit: float) -> str:
     width = max(len(name) for name in parts)
     lines = ["memory that training needs, estimated:"]
     shown = {name: size for name, size in parts.items() if name == "total" or round(size * 1024)}
-    lines += [f"    {name:{width}}  {_size(size):>9}" for name, size in shown.items()]
+    lines += [f"    {name:{width}}  {show_size(size):>9}" for name, size in shown.items()]
     total = parts["total"]
     if math.isnan(device_limit):
         return "\n".join([*lines, "    whether it fits cannot be said: the device does not tell what it has"])
-    lines[-1] += f"  of {_size(device_limit)}"
-    spare = _size(abs(device_limit - total))
+    lines[-1] += f"  of {show_size(device_limit)}"
+    spare = show_size(abs(device_limit - total))
     lines.append(f"    it fits, with {spare} to spare" if total <= device_limit else f"    too much by {spare}")
     return "\n".join(lines)
 
@@ -214,7 +214,7 @@ def savings(
     return sorted(((name, size) for name, size in found if size > 0), key=lambda saving: -saving[1])
 
 
-def _size(gib: float) -> str:
+def show_size(gib: float) -> str:
     return f"{gib:.2f} GiB" if abs(gib) >= 1 else f"{gib * 1024:.0f} MiB"
 
 

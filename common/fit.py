@@ -15,7 +15,7 @@ from typing import Any
 from common.checkpoint import SHARDED
 from common.collators import Window
 from common.errors import UserError, say
-from common.estimate import needs
+from common.estimate import needs, show_size
 from common.memory import empty_caches, is_oom
 from common.monitor import Metrics
 from common.run import KEPT
@@ -104,7 +104,7 @@ class Fit:
             model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
             with contextlib.suppress(Exception):  # it takes some memory itself
                 _, helps = needs(self.accelerator, model, window.largest(), window.trained_share(), always_help=True)
-        found = [*others, *(f"{what}: about {gain:.1f} GiB less" for what, gain in helps)]
+        found = [*others, *(f"{what}: about {show_size(gain)} less" for what, gain in helps)]
         return f"what helps: {', or '.join(found)}" if found else "what helps: shorter sequences, or LoRA (--use_peft)"
 
     def _forget(self) -> None:

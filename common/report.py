@@ -6,7 +6,7 @@ from typing import Any
 
 from common.checkpoint import SHARDED
 from common.errors import say
-from common.estimate import needs, show_memory
+from common.estimate import needs, show_memory, show_size
 from common.memory import memory
 from common.model import count_parameters
 from common.tokens import show_trained
@@ -120,7 +120,7 @@ def show_sources(sources: list[dict[str, Any]]) -> None:
 def show_savings(helps: list[tuple[str, float]]) -> None:
     """What would make the run smaller, by how much."""
     for what, gain in helps:
-        say(f"    about {gain:.1f} GiB less with {what}")
+        say(f"    about {show_size(gain)} less with {what}")
 
 
 def show_examples(data: Any, tokenizer: Any, unit: str, most: int) -> None:

@@ -5,7 +5,7 @@ import json
 import sys
 
 from common.collators import flat_batch, whole
-from common.estimate import _Live, _size, estimate, nbytes, savings, show_memory
+from common.estimate import _Live, estimate, nbytes, savings, show_memory, show_size
 from common.model import add_lora, enable_gradient_checkpointing, wrap
 from tests.conftest import run_script
 from tests.tiny import SIZE, tiny_pair
@@ -186,7 +186,7 @@ def test_one_table_with_the_limit_beside_the_total():
     ]
     assert show_memory(parts, 2.0).splitlines()[-1] == "    too much by 1.25 GiB"
     assert "cannot be said" in show_memory(parts, float("nan")).splitlines()[-1]
-    assert _size(-0.5) == "-512 MiB"
+    assert show_size(-0.5) == "-512 MiB"
 
 
 def test_savings_name_what_is_not_on_yet():
