@@ -261,6 +261,7 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: tuple, num_proc: int | None
             for count, result in waiting:
                 yield count, result.result()
         except BrokenProcessPool:
+            time.sleep(0.5)  # a Ctrl-C may reach the workers first: then it shows here
             raise UserError(
                 f"a process that tokenises was killed, for lack of memory? Fewer than {workers}: --dataset_num_proc"
             ) from None

@@ -34,7 +34,7 @@ class Toy(nn.Module):
         torch.manual_seed(0)
         self.lm_head = nn.Linear(D, V, bias=bias, dtype=dtype).requires_grad_(not frozen)
         nn.init.normal_(self.lm_head.weight, std=std)
-        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=V, **config))
 
     def get_output_embeddings(self):
         return self.lm_head
