@@ -38,7 +38,7 @@ def flat_batch(units: Sequence[Unit], device: torch.device, weight: float = 1.0)
     """
     sequences = [sequence for unit in units for sequence in unit]
     lengths = [len(sequence["input_ids"]) for sequence in sequences]
-    shared = [0, *(shared_start(*neighbours) for neighbours in itertools.pairwise(sequences))]
+    shared = shared_starts(sequences)
     starts = np.cumsum([0, *lengths])
     column = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     own = column >= np.repeat(shared, lengths)  # of all tokens of the sequences, end to end, those that enter the row
@@ -73,6 +73,11 @@ def flat_batch(units: Sequence[Unit], device: torch.device, weight: float = 1.0)
     return on_device | {"lengths": lengths, "places": places if any(shared) else None}
 
 
+def shared_starts(sequences: Sequence[dict[str, Any]]) -> list[int]:
+    """How many tokens each sequence of a row shares with the one before it."""
+    return [0, *(shared_start(*neighbours) for neighbours in itertools.pairwise(sequences))]
+
+
 def shared_start(one: dict[str, Any], other: dict[str, Any]) -> int:
     """With how many tokens of its neighbour the other sequence begins, none of which it trains; 0 for less than pays."""
     a, b, mask = one["input_ids"], other["input_ids"], other["loss_mask"]
@@ -102,14 +107,15 @@ class Window:
         places(): where the units come from, as a source and a row for each."""
         self.units, self.places = units, places
         self._accelerator, self._mine, self._indivisible = accelerator, mine, indivisible
-        self._micro_batches = self._cut(1)
+        self._micro_batches = self._cut(1, math.inf)
 
-    def cut(self, parts: int) -> "Window":
-        """From now on each micro-batch is cut into so many, as far as it can be."""
-        self._micro_batches = self._cut(parts)
+    def cut(self, parts: int, tokens: float = math.inf) -> "Window":
+        """From now on each micro-batch is cut into so many parts, and these into parts of about so many tokens at most, as
+        far as it can be."""
+        self._micro_batches = self._cut(parts, tokens)
         return self
 
-    def _cut(self, parts: int) -> list[list[Unit]]:
+    def _cut(self, parts: int, tokens: float) -> list[list[Unit]]:
         found = []
         for members in self._mine:
             step = self._indivisible
@@ -117,9 +123,12 @@ class Window:
             if not atoms:  # a process without a row at the end of the run takes part: its peers wait for its gradients
                 found.append([])
                 continue
-            sizes = np.array([sum(len(sequence["input_ids"]) for sequence in atom) for atom in atoms])
-            part = (sizes.cumsum() - sizes / 2) * parts // sizes.sum()  # about equal numbers of tokens
-            found += [[atoms[i] for i in np.flatnonzero(part == k)] for k in range(parts) if (part == k).any()]
+            sequences = [sequence for atom in atoms for sequence in atom]
+            own = np.array([len(sequence["input_ids"]) for sequence in sequences]) - shared_starts(sequences)
+            sizes = np.add.reduceat(own, np.cumsum([0, *map(len, atoms[:-1])]))
+            here = parts * max(1, math.ceil(sizes.sum() / parts / tokens))
+            part = (sizes.cumsum() - sizes / 2) * here // sizes.sum()  # about equal numbers of tokens
+            found += [[atoms[i] for i in np.flatnonzero(part == k)] for k in range(here) if (part == k).any()]
         return found
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from common.checkpoint import SHARDED
 from common.head import head_bytes
-from common.memory import GIB, memory
+from common.memory import GIB, memory, tokens_at_once
 from common.model import LogProbModel, base_lm
 
 import torch
@@ -140,12 +140,17 @@ def needs(
 
     share: of the tokens, how many are trained. There are savings only where it does not fit, or with always_help.
     """
+    hidden_size = model.config.get_text_config().hidden_size
+    at_once = tokens_at_once(accelerator.device, hidden_size, accelerator.num_processes)
+    pieces = max(1, math.ceil(sum(lengths) / at_once))
+    size = math.ceil(len(lengths) / pieces)  # of the pieces that the micro-batch will be cut into
+    lengths = max((lengths[i : i + size] for i in range(0, len(lengths), size)), key=sum)
     sharded = accelerator.distributed_type in SHARDED
     options = {
         "lengths": lengths,
         "device": accelerator.device,
         "mixed_precision": accelerator.mixed_precision,
-        "accumulation": accelerator.gradient_accumulation_steps,
+        "accumulation": pieces * accelerator.gradient_accumulation_steps,
         "reference": reference,
         "shards": accelerator.num_processes if sharded else 1,
         "ddp": accelerator.num_processes > 1 and not sharded,

@@ -1,7 +1,8 @@
 """Windows that fit into the memory: where it runs out, in smaller micro-batches. The gradient stays what it is.
 
 A loss is a sum over what is in the window, divided by what the window holds; so a window that is begun again with each of
-its micro-batches cut into two has the same gradient. From then on all windows are cut like this.
+its micro-batches cut into two has the same gradient. From then on all windows are cut like this. And on a CPU they are cut
+from the start where that costs no time (`tokens_at_once`).
 
 Several processes have to agree on it. One that runs out in the middle of a backward pass has left a sum of gradients for
 which the others wait, so with --auto_micro_batch DistributedDataParallel is laid aside: each process computes by itself,
@@ -16,7 +17,7 @@ from common.checkpoint import SHARDED
 from common.collators import Window
 from common.errors import UserError, say
 from common.estimate import needs, show_size
-from common.memory import empty_caches, is_oom
+from common.memory import empty_caches, is_oom, tokens_at_once
 from common.monitor import Metrics
 from common.run import KEPT
 
@@ -43,6 +44,8 @@ class Fit:
             )
         self.accelerator, self.model, self.metrics = accelerator, model, metrics
         self.splits = 1  # parts into which each micro-batch is cut
+        hidden_size = accelerator.unwrap_model(model).config.get_text_config().hidden_size
+        self.tokens = tokens_at_once(accelerator.device, hidden_size, accelerator.num_processes)
         self._sums = auto_micro_batch and accelerator.num_processes > 1
         self._recovers = auto_micro_batch or accelerator.num_processes == 1
         if self._sums:
@@ -57,7 +60,7 @@ class Fit:
         while True:
             reason = None
             try:
-                loss = gradients(step, window.cut(self.splits))
+                loss = gradients(step, window.cut(self.splits, self.tokens))
             except Exception as error:
                 if not is_oom(error):
                     raise
@@ -94,7 +97,7 @@ class Fit:
         if reason and self.splits >= window.most_parts:
             raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {self._what_helps(window)}")
         self.splits *= 2
-        shape = _shape(window.cut(self.splits))
+        shape = _shape(window.cut(self.splits, self.tokens))
         say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
 
     def _what_helps(self, window: Window, *others: str) -> str:

@@ -7,6 +7,9 @@ give the same on random numbers:
     RMSNorm(x) = w · x / sqrt(mean(x²) + ε)                (Zhang & Sennrich 2019, arXiv 1910.07467)
     MLP(x) = W_down (silu(W_gate x) · W_up x)              (SwiGLU: Shazeer 2020, arXiv 2002.05202)
 
+Under autocast the norm of a float32 hidden state comes out in autocast's dtype: what it goes to, the linear layers, would
+each make and keep that copy, and there the three projections of attention and the two of the MLP share one.
+
 Shapes: N tokens (or tokens and heads).
 """
 
@@ -59,30 +62,32 @@ def _replace(module: nn.Module, forward: Any, width: int) -> None:
 def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # which fuses the plain form
         return self.plain_forward(x)
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else None
     if torch.is_grad_enabled():
-        return _Norm.apply(x, self.weight, self.variance_epsilon)
-    return _norm(x, self.weight, self.variance_epsilon)[0]
+        return _Norm.apply(x, self.weight, self.variance_epsilon, dtype)
+    return _norm(x, self.weight, self.variance_epsilon, dtype)[0]
 
 
-def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """x (..., D), weight (D,) -> RMSNorm(x), and 1 / sqrt(mean(x²) + ε) (..., 1) in float32 or better."""
+def _norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """x (..., D), weight (D,) -> RMSNorm(x), rounded to dtype, and 1 / sqrt(mean(x²) + ε) (..., 1) in float32 or better."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = exact.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
     normalized = (exact * scale).to(x.dtype)
     out = normalized.mul_(weight) if weight.dtype == x.dtype else normalized * weight
-    return out, scale
+    return out if dtype is None else out.to(dtype), scale
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        out, scale = _norm(x, weight, epsilon)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype | None) -> Tensor:
+        out, scale = _norm(x, weight, epsilon, dtype)
         ctx.save_for_backward(x, weight, scale)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
         D, exact = x.shape[-1], scale.dtype
         normalized = x.to(exact) * scale
@@ -95,7 +100,7 @@ class _Norm(torch.autograd.Function):
             mean = torch.mv(product.reshape(-1, D), weight.to(exact)).div_(D).view_as(scale)
             d_x = torch.mul(gradient, weight, out=product) if gradient.dtype == weight.dtype == exact else gradient * weight
             d_x = d_x.to(exact).sub_(normalized.mul_(mean)).mul_(scale).to(x.dtype)
-        return d_x, d_weight, None
+        return d_x, d_weight, None, None
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------------------------
@@ -105,8 +110,8 @@ def _mlp_forward(self: nn.Module, x: Tensor) -> Tensor:
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return down(F.silu(gate) * up)
-    # LoRA and quantisation put other modules there; autocast casts the weight.
-    if type(down) is nn.Linear and down.bias is None and not torch.is_autocast_enabled(x.device.type) and not _hooked(down):
+    # LoRA and quantisation put other modules there.
+    if type(down) is nn.Linear and down.bias is None and not _hooked(down):
         return _GatedDown.apply(gate, up, down.weight)
     return down(_Gated.apply(gate, up))
 
@@ -142,14 +147,15 @@ class _GatedDown(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        return F.linear(F.silu(gate).mul_(up), weight)
+        return F.linear(F.silu(gate).mul_(up), weight.to(gate.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         gate, up, weight = ctx.saved_tensors
-        d_gate, d_up, product = _gated_backward(gate, up, gradient @ weight)
+        d_gate, d_up, product = _gated_backward(gate, up, gradient @ weight.to(gate.dtype))
         d_weight = None
         if ctx.needs_input_grad[2]:
             d_weight = gradient.reshape(-1, gradient.shape[-1]).t() @ product.reshape(-1, product.shape[-1])
+            d_weight = d_weight.to(weight.dtype)
         return d_gate, d_up, d_weight

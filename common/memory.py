@@ -1,8 +1,10 @@
-"""Memory on CUDA, MPS and CPU, in GiB: what is used and what there is, and how running out of it shows."""
+"""Memory on CUDA, MPS and CPU, in GiB: what is used and what there is, and how running out of it shows; and how much to
+compute at once."""
 
 import contextlib
 import ctypes
 import gc
+import math
 import platform
 import resource
 import sys
@@ -23,6 +25,10 @@ MESSAGES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+
+
+# On a CPU: numbers of a hidden state of the row that its cache holds, and the tokens below which matrix products are slow.
+CACHED_NUMBERS, LEAST_TOKENS = 2**18, 512
 
 
 class Memory(NamedTuple):
@@ -55,6 +61,17 @@ def _limit_of_linux() -> float:
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
             limits.append(int(Path(place).read_text()) / GIB)
     return min(limits)
+
+
+def tokens_at_once(device: torch.device, hidden_size: int, processes: int = 1) -> float:
+    """Up to about how many tokens should go through a model together.
+
+    On a GPU, all of a micro-batch. On a CPU more than its cache holds are no faster, and take more memory. With several
+    processes all of them, too: these wait for one another at each micro-batch.
+    """
+    if device.type != "cpu" or processes > 1:
+        return math.inf
+    return max(LEAST_TOKENS, CACHED_NUMBERS // hidden_size)
 
 
 def relieve(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 import json
 import sys
 
+from common import memory as memory_room
 from common.collators import Window
 from common.errors import UserError
 from common.model import LogProbModel
@@ -128,7 +129,8 @@ def test_only_one_of_two_processes_runs_out(launch, tmp_path):
 def test_memory_that_really_runs_out(tmp_path):
     """A limit on the address space that a micro-batch of 64 does not fit in, and smaller ones do."""
     code = (
-        "import sys, resource, train_sft; from common.arguments import parse_args\n"
+        "import sys, resource, train_sft, matplotlib.backends.backend_agg; from common.arguments import parse_args\n"
+        "import common.fit; common.fit.tokens_at_once = lambda *args: float('inf')\n"
         "class Limited(train_sft.Interruption):\n"
         "    def __init__(self, *args):\n"
         "        now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
@@ -178,6 +180,64 @@ def test_parts_have_about_equal_tokens_and_all_sequences(accelerator):
     assert accelerator.gradient_accumulation_steps == 4
     assert window.most_parts == 4
     assert sum(len(batch["lengths"]) for batch in window.cut(8)) == 6
+
+
+@pytest.mark.parametrize("parts, tokens, lengths", [
+    (1, 1000, [[100, 10, 10, 10], [50, 20]]),
+    (1, 70, [[100], [10, 10, 10], [50, 20]]),
+    (2, 70, [[100], [10, 10, 10], [50], [20]]),
+    (1, 20, [[100], [10], [10, 10], [50], [20]]),
+])  # fmt: skip
+def test_a_window_is_cut_into_parts_of_so_many_tokens(accelerator, parts, tokens, lengths):
+    window = Window([unit(100), unit(10), unit(10), unit(10), unit(50), unit(20)], [[0, 1, 2, 3], [4, 5]], accelerator)
+    assert [batch["lengths"] for batch in window.cut(parts, tokens)] == lengths and window.unmean == len(lengths)
+
+
+def test_tokens_that_a_part_shares_with_its_neighbour_count_once(accelerator):
+    """Four sequences of 40, 30 of them the same in all: 40 + 3 · 10 tokens of the row."""
+    same = np.arange(30)
+    masks = np.r_[np.zeros(30), np.ones(10)].astype(np.uint8)
+    units = [[{"input_ids": np.r_[same, np.full(10, 100 + i)], "loss_mask": masks}] for i in range(4)]
+    assert len(Window(units, [[0, 1, 2, 3]], accelerator).cut(1, 70)) == 1
+    assert len(Window(units, [[0, 1, 2, 3]], accelerator).cut(1, 69)) == 2
+
+
+def test_on_a_cpu_a_micro_batch_is_computed_in_parts_that_fit_its_cache(launch, monkeypatch):
+    """The same losses; and never more than about so many tokens in the model together."""
+    words = [*STAGES["sft"], *ONE]
+    whole = losses(launch("sft", *words, output="whole"))
+    seen, forward = [], LogProbModel.forward
+
+    def watched(self, batch, *args, **named):
+        seen.extend([batch["input_ids"].shape[1]] * torch.is_grad_enabled())
+        return forward(self, batch, *args, **named)
+
+    monkeypatch.setattr(LogProbModel, "forward", watched)
+    monkeypatch.setattr(memory_room, "CACHED_NUMBERS", 0)
+    monkeypatch.setattr(memory_room, "LEAST_TOKENS", 100)
+    parts = losses(launch("sft", *words, output="parts"))
+    assert_same(whole, parts)
+    assert max(seen) < 200
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_mixed_precision_is_left_in_place(stage, launch, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    seen, forward = [], LogProbModel.forward
+
+    def watched(self, batch, *args, **named):
+        seen.extend([torch.is_autocast_enabled("cpu")] * torch.is_grad_enabled())
+        return forward(self, batch, *args, **named)
+
+    monkeypatch.setattr(LogProbModel, "forward", watched)
+    launch(stage, *STAGES[stage], *ONE[:-1], "1")
+    assert seen and all(seen)
+
+
+def test_tokens_at_once():
+    at_once = memory_room.tokens_at_once
+    assert at_once(torch.device("cpu"), 128) == 2048 and at_once(torch.device("cpu"), 4096) == 512
+    assert at_once(torch.device("cuda"), 128) == at_once(torch.device("cpu"), 128, processes=2) == float("inf")
 
 
 def test_packs_are_cut_between_sequences_and_pairs_stay_together(accelerator):

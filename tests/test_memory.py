@@ -86,4 +86,4 @@ def test_emptying_gives_memory_back_to_the_system():
     del blocks
     before = memory(CPU).current
     room.empty_caches(CPU)
-    assert memory(CPU).current <= before and kept
+    assert memory(CPU).current < before - 0.15 and kept  # GiB; without it, glibc keeps all of it
