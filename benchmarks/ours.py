@@ -12,14 +12,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parent))
 
-from common.monitor import Metrics  # noqa: E402
+from common import arguments  # noqa: E402  (which imports nothing heavy)
 
 from clock import Clock  # noqa: E402
 
 
-def main() -> None:
-    result, script, *words = sys.argv[1:]
-    clock = Clock()
+def watch(clock: Clock) -> None:
+    """Have the clock see the start of the loop, each step, and what is logged."""
+    from common.monitor import Metrics
+
     restore, log, write = Metrics.restore, Metrics.log, Metrics._write
 
     def begin(self: Metrics, *args: Any, **named: Any) -> None:
@@ -36,6 +37,17 @@ def main() -> None:
         clock.step()
 
     Metrics.restore, Metrics._write, Metrics.log = begin, keep, end_of_step
+
+
+def main() -> None:
+    result, script, *words = sys.argv[1:]
+    clock, run = Clock(), arguments.run
+
+    def run_watched(main: Any, args: Any) -> None:
+        watch(clock)  # the script has imported by now, in its own order
+        run(main, args)
+
+    arguments.run = run_watched
     sys.argv = [script, *words]
     sys.path[1] = os.getcwd()
     try:

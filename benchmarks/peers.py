@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py result.json spec.json      # called by the benchmarks
 
-spec: {"kind": trl_sft, trl_dpo, trl_grpo, trainer, bare_sft or bare_pretrain; "model": folder; "rows": file;
+spec: {"kind": trl_sft, trl_dpo, trl_grpo, trainer, trainer_documents, bare_sft, bare_pretrain or bare_documents; "model": folder; "rows": file;
 "steps": optimizer steps; "batch": rows of a step; "options": arguments of the config, over COMMON}. Where TRL's own
 default differs from COMMON, the benchmark says so.
 """
@@ -129,6 +129,41 @@ def trainer(spec: dict, clock: Clock) -> None:
     transformers.Trainer(
         model, config, train_dataset=text_rows(spec), data_collator=collate, callbacks=[StepClock(clock)]
     ).train()
+
+
+def padded_documents(documents: list[dict]) -> dict[str, torch.Tensor]:
+    """Padded on the right, which is not trained on."""
+
+    def pad(values: list[torch.Tensor], filler: int) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=filler)
+
+    ids = [torch.tensor(document["input_ids"]) for document in documents]
+    return {"input_ids": pad(ids, 0), "attention_mask": pad([torch.ones_like(i) for i in ids], 0), "labels": pad(ids, -100)}
+
+
+def trainer_documents(spec: dict, clock: Clock) -> None:
+    """Whole documents: of each step those that we have in it, padded or end to end (flattened); or, grouped by length, its own."""
+    options = COMMON | spec["options"]
+    steps = [[{"input_ids": ids} for ids in step] for step in json.loads(Path(spec["rows"]).read_text())]
+    collate, rows, batch = padded_documents, [{"input_ids": step} for step in steps], 1
+    if options.pop("flattened", False):
+        collate = transformers.DataCollatorWithFlattening()
+    if options["train_sampling_strategy"] == "group_by_length":
+        rows, batch = [document for step in steps for document in step], spec["batch"]
+    else:  # a row is all documents of a step
+        inner = collate
+        collate = lambda rows: inner(rows[0]["input_ids"])  # noqa: E731
+    model = transformers.AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    config = transformers.TrainingArguments(
+        spec["work"], max_steps=spec["steps"], per_device_train_batch_size=batch, **options
+    )
+    collate = counted(collate, clock, useful_tokens)
+    transformers.Trainer(model, config, train_dataset=rows, data_collator=collate, callbacks=[StepClock(clock)]).train()
+
+
+def bare_documents(spec: dict, clock: Clock) -> None:
+    steps = json.loads(Path(spec["rows"]).read_text())[: spec["steps"]]
+    bare(spec, clock, [padded_documents([{"input_ids": ids} for ids in step]) for step in steps])
 
 
 def bare(spec: dict, clock: Clock, batches: list[dict[str, torch.Tensor]]) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/prepare.py     # called by the benchmarks where outputs/benchmarks/inputs is not there yet
 
-Chats and pairs have log-normal lengths of 20 to 1,000 tokens (μ 5, σ 0.8: half of them below 148), of the words of
+Chats, pairs and pages have log-normal lengths of 20 to 1,000 tokens (μ 5, σ 0.8: half of them below 148), of the words of
 data/pretrain. `*.ordered.jsonl` holds the rows in the order in which our run takes them, for the peers, which read
 sequentially; `*.lengths.json` the tokens of each, counted here with the tokenizer alone.
 """
@@ -22,6 +22,7 @@ os.chdir(ROOT)
 
 import train_pretrain  # noqa: E402
 from common.cache import tokenize  # noqa: E402
+from common.collators import pack  # noqa: E402
 from common.data import Source  # noqa: E402
 from common.order import Order, Shuffled  # noqa: E402
 
@@ -37,6 +38,7 @@ SIZES = {
 }
 CHATS, PAIRS = 192, 240
 TEXT_ROWS = {512: 80, 128: 240}  # of so many tokens: how many
+PAGES, PACK, PACKS = 240, 1024, 2  # documents that stay whole; tokens of a pack, packs of a step
 # A turn ends on <|im_end|> and nothing after it, so that a preference pair means the same tokens to every side.
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -144,22 +146,34 @@ def main(folder: Path) -> None:
     )
     documents.append({"text": last})
     write_rows(folder, "text", documents, Order([len(documents)], 0), None)
-    source = Source(str(folder / "text.jsonl"), format="text", label="text")
-    units = tokenize(
-        accelerate.Accelerator(cpu=True),
-        [source],
-        train_pretrain.make_units,
-        tokenizer,
-        {"dataset_text_field": "text"},
-        cache_dir=str(folder.parent / "cache"),
-        num_proc=1,
-    )
+    pages = [{"text": words.text(words.length())} for _ in range(PAGES)]
+    write_rows(folder, "pages", pages, Order([PAGES], 0), None)
+
+    def units_of(name: str) -> Any:
+        return tokenize(
+            accelerate.Accelerator(cpu=True),
+            [Source(str(folder / f"{name}.jsonl"), format="text", label=name)],
+            train_pretrain.make_units,
+            tokenizer,
+            {"dataset_text_field": "text"},
+            cache_dir=str(folder.parent / "cache"),
+            num_proc=1,
+        )
+
+    units = units_of("text")
     for length, many in TEXT_ROWS.items():
         rows = units.cut(length, across=True)
         rows = Shuffled(rows, Order(rows.counts, 0))
         full = [rows[i][0]["input_ids"] for i in range(many)]
         np.save(folder / f"text{length}.ordered.npy", np.stack(full).astype(np.int64))
         print(f"text: {len(rows)} rows of {length}")
+    whole = units_of("pages")
+    packs = pack(whole, PACK)
+    packs = Shuffled(packs, Order(packs.counts, 0), whole)
+    documents_of = [[sequence["input_ids"].tolist() for sequence in packs[i]] for i in range(len(packs))]
+    steps = [documents_of[i] + documents_of[i + 1] for i in range(0, len(packs) - 1, PACKS)]
+    (folder / "pages.steps.json").write_text(json.dumps(steps))  # of each step, the documents
+    print(f"pages: {len(steps)} steps of {np.mean([len(step) for step in steps]):.1f} documents")
     lengths = [int(n) for row in sizes for n in row]
     print(
         f"chats: mean {np.mean([len(tokens(c['messages'])) for c in chats]):.0f} tokens; sides of pairs: mean {np.mean(lengths):.0f},"
