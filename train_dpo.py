@@ -67,20 +67,18 @@ from common.formats import as_preference, preference_format
 from common.generate import why_not_sampled
 from common.health import Health
 from common.interrupt import Interruption
-from common.losses import REFERENCE_FREE, dpo_loss, segment_sum
-from common.model import (
+from common.load import (
     add_lora,
-    base_lm,
     check_positions,
     choose_model,
     compile_layers,
-    disable_dropout,
     enable_gradient_checkpointing,
-    flops_per_token,
     load_model,
     load_tokenizer,
     set_stop_tokens,
 )
+from common.losses import REFERENCE_FREE, dpo_loss, segment_sum
+from common.model import base_lm, disable_dropout, flops_per_token
 from common.monitor import Metrics
 from common.optimizer import adamw, schedule, set_lr
 from common.order import BANDS

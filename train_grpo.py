@@ -84,6 +84,16 @@ from common.formats import as_prompt, prompt_format
 from common.generate import sample
 from common.health import Health
 from common.interrupt import Interruption
+from common.load import (
+    add_lora,
+    check_positions,
+    choose_model,
+    compile_layers,
+    enable_gradient_checkpointing,
+    load_model,
+    load_tokenizer,
+    set_stop_tokens,
+)
 from common.losses import (
     combine_rewards,
     group_advantages,
@@ -91,19 +101,7 @@ from common.losses import (
     grpo_token_weights,
     segment_ids,
 )
-from common.model import (
-    add_lora,
-    base_lm,
-    check_positions,
-    choose_model,
-    compile_layers,
-    disable_dropout,
-    enable_gradient_checkpointing,
-    flops_per_token,
-    load_model,
-    load_tokenizer,
-    set_stop_tokens,
-)
+from common.model import base_lm, disable_dropout, flops_per_token
 from common.monitor import Metrics
 from common.optimizer import adamw, schedule, set_lr
 from common.reference import reference_of

@@ -68,21 +68,20 @@ from common.formats import as_text, text_format
 from common.generate import why_not_sampled
 from common.health import Health
 from common.interrupt import Interruption
-from common.losses import nll
-from common.model import (
+from common.load import (
     add_lora,
-    base_lm,
     check_positions,
     compile_layers,
     create_model,
     enable_gradient_checkpointing,
-    flops_per_token,
     llama_config,
     load_config,
     load_model,
     load_tokenizer,
     set_stop_tokens,
 )
+from common.losses import nll
+from common.model import base_lm, flops_per_token
 from common.monitor import Metrics
 from common.optimizer import adamw, schedule, set_lr
 from common.order import BANDS

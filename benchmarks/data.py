@@ -32,7 +32,7 @@ import train_sft  # noqa: E402
 from common.cache import tokenize  # noqa: E402
 from common.collators import Windows  # noqa: E402
 from common.data import Source  # noqa: E402
-from common.model import load_tokenizer  # noqa: E402
+from common.load import load_tokenizer  # noqa: E402
 from common.order import Order, Shuffled  # noqa: E402
 
 import accelerate  # noqa: E402

@@ -15,7 +15,8 @@ sys.path.insert(0, str(ROOT))
 
 from common.chat import stop_token_ids  # noqa: E402
 from common.generate import sample  # noqa: E402
-from common.model import base_lm, load_model, load_tokenizer  # noqa: E402
+from common.load import load_model, load_tokenizer  # noqa: E402
+from common.model import base_lm  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

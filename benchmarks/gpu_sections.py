@@ -17,9 +17,10 @@ from common.attention import flat_attention, plan_flat_row, varlen_attn  # isort
 from common.collators import flat_batch, whole
 from common.generate import sample
 from common.head import nll, score
+from common.load import compile_layers, wrap
 from common.losses import dpo_loss, grpo_loss, segment_ids, segment_sum
 from common.memory import empty_caches, is_oom
-from common.model import LogProbModel, compile_layers, flops_per_token, wrap
+from common.model import LogProbModel, flops_per_token
 
 import numpy as np
 import torch

@@ -28,8 +28,9 @@ sys.path.insert(0, str(ROOT))
 from common.collators import flat_batch, whole  # noqa: E402
 from common.estimate import _Live, nbytes  # noqa: E402
 from common.generate import sample  # noqa: E402
+from common.load import create_model  # noqa: E402
 from common.losses import grpo_loss, segment_ids  # noqa: E402
-from common.model import LogProbModel, create_model  # noqa: E402
+from common.model import LogProbModel  # noqa: E402
 from common.optimizer import adamw  # noqa: E402
 
 import numpy as np  # noqa: E402

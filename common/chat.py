@@ -12,6 +12,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from common.data import BadRow, Message
@@ -19,6 +20,7 @@ from common.errors import UserError
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+TEMPLATES = Path(__file__).parent / "chat_templates"
 # A special token that a message spells, by its number, while the template is applied. Real text has no noncharacters.
 PLACEHOLDER = re.compile("\ufdd0(\\d+)\ufdd1")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -233,3 +235,12 @@ def _hide(value: Any, marks: list[str]) -> Any:
         if mark in value:
             value = value.replace(mark, f"\ufdd0{i}\ufdd1")
     return value
+
+
+def read_chat_template(name: str) -> str:
+    """A chat template by the name of one that ships here, or by the path of a .jinja file."""
+    path = TEMPLATES / f"{name}.jinja" if "/" not in name and not name.endswith(".jinja") else Path(name)
+    if not path.exists():
+        shipped = ", ".join(sorted(p.stem for p in TEMPLATES.glob("*.jinja")))
+        raise UserError(f"--chat_template {name}: no such file; shipped templates: {shipped}")
+    return path.read_text(encoding="utf-8").strip()

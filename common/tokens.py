@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
-from common.chat import PLACEHOLDER, assistant_spans, per_tokenizer, render, special_tokens
+from common.chat import PLACEHOLDER, assistant_spans, per_tokenizer, read_chat_template, render, special_tokens
 from common.data import BadRow, Message
 from common.errors import UserError
-from common.model import read_chat_template
 
 import numpy as np
 import tokenizers

@@ -9,8 +9,9 @@ from common import attention, collators
 from common.attention import flat_attention, plan_flat_row
 from common.collators import flat_batch, split_row
 from common.head import logits_of
+from common.load import wrap
 from common.losses import grpo_loss, segment_ids, segment_sum
-from common.model import base_lm, body, wrap
+from common.model import base_lm, body
 from tests.tiny import TINY, V, tiny_lm, tiny_pair
 from train_dpo import Args, pair_losses
 from train_grpo import add_logps

@@ -31,7 +31,7 @@ from common.folder import (
     replace_text,
     seal,
 )
-from common.model import load_tokenizer
+from common.load import load_tokenizer
 from common.monitor import Metrics
 from tests.conftest import read_metrics
 from tests.tiny import tiny_pair
@@ -643,7 +643,7 @@ def test_tied_embeddings_are_saved_once_and_survive_a_resume(tmp_path):
     accelerator = Accelerator(cpu=True)
     save_checkpoint(accelerator, model, optimizer, load_tokenizer("data/base_model"), str(tmp_path), 1, {}, 1)
     assert "lm_head.weight" not in load_file(tmp_path / "checkpoint-1" / "model.safetensors")
-    from common.model import load_model
+    from common.load import load_model
 
     again = load_model(str(tmp_path / "checkpoint-1"))
     assert again.lm.lm_head.weight is again.lm.get_input_embeddings().weight
@@ -657,7 +657,7 @@ def test_tied_embeddings_are_saved_once_and_survive_a_resume(tmp_path):
 
 
 def test_a_compiled_model_is_saved_under_the_names_of_a_plain_one(tmp_path):
-    from common.model import compile_layers
+    from common.load import compile_layers
 
     model, plain = tiny_pair("qwen3")
     compile_layers(model)

@@ -6,7 +6,7 @@ import sys
 
 from common.collators import flat_batch, whole
 from common.estimate import _Live, estimate, nbytes, savings, show_memory, show_size
-from common.model import add_lora, enable_gradient_checkpointing, wrap
+from common.load import add_lora, enable_gradient_checkpointing, wrap
 from tests.conftest import run_script
 from tests.tiny import SIZE, tiny_pair
 
@@ -25,7 +25,7 @@ from common.collators import flat_batch, whole
 from common.losses import nll
 from common.estimate import estimate
 from common.memory import memory
-from common.model import create_model, enable_gradient_checkpointing, load_model
+from common.load import create_model, enable_gradient_checkpointing, load_model
 from common.optimizer import adamw
 import numpy as np, torch, transformers
 

@@ -8,7 +8,8 @@ import common.generate
 import common.kv_cache
 from common.collators import flat_batch, split_row
 from common.generate import Completion, FlatDecoder, draw, sample
-from common.model import body, enable_gradient_checkpointing, wrap
+from common.load import enable_gradient_checkpointing, wrap
+from common.model import body
 from tests.tiny import TINY, V, tiny_pair
 
 import numpy as np

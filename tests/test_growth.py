@@ -4,8 +4,8 @@ from common.collators import flat_batch, whole
 from common.estimate import _Live, nbytes
 from common.generate import FlatDecoder, generating, sample
 from common.head import chunk_rows
+from common.load import wrap
 from common.losses import nll
-from common.model import wrap
 from tests.tiny import SIZE
 
 import numpy as np

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import common.head
 from common.collators import flat_batch
 from common.head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, head_bytes, nll, score
-from common.model import add_lora, disable_dropout, wrap
+from common.load import add_lora, wrap
+from common.model import disable_dropout
 from tests.test_model import CONFIGS, GROUPED, LENGTHS, PADDED, alone_in_float64, make, units
 
 import pytest

@@ -4,14 +4,8 @@ from common.attention import flat_attention, plan_flat_row
 from common.collators import flat_batch
 from common.errors import UserError
 from common.head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
-from common.model import (
-    LogProbModel,
-    add_lora,
-    disable_dropout,
-    enable_gradient_checkpointing,
-    load_model,
-    wrap,
-)
+from common.load import add_lora, enable_gradient_checkpointing, load_model, wrap
+from common.model import LogProbModel, disable_dropout
 from common.reference import reference_of
 
 import numpy as np

@@ -11,7 +11,7 @@ from common.chat import end_of_turn, stop_token_ids
 from common.data import BadRow, Source, convert, load_rows
 from common.errors import UserError
 from common.formats import as_chat, as_preference, as_prompt, as_text
-from common.model import load_tokenizer
+from common.load import load_tokenizer
 from common.tokens import show_trained, tokenize_chat, tokenize_documents, tokenize_pair, tokenize_prompt
 
 import numpy as np

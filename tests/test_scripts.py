@@ -65,7 +65,7 @@ def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
 
 
 def test_defaults_chain_from_stage_to_stage_and_say_so(tmp_path, monkeypatch, capsys):
-    from common.model import choose_model
+    from common.load import choose_model
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "data" / "base_model", "data/base_model")

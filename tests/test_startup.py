@@ -163,8 +163,8 @@ def test_the_choices_are_those_that_the_rooms_know():
     import train_dpo
     import train_grpo
     import train_sft
+    from common.load import DTYPES
     from common.losses import DPO_LOSS_TYPES, GRPO_LOSS_TYPES
-    from common.model import DTYPES
     from common.optimizer import SCHEDULES
     from common.tokens import TRAIN_ON
 

@@ -8,10 +8,9 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 from common import tokens
-from common.chat import end_of_turn, stop_token_ids
+from common.chat import end_of_turn, read_chat_template, stop_token_ids
 from common.data import BadRow
 from common.errors import UserError
-from common.model import read_chat_template
 from common.tokens import (
     show_trained,
     split_chat,

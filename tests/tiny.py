@@ -2,7 +2,8 @@
 
 import copy
 
-from common.model import LogProbModel, wrap
+from common.load import wrap
+from common.model import LogProbModel
 
 import torch
 import transformers
