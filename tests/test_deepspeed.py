@@ -84,7 +84,10 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, ze
     assert_same(losses(one), losses(two))
     rates = [[row["learning_rate"] for row in read_metrics(run) if "loss" in row] for run in (one, two)]
     assert rates[0] == rates[1] and len(set(rates[0])) > 1
-    for a, b in zip(evaluations(one), evaluations(two), strict=True):
+    found = [evaluations(one), evaluations(two)]
+    for run in found:
+        run[0].pop("eval_rewards/accuracies", None)  # DPO's model is the reference still: rounding decides which reward is larger
+    for a, b in zip(*found, strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
     assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
     for folder in ("", "checkpoint-2"):
