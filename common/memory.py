@@ -9,9 +9,10 @@ import platform
 import resource
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 GIB = 2**30
 CROWDED = 0.9  # of the limit: from here on caches are emptied
@@ -63,15 +64,15 @@ def _limit_of_linux() -> float:
     return min(limits)
 
 
-def tokens_at_once(device: torch.device, hidden_size: int, processes: int = 1) -> float:
-    """Up to about how many tokens should go through a model together.
+def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
+    """Up to about how many tokens of a micro-batch should go through the model (a LogProbModel) together.
 
-    On a GPU, all of a micro-batch. On a CPU more than its cache holds are no faster, and take more memory. With several
-    processes all of them, too: these wait for one another at each micro-batch.
+    On a GPU, all of them. On a CPU more than its cache holds are no faster, and take more memory. With several processes
+    all of them, too: these wait for one another at each micro-batch.
     """
-    if device.type != "cpu" or processes > 1:
+    if accelerator.device.type != "cpu" or accelerator.num_processes > 1:
         return math.inf
-    return max(LEAST_TOKENS, CACHED_NUMBERS // hidden_size)
+    return max(LEAST_TOKENS, CACHED_NUMBERS // model.config.get_text_config().hidden_size)
 
 
 def relieve(device: torch.device) -> bool:

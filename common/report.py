@@ -7,7 +7,7 @@ from typing import Any
 from common.checkpoint import SHARDED
 from common.errors import say
 from common.estimate import needs, show_memory, show_size
-from common.memory import memory
+from common.memory import memory, tokens_at_once
 from common.model import count_parameters
 from common.tokens import show_trained
 
@@ -48,6 +48,8 @@ def describe(
     }
     if hasattr(packs, "utilisation"):
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
+    at_once = tokens_at_once(accelerator, model)
+    facts["tokens_at_once"] = at_once if sum(plan["largest_micro_batch"]) > at_once else None
     facts["memory_gib"], helps = None, []
     if args.dry_run or accelerator.distributed_type not in SHARDED:
         if not args.dry_run:
@@ -95,6 +97,8 @@ def show(facts: dict[str, Any], data: Any, tokenizer: Any, limit: float, helps: 
     say(f"\nsteps: {plan['steps']:,}, each of {each}")
     if plan.get("utilisation"):
         say(f"micro-batches: {plan['utilisation']:.1%} of max_tokens_per_batch used")
+    if facts["tokens_at_once"]:
+        say(f"at most about {facts['tokens_at_once']:,} tokens go through the model together: a CPU is no faster with more")
     if plan["steps_per_epoch"]:
         say(f"an epoch: {plan['steps_per_epoch']:,g} steps")
     say(f"parameters: {facts['parameters']['trained']:,} of {facts['parameters']['all']:,} trained")

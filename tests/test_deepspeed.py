@@ -86,7 +86,9 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, ze
     assert rates[0] == rates[1] and len(set(rates[0])) > 1
     found = [evaluations(one), evaluations(two)]
     for run in found:
-        run[0].pop("eval_rewards/accuracies", None)  # DPO's model is the reference still: rounding decides which reward is larger
+        run[0].pop(
+            "eval_rewards/accuracies", None
+        )  # DPO's model is the reference still: rounding decides which reward is larger
     for a, b in zip(*found, strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
     assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 from common import memory as memory_room
 from common.collators import Window
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import LlamaConfig
 
 ONE = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1", "--max_steps", "3"]
 
@@ -235,9 +237,13 @@ def test_mixed_precision_is_left_in_place(stage, launch, monkeypatch):
 
 
 def test_tokens_at_once():
-    at_once = memory_room.tokens_at_once
-    assert at_once(torch.device("cpu"), 128) == 2048 and at_once(torch.device("cpu"), 4096) == 512
-    assert at_once(torch.device("cuda"), 128) == at_once(torch.device("cpu"), 128, processes=2) == float("inf")
+    def at_once(device, hidden_size, processes=1):
+        config = LlamaConfig(hidden_size=hidden_size, num_attention_heads=1)
+        accelerator = SimpleNamespace(device=torch.device(device), num_processes=processes)
+        return memory_room.tokens_at_once(accelerator, SimpleNamespace(config=config))
+
+    assert at_once("cpu", 128) == 2048 and at_once("cpu", 4096) == 512
+    assert at_once("cuda", 128) == at_once("cpu", 128, processes=2) == float("inf")
 
 
 def test_packs_are_cut_between_sequences_and_pairs_stay_together(accelerator):
