@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ class Metrics:
         self.output_dir = Path(output_dir)
         self.sums: dict[str, list[torch.Tensor]] = {}
         self.window: dict[str, list[torch.Tensor]] = {}  # the same of the window that is under way
-        self.window_is_bad = False
+        self.window_is_bad: torch.Tensor | None = None  # bool: nothing was trained on it, its values do not count
         self.bad_steps: list[int] = []  # that were not taken
+        self.settle: Callable[[], None] = lambda: None  # brings bad_steps up to date (see Health)
         self.losses: list[float] = []  # the last ones that were logged, to know a spike by
         self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
@@ -92,23 +94,17 @@ class Metrics:
         micro_batches = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         self.add(1.0 / micro_batches, **values)
 
-    def add_bad_step(self, step: int) -> None:
-        """The window that is under way is not trained on: its values will be left out."""
-        self.bad_steps.append(step)
-        self.window_is_bad = True
-
     def forget_window(self) -> None:
         """The window that is under way is begun again: what was added for it does not count."""
         self.window = {}
 
     def close_window(self, num_tokens: int = 0) -> None:
         """The window is done: its values count, unless it was bad."""
-        if not self.window_is_bad:
-            for name, pair in self.window.items():
-                total = self.sums.setdefault(name, [torch.zeros_like(part) for part in pair])
-                for whole, part in zip(total, pair, strict=True):
-                    whole += part
-        self.window, self.window_is_bad = {}, False
+        for name, pair in self.window.items():
+            total = self.sums.setdefault(name, [torch.zeros_like(part) for part in pair])
+            for whole, part in zip(total, pair, strict=True):
+                whole += part if self.window_is_bad is None else torch.where(self.window_is_bad, 0.0, part)
+        self.window, self.window_is_bad = {}, None
         self.num_tokens += num_tokens
 
     def reduce(self) -> dict[str, list[float]]:
@@ -126,6 +122,7 @@ class Metrics:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps. Called on every process."""
+        self.settle()
         self.carry = self.reduce()
         kept = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
         return {name: getattr(self, name) for name in kept}
@@ -173,6 +170,7 @@ class Metrics:
 
         flops_per_token: where the GPU's peak is known, `mfu` = tokens per second · flops_per_token / (peak · processes).
         """
+        self.settle()
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
         values |= {name: whole(v) for name, v in now.items() if v is not None}  # DeepSpeed keeps the norm to itself
@@ -232,6 +230,7 @@ class Metrics:
 
     def finish(self, best: dict[str, Any] | None = None) -> None:
         """curves.png, and summary.json, which stands for a complete run. best: what is known of the best evaluation."""
+        self.settle()
         if not self.accelerator.is_main_process:
             return
         draw_curves(self.output_dir)

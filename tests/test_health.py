@@ -6,6 +6,7 @@ import sys
 
 from common.errors import UserError
 from common.folder import checkpoints
+from common.health import Health
 from common.model import LogProbModel
 from tests.conftest import read_metrics, run_script
 from tests.test_equivalence import free_port
@@ -44,8 +45,12 @@ def calls_of_step(step):
     return {(step - 1) * 2}
 
 
+@pytest.mark.parametrize("where", ["here", "on the device"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage, launch, monkeypatch, capsys):
+def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage, where, launch, monkeypatch, capsys):
+    """On a GPU it is AdamW's kernel that leaves out the step; that of the CPU can do so, too."""
+    if where == "on the device":
+        monkeypatch.setattr(Health, "_adamw_looks", lambda self: True)
     break_calls(monkeypatch, stage, calls_of_step(3))
     output = launch(stage, *STAGES[stage], "--max_steps", "4")
     assert "step 3: loss" in (said := capsys.readouterr().out) and "the step was not taken; its batch is in" in said
@@ -73,6 +78,24 @@ def test_after_three_bad_steps_in_a_row_the_run_ends_and_names_the_last_good_che
         launch("sft", *STAGES["sft"], "--max_steps", "9", output="out")
     output = e.value.args[0].split("the batches are in ")[1].split("/bad_batches")[0]
     assert f"{output}/checkpoint-5" in str(e.value) and len(checkpoints(output)) == 5
+
+
+def test_what_the_device_has_left_out_is_asked_for_a_step_later(launch, monkeypatch, capsys):
+    """With no line to log and nothing to save between: the second bad step is known in the third one, which is not taken."""
+    words = [*STAGES["sft"], "--logging_steps", "100", "--save_steps", "0"]
+    monkeypatch.setattr(Health, "_adamw_looks", lambda self: True)
+    break_calls(monkeypatch, "sft", calls_of_step(2))
+    late = launch("sft", *words, "--max_steps", "4", output="late")
+    assert "step 2: loss" in capsys.readouterr().out and (late / "bad_batches" / "step-2.jsonl").exists()
+    monkeypatch.setattr(Health, "_adamw_looks", lambda self: False)
+    break_calls(monkeypatch, "sft", calls_of_step(2))
+    at_once = launch("sft", *words, "--max_steps", "4", output="at_once")
+    one, other = (load_file(run / "model.safetensors") for run in (late, at_once))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    monkeypatch.setattr(Health, "_adamw_looks", lambda self: True)
+    break_calls(monkeypatch, "sft", calls_of_step(2) | calls_of_step(3))
+    with pytest.raises(UserError, match=r"step 3: loss .* 2 in a row"):
+        launch("sft", *words, "--max_steps", "9", "--max_bad_steps", "2", output="ended")
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
