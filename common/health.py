@@ -16,7 +16,8 @@ import torch
 class Found(NamedTuple):
     """What was found of a window."""
 
-    bad: torch.Tensor  # bool
+    bad: torch.Tensor  # bool, on the CPU, once it has
+    arrived: torch.cuda.Event | None
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
     step: int
@@ -58,8 +59,12 @@ class Health:
         if accelerator.num_processes > 1:  # all processes take the step, or none does
             bad = accelerator.reduce(bad.float(), "sum") > 0
         self.settle()  # of the step before
-        self.found = Found(bad, loss.detach(), grad_norm, step, units, places)
         self.metrics.window_is_bad = bad
+        here, arrived = bad.to("cpu", non_blocking=bad.is_cuda), None
+        if bad.is_cuda:
+            arrived = torch.cuda.Event()  # to wait for the copy alone: asking for a value waits for all that was asked for
+            arrived.record()
+        self.found = Found(here, arrived, loss.detach(), grad_norm, step, units, places)
         if self._adamw_looks():
             self.optimizer.optimizer.found_inf = bad.float()
             return
@@ -76,10 +81,12 @@ class Health:
     def settle(self) -> None:
         """Say and keep what was found of the last window, if it was bad. Raises UserError after max_bad_steps in a row."""
         found, self.found = self.found, None
+        if found is not None and found.arrived is not None:
+            found.arrived.synchronize()
         if found is None or not found.bad:
             return
         metrics, accelerator = self.metrics, self.metrics.accelerator
-        _, loss, grad_norm, step, units, places = found
+        _, _, loss, grad_norm, step, units, places = found
         metrics.bad_steps.append(step + 1)
         norm = float("nan") if grad_norm is None else float(grad_norm)
         what = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}: the step was not taken"
