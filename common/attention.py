@@ -122,19 +122,30 @@ def flat_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, Dh)
     if flat_row.ragged is not None and dropout == 0 and (dtype := _varlen_dtype(v)) is not None:
         return _ragged_attention(*(x.to(dtype) for x in (q, k, v)), flat_row.ragged, scaling, sliding_window)[None], None
-    in_place = flat_row.inverse is None and len(flat_row.buckets) == 1  # sequences of equal length, in order
-    dealt = [(q,), (k,), (v,)] if in_place else [_Deal.apply(x, flat_row) for x in (q, k, v)]
-    outputs = []
-    for index, *rows in zip(flat_row.buckets, *dealt, strict=True):
-        b, L = index.shape
-        qb, kb, vb = (x.view(b, L, *x.shape[1:]).transpose(1, 2) for x in rows)  # (b, H, L, Dh)
-        mask = _band(L, sliding_window, q.device) if sliding_window is not None and L > sliding_window else None
-        out = F.scaled_dot_product_attention(
-            qb, kb, vb, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        outputs.append(out.transpose(1, 2).reshape(b * L, q.shape[1], -1))
+    settings = {"scale": scaling, "dropout": dropout, "window": sliding_window}
+    if flat_row.inverse is None and len(flat_row.buckets) == 1:  # sequences of equal length, in order
+        return _sdpa(q, k, v, *flat_row.buckets[0].shape, **settings)[None], None
+    return _bucket_attention(q, k, v, flat_row, settings)[None], None
+
+
+@torch.compiler.disable  # the number of buckets differs from row to row: each number would be compiled by itself
+def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, row: FlatRow, settings: dict[str, Any]) -> Tensor:
+    """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by one bucket after another."""
+    dealt = [_Deal.apply(x, row) for x in (q, k, v)]
+    outputs = [_sdpa(*rows, *index.shape, **settings) for index, *rows in zip(row.buckets, *dealt, strict=True)]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return (out if flat_row.inverse is None else out.index_select(0, flat_row.inverse))[None], None
+    return out if row.inverse is None else out.index_select(0, row.inverse)
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, b: int, L: int, *, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """b sequences of L tokens: (b L, H, Dh), (b L, Hkv, Dh) twice -> (b L, H, Dh)."""
+    rows = (x.view(b, L, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # (b, H, L, Dh)
+    mask = _band(L, window, q.device) if window is not None and L > window else None
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(*rows, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+    return out.transpose(1, 2).reshape(b * L, q.shape[1], -1)
 
 
 class _Deal(torch.autograd.Function):

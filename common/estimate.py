@@ -351,8 +351,10 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     """Training mode with gradients; afterwards modes, gradients and random numbers are what they were."""
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     try:
-        with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        # The compiler does not look into calls that are watched, and would pass over the same code for the whole run.
+        with torch.enable_grad(), forked, torch.compiler.set_stance("force_eager"):
             model.train()
             yield
     finally:

@@ -1,0 +1,33 @@
+"""--torch_compile: the blocks are compiled, once for all windows, and the numbers stay."""
+
+from tests.test_equivalence import assert_same, losses
+from tests.test_health import STAGES
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that a run has compiled, which run as they are."""
+    found, compile_module = [], torch.nn.Module.compile
+
+    def keep(graph, inputs):
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **words: compile_module(self, backend=keep, **words))
+    torch.compiler.reset()
+    yield found
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_blocks_are_compiled_once_for_windows_of_all_shapes(stage, graphs, launch):
+    """Windows differ in the number of their sequences, in their lengths and in what these share."""
+    words = [*STAGES[stage], "--max_steps", "8", "--save_steps", "0"]
+    plain = launch(stage, *words, output="plain")
+    assert not graphs
+    compiled = launch(stage, *words, "--torch_compile", output="compiled")
+    assert 1 <= len(graphs) <= 6  # of a block: attention is called between them
+    assert_same(losses(plain), losses(compiled), tolerance=1e-4)
