@@ -110,8 +110,8 @@ class Window:
         self._micro_batches = self._cut(1, math.inf)
 
     def cut(self, parts: int, tokens: float = math.inf) -> "Window":
-        """From now on each micro-batch is cut into so many parts, and these into parts of about so many tokens at most, as
-        far as it can be."""
+        """From now on each micro-batch is cut into so many parts, and these into parts of about so many tokens, or some more,
+        as far as it can be."""
         self._micro_batches = self._cut(parts, tokens)
         return self
 
@@ -126,7 +126,7 @@ class Window:
             sequences = [sequence for atom in atoms for sequence in atom]
             own = np.array([len(sequence["input_ids"]) for sequence in sequences]) - shared_starts(sequences)
             sizes = np.add.reduceat(own, np.cumsum([0, *map(len, atoms[:-1])]))
-            here = parts * max(1, math.ceil(sizes.sum() / parts / tokens))
+            here = parts * max(1, int(sizes.sum() / parts / tokens))
             part = (sizes.cumsum() - sizes / 2) * here // sizes.sum()  # about equal numbers of tokens
             found += [[atoms[i] for i in np.flatnonzero(part == k)] for k in range(here) if (part == k).any()]
         return found

@@ -140,7 +140,7 @@ def needs(
 
     share: of the tokens, how many are trained. There are savings only where it does not fit, or with always_help.
     """
-    pieces = max(1, math.ceil(sum(lengths) / tokens_at_once(accelerator, model)))
+    pieces = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))
     size = math.ceil(len(lengths) / pieces)  # of the pieces that the micro-batch will be cut into
     lengths = max((lengths[i : i + size] for i in range(0, len(lengths), size)), key=sum)
     sharded = accelerator.distributed_type in SHARDED

@@ -65,10 +65,10 @@ def _limit_of_linux() -> float:
 
 
 def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
-    """Up to about how many tokens of a micro-batch should go through the model (a LogProbModel) together.
+    """How many tokens of a micro-batch are worth sending through the model (a LogProbModel) together.
 
-    On a GPU, all of them. On a CPU more than its cache holds are no faster, and take more memory. With several processes
-    all of them, too: these wait for one another at each micro-batch.
+    On a GPU, all of them. On a CPU twice as many are no faster, and take twice the memory. With several processes all of
+    them, too: these wait for one another at each micro-batch.
     """
     if accelerator.device.type != "cpu" or accelerator.num_processes > 1:
         return math.inf

@@ -49,7 +49,7 @@ def describe(
     if hasattr(packs, "utilisation"):
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
     at_once = tokens_at_once(accelerator, model)
-    facts["tokens_at_once"] = at_once if sum(plan["largest_micro_batch"]) > at_once else None
+    facts["tokens_at_once"] = at_once if sum(plan["largest_micro_batch"]) >= 2 * at_once else None
     facts["memory_gib"], helps = None, []
     if args.dry_run or accelerator.distributed_type not in SHARDED:
         if not args.dry_run:
@@ -98,7 +98,7 @@ def show(facts: dict[str, Any], data: Any, tokenizer: Any, limit: float, helps: 
     if plan.get("utilisation"):
         say(f"micro-batches: {plan['utilisation']:.1%} of max_tokens_per_batch used")
     if facts["tokens_at_once"]:
-        say(f"at most about {facts['tokens_at_once']:,} tokens go through the model together: a CPU is no faster with more")
+        say(f"about {facts['tokens_at_once']:,} of them or some more go through the model together: a CPU wants no more")
     if plan["steps_per_epoch"]:
         say(f"an epoch: {plan['steps_per_epoch']:,g} steps")
     say(f"parameters: {facts['parameters']['trained']:,} of {facts['parameters']['all']:,} trained")
