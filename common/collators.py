@@ -110,7 +110,7 @@ class Window:
         self._micro_batches = self._cut(1, math.inf)
 
     def cut(self, parts: int, tokens: float = math.inf) -> "Window":
-        """From now on each micro-batch is cut into so many parts, and these into parts of about so many tokens, or some more,
+        """From now on each micro-batch is cut into so many parts, these into parts of about so many tokens or some more,
         as far as it can be."""
         self._micro_batches = self._cut(parts, tokens)
         return self
