@@ -31,3 +31,11 @@ def test_the_blocks_are_compiled_once_for_windows_of_all_shapes(stage, graphs, l
     compiled = launch(stage, *words, "--torch_compile", output="compiled")
     assert 1 <= len(graphs) <= 6  # of a block: attention is called between them
     assert_same(losses(plain), losses(compiled), tolerance=1e-4)
+
+
+def test_blocks_on_full_rows_are_one_graph(graphs, launch):
+    words = [*STAGES["pretrain"], "--max_steps", "3", "--save_steps", "0", "--packing_strategy", "wrapped"]
+    plain = launch("pretrain", *words, output="plain")
+    compiled = launch("pretrain", *words, "--torch_compile", output="compiled")
+    assert len(graphs) == 1
+    assert_same(losses(plain), losses(compiled), tolerance=1e-4)
