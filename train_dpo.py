@@ -7,7 +7,8 @@ Objective, over the B pairs of a window (all micro-batches of all processes), π
            - sft_weight/N · sum over the N tokens of the chosen answers of log π(token)
 
 1. log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained.
-2. A pair is never split: both answers lie in the same flat row, behind their prompt, which stands there once.
+2. A pair is never split: both answers lie in the same flat row, behind their prompt, which stands there once
+   (with fewer than 8 tokens, twice).
 3. The second term is not in the paper: it keeps the chosen answers likely (as in RPO, arXiv 2404.19733). Off by default.
 4. Dropout is off: the two models are compared token by token.
 5. `per_device_train_batch_size` counts pairs.

@@ -44,7 +44,7 @@ class Fit:
             )
         self.accelerator, self.model, self.metrics = accelerator, model, metrics
         self.splits = 1  # parts into which each micro-batch is cut
-        self.tokens = tokens_at_once(accelerator, model)  # that go through the model together
+        self.tokens = tokens_at_once(accelerator, accelerator.unwrap_model(model))  # that go through the model together
         self._sums = auto_micro_batch and accelerator.num_processes > 1
         self._recovers = auto_micro_batch or accelerator.num_processes == 1
         if self._sums:

@@ -28,8 +28,8 @@ class Found(NamedTuple):
 class Health:
     """Looks at the loss and the gradient norm of every window before its step is taken.
 
-    On a GPU nobody waits for the answer: AdamW reads it there and changes nothing, and here it is asked for a step later, or
-    when something is logged or saved.
+    On a GPU nobody waits for the answer (but with sharded weights and with fp16): AdamW reads it there and changes nothing,
+    and here it is asked for a step later, or when something is logged or saved.
     """
 
     def __init__(self, metrics: Metrics, tokenizer: Any, optimizer: Any, max_bad_steps: int):
@@ -81,9 +81,11 @@ class Health:
     def settle(self) -> None:
         """Say and keep what was found of the last window, if it was bad. Raises UserError after max_bad_steps in a row."""
         found, self.found = self.found, None
-        if found is not None and found.arrived is not None:
+        if found is None:
+            return
+        if found.arrived is not None:
             found.arrived.synchronize()
-        if found is None or not found.bad:
+        if not found.bad:
             return
         metrics, accelerator = self.metrics, self.metrics.accelerator
         _, _, loss, grad_norm, step, units, places = found

@@ -47,8 +47,8 @@ class Interruption:
         # A launcher that is killed leaves its processes behind, which would go on beside the run that takes their place.
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = os.getppid() if launched else None
-        # A CPU tensor does not wait for the GPU. With NCCL alone it has to be one on the device, whose value is waited for:
-        # with several GPUs, that is the one wait of a step.
+        # A CPU tensor does not wait for the GPU. With NCCL alone it has to be one on the device, whose value is
+        # waited for at every step.
         gloo = accelerator.num_processes > 1 and "cpu:" in torch.distributed.get_backend_config()
         self.device = "cpu" if gloo else accelerator.device
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}

@@ -182,7 +182,7 @@ def test_lora_adapters_are_those_of_one_process(merge, launch, sharded, words):
     lora = ["--use_peft", "--lora_r", "4", "--merge_lora", str(merge)]
     one = launch("grpo", *words("grpo"), *lora, "--per_device_train_batch_size", "8", output="one")
     two = sharded("grpo", *words("grpo"), *lora)
-    assert_same(losses(one), losses(two), tolerance=3e-5)  # the gradient is what is left of terms that cancel
+    assert_same(losses(one), losses(two), norm_tolerance=1e-4)  # the gradient is what is left of terms that cancel
     for file in ("checkpoint-2/adapter_model.safetensors", "model.safetensors" if merge else "adapter_model.safetensors"):
         a, b = load_file(one / file), load_file(two / file)
         assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], atol=1e-5) for name in a)
