@@ -141,8 +141,8 @@ def main(args: Args) -> None:
         model = add_lora(
             model, args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules, checkpoint=checkpoint
         )
-    if args.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
+    if args.gradient_checkpointing or args.activation_offloading:
+        enable_gradient_checkpointing(model, args.activation_offloading)
     if args.torch_compile:
         compile_layers(model)
     stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)

@@ -39,6 +39,7 @@ class CommonArgs:
     trust_remote_code: bool = arg(False, help="run Python code that a Hub model brings along")
     dtype: Literal["float32", "bfloat16"] = arg("float32", help="of the weights; autocast comes from accelerate config")
     gradient_checkpointing: bool = arg(False, help="recompute activations in the backward pass: less memory, ~30 %% slower")
+    activation_offloading: bool = arg(False, help="and keep what they are recomputed from in the host's memory (CUDA)")
     torch_compile: bool = arg(False, help="compile the model's layers")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
     lora_r: int = arg(16, help="rank of the adapters")

@@ -15,6 +15,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from common.device import on_device
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -43,19 +45,19 @@ class FlatRow:
 
 @dataclass
 class Ragged:
-    """The sequences written out end to end, F tokens."""
+    """What each sequence has for itself in the row looks at all of the sequence, written out end to end: F tokens."""
 
-    cu_seqlens: Tensor  # (S+1,) int32, their borders
-    longest: int
+    own: Tensor  # (S+1,) int32, borders in the row
+    full: Tensor  # (S+1,) int32, borders of the sequences written out
+    longest: tuple[int, int]  # of both
     places: Tensor | None  # (F,) int64: the token of the row at each place; None: nothing is shared, F = T
-    first: Tensor | None  # (T,) int64: the first place of each token of the row
 
 
 def plan_flat_row(lengths: list[int], device: torch.device, places: np.ndarray | None = None, slack: float = 0.8) -> FlatRow:
     """Deal sequences of the given lengths into buckets in which the shortest has at least `slack` of the longest.
 
     places: (F,) int64, the token of the row that each token of the sequences is, end to end; None: nothing is shared.
-    Made once per row, on the CPU, and used by every layer.
+    What a sequence has for itself are its last tokens, and lies in the row in the order of the sequences. Made once per row, on the CPU, and used by every layer.
     """
     ends = np.cumsum(lengths)
     groups: list[list[int]] = []
@@ -79,16 +81,15 @@ def plan_flat_row(lengths: list[int], device: torch.device, places: np.ndarray |
     if first is not None:
         inverse = inverse[first]
 
-    def there(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
     ragged = None
     if _has_varlen(device):
-        shared = (None, None) if places is None else (there(places), there(first))
-        ragged = Ragged(there(np.concatenate([[0], ends]).astype(np.int32)), max(lengths), *shared)
+        own = lengths if places is None else np.diff(np.searchsorted(first, ends), prepend=0)
+        borders = (on_device(np.cumsum([0, *counts]).astype(np.int32), device) for counts in (own, lengths))
+        there = None if places is None else on_device(places, device)
+        ragged = Ragged(*borders, (int(max(own)), max(lengths)), there)
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
-    buckets = [there(index) for index in buckets]
-    return FlatRow(buckets, None if in_order else there(inverse), places is not None, ragged)
+    buckets = [on_device(index, device) for index in buckets]
+    return FlatRow(buckets, None if in_order else on_device(inverse, device), places is not None, ragged)
 
 
 def first_places(places: np.ndarray) -> np.ndarray:
@@ -172,13 +173,16 @@ class _Deal(torch.autograd.Function):
 def _ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, row: Ragged, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by the kernel for sequences of unequal length."""
+    """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by the kernel for sequences of unequal length.
+
+    Where there are fewer queries than keys, it takes them for the last ones of the sequence. So a token of a shared start is
+    a query once only.
+    """
     if row.places is not None:
-        q, k, v = (x[row.places] for x in (q, k, v))
+        k, v = k[row.places], v[row.places]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens seen before and after each one; -1: all
-    borders, told = row.cu_seqlens, {"enable_gqa": q.shape[1] != k.shape[1]} if VARLEN_IS_TOLD_GQA else {}
-    out = varlen_attn(q, k, v, borders, borders, row.longest, row.longest, scale=scaling, window_size=window, **told)
-    return out if row.first is None else out[row.first]
+    told = {"enable_gqa": q.shape[1] != k.shape[1]} if VARLEN_IS_TOLD_GQA else {}
+    return varlen_attn(q, k, v, row.own, row.full, *row.longest, scale=scaling, window_size=window, **told)
 
 
 def _has_varlen(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from common.device import on_device
 from common.errors import UserError
 
 import numpy as np
@@ -68,9 +69,8 @@ def flat_batch(units: Sequence[Unit], device: torch.device, weight: float = 1.0)
         if name not in ("input_ids", "loss_mask"):
             values = row(name) if np.ndim(value) else [sequence[name] for sequence in sequences]
             batch[name] = np.asarray(values, np.float32)
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in batch.items()}
-    on_device = {name: t.to(device, non_blocking=True) for name, t in tensors.items()}
-    return on_device | {"lengths": lengths, "places": places if any(shared) else None}
+    tensors = {name: on_device(value, device) for name, value in batch.items()}
+    return tensors | {"lengths": lengths, "places": places if any(shared) else None}
 
 
 def shared_starts(sequences: Sequence[dict[str, Any]]) -> list[int]:
@@ -92,7 +92,7 @@ def shared_start(one: dict[str, Any], other: dict[str, Any]) -> int:
 def split_row(values: torch.Tensor, batch: dict[str, Any]) -> list[torch.Tensor]:
     """Per-token results of a flat batch (T,) for each sequence in full: S tensors (n,), a shared start in each of them."""
     if batch["places"] is not None:
-        values = values[torch.from_numpy(batch["places"]).to(values.device)]
+        values = values[on_device(batch["places"], values.device)]
     return list(values.split(batch["lengths"]))
 
 

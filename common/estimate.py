@@ -246,13 +246,14 @@ def nbytes(tensors: Any) -> int:
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of the tensors that come into being under it and are still there.
+    """Counts the bytes of the tensors that come into being under it on the model's device, and are still there.
 
     largest: of tensors of more bytes it does not count that they were made.
     """
 
     def __init__(self, model: nn.Module, largest: float = float("inf")):
         super().__init__()
+        self.device = next(model.parameters()).device.type
         self.known = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         self.now = self.most = self.made = 0
         self.largest = largest
@@ -260,7 +261,7 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device:
                 self._count(tensor.untyped_storage())
         return out
 
@@ -315,7 +316,7 @@ def _probe_body(model: LogProbModel, lengths: list[int], mixed_precision: str, t
     try:
         with _Live(model, HEAP_LARGEST * _extent(model, lengths)[0] / tokens) as live:
             with _autocast(device, mixed_precision):
-                hidden = model._hidden_padded(row) if model.padded else model._hidden_flat(row)
+                hidden = model.hidden(row)
             forward, end = live.stretch(), live.now
             torch.autograd.grad(hidden, embedded[0], torch.zeros_like(hidden))  # no gradient of a weight is computed
             backward.append(live.stretch(arriving[-1]))

@@ -29,8 +29,9 @@ EVALUATION |= {"eval_temperatures", "eval_max_new_tokens"}
 MAY_CHANGE = COURSE | LENGTH | EVALUATION | {"eval_steps", "per_device_eval_batch_size", "num_samples", "logging_steps"}
 MAY_CHANGE |= {"save_steps", "save_total_limit", "report_to", "run_name", "output_dir", "overwrite_output_dir", "dry_run"}
 MAY_CHANGE |= {"resume_from_checkpoint", "dataset_cache_dir", "dataset_num_proc", "strict_data", "trust_remote_code"}
-MAY_CHANGE |= {"auto_micro_batch", "max_bad_steps", "max_hours", "save_minutes", "reward_timeout"}
-MAY_CHANGE |= {"gradient_checkpointing", "torch_compile", "merge_lora", "precompute_ref_log_probs", "generation_batch_size"}
+MAY_CHANGE |= {"auto_micro_batch", "max_bad_steps", "max_hours", "save_minutes", "reward_timeout", "merge_lora"}
+MAY_CHANGE |= {"gradient_checkpointing", "activation_offloading", "torch_compile"}
+MAY_CHANGE |= {"precompute_ref_log_probs", "generation_batch_size"}
 
 LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
 WEIGHTS = ("model*.safetensors*", "adapter_*")  # of an exported model

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from common.attention import FLAT
+from common.device import on_device
 from common.errors import UserError, say
 from common.head import logits_of
 from common.kv_cache import CACHED, KVCache
@@ -121,7 +122,7 @@ def _sample_batch(
     logits = decoder.read_prompts()  # (C, V)
     device, C = logits.device, len(keys)
     uniforms = np.stack([np.random.default_rng(key).random(max_new_tokens, np.float32) for key in keys])
-    uniforms = torch.from_numpy(uniforms).to(device)
+    uniforms = on_device(uniforms, device)
     stops = torch.zeros(max([logits.shape[-1] - 1, *stop_ids]) + 1, dtype=torch.bool, device=device)
     stops[list(stop_ids)] = True
 
@@ -251,7 +252,7 @@ class PaddedDecoder:
         self.mask, self.position = self.mask[rows], self.position[rows]
 
     def keep(self, going: np.ndarray) -> Tensor:
-        kept = torch.from_numpy(going.nonzero()[0]).to(self.mask.device)
+        kept = on_device(going.nonzero()[0], self.mask.device)
         self._select(kept)
         return kept
 

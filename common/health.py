@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.checkpoint import SHARDED
+from common.device import Later
 from common.errors import UserError, say
 from common.folder import checkpoints
 from common.monitor import Metrics, whole
@@ -16,8 +17,7 @@ import torch
 class Found(NamedTuple):
     """What was found of a window."""
 
-    bad: torch.Tensor  # bool, on the CPU, once it has
-    arrived: torch.cuda.Event | None
+    bad: Later  # bool
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
     step: int
@@ -60,11 +60,7 @@ class Health:
             bad = accelerator.reduce(bad.float(), "sum") > 0
         self.settle()  # of the step before
         self.metrics.window_is_bad = bad
-        here, arrived = bad.to("cpu", non_blocking=bad.is_cuda), None
-        if bad.is_cuda:
-            arrived = torch.cuda.Event()  # to wait for the copy alone: asking for a value waits for all that was asked for
-            arrived.record()
-        self.found = Found(here, arrived, loss.detach(), grad_norm, step, units, places)
+        self.found = Found(Later(bad), loss.detach(), grad_norm, step, units, places)
         if self._adamw_looks():
             self.optimizer.optimizer.found_inf = bad.float()
             return
@@ -81,14 +77,10 @@ class Health:
     def settle(self) -> None:
         """Say and keep what was found of the last window, if it was bad. Raises UserError after max_bad_steps in a row."""
         found, self.found = self.found, None
-        if found is None:
-            return
-        if found.arrived is not None:
-            found.arrived.synchronize()
-        if not found.bad:
+        if found is None or not found.bad.value():
             return
         metrics, accelerator = self.metrics, self.metrics.accelerator
-        _, _, loss, grad_norm, step, units, places = found
+        _, loss, grad_norm, step, units, places = found
         metrics.bad_steps.append(step + 1)
         norm = float("nan") if grad_norm is None else float(grad_norm)
         what = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}: the step was not taken"

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from common import START
+from common.device import Later
 from common.folder import checkpoints
 
 import torch
@@ -47,14 +48,18 @@ class Interruption:
         # A launcher that is killed leaves its processes behind, which would go on beside the run that takes their place.
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = os.getppid() if launched else None
-        # A CPU tensor does not wait for the GPU. With NCCL alone it has to be one on the device, whose value is
-        # waited for at every step.
+        # What all agree on goes over the CPU where it can. With NCCL alone it comes from the GPU, and is read a step later:
+        # nobody waits for it.
         gloo = accelerator.num_processes > 1 and "cpu:" in torch.distributed.get_backend_config()
-        self.device = "cpu" if gloo else accelerator.device
+        self.device = torch.device("cpu") if gloo else accelerator.device
+        self.late = self.device.type == "cuda"
+        self.coming: tuple[Later, int] | None = None  # the answer that is on its way, to what of `noted`
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def wish(self, possible: bool = True) -> str:
         """What to do now: "", "save", or "stop" (after a save). The same on every process; asked by all at each step.
+
+        With several GPUs it is the answer to the question of the step before.
 
         possible: whether the run can save here at all; a wish is kept until it can. The first question of a run is always
         answered with "": nothing has been trained yet, and a run that is stopped again and again still gets on.
@@ -67,16 +72,22 @@ class Interruption:
             return ""
         self.longest, self.asked = max(self.longest, now - self.asked), now
         heard = len(self.noted)
-        self.agreed = max([self._by_the_clock(now), *self.noted[:heard]])
+        wishes = torch.full((), max([self._by_the_clock(now), *self.noted[:heard]]), device=self.device)
         if self.accelerator.num_processes > 1:
-            wishes = torch.tensor(self.agreed, device=self.device)
             torch.distributed.all_reduce(wishes, torch.distributed.ReduceOp.MAX)
-            self.agreed = int(wishes)
-        del self.noted[:heard]  # what has come in meanwhile waits for the next question
+        asked = Later(wishes), heard
+        if self.late:
+            asked, self.coming = self.coming, asked
+        if asked is None:
+            return ""
+        answer, heard = asked
+        self.agreed = int(answer.value())
+        del self.noted[:heard]  # what has come in meanwhile waits for the next answer
         return "stop" if self.agreed in STOPS else "save" if self.agreed == SAVE else ""
 
     def saved(self) -> None:
         """A checkpoint has been written, whatever for: the clock of --save_minutes starts anew."""
+        self.coming = None  # its question was asked before the save; what it was about is noted still
         self.saved_at = time.time()
         self.save_seconds = self.saved_at - self.asked
 
@@ -105,7 +116,8 @@ class Interruption:
         if not self.accelerator.is_main_process:
             return 0
         if self.max_seconds is not None:
-            needed = 1.25 * (self.longest + self.save_seconds) + EXIT_SECONDS  # for one more step, and then to stop
+            steps = 2 if self.late else 1  # until the run stops
+            needed = 1.25 * (steps * self.longest + self.save_seconds) + EXIT_SECONDS
             if now - START + needed > self.max_seconds:
                 return 2
         return SAVE if self.save_after is not None and now - self.saved_at > self.save_after else 0

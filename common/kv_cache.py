@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.attention import flat_attention, plan_flat_row
+from common.device import on_device
 
 import numpy as np
 import torch
@@ -71,10 +72,7 @@ class KVCache:
         member = np.zeros(len(sizes) * self.G, np.int64)  # a place that is left over is given to anyone
         member[place] = np.arange(n)
         as_they_are = len(member) == n and bool((member == np.arange(n)).all())
-        self.member, self.place = (None, None) if as_they_are else (self._on_device(member), self._on_device(place))
-
-    def _on_device(self, index: np.ndarray) -> Tensor:
-        return torch.from_numpy(index).to(self.device)
+        self.member, self.place = (None, None) if as_they_are else (on_device(x, self.device) for x in (member, place))
 
     def advance(self) -> None:
         """Make room for the next token of every completion."""
@@ -100,23 +98,25 @@ class KVCache:
 
         The last ones move into the gaps, those that stay are not copied. Returns which is now where (n',).
         """
-        order, gaps, moved = _close_up(going)
+        order, *of_completions = _close_up(going)
         owner = self.owner[order]
         in_use = np.bincount(owner, minlength=len(self.padding)) > 0
-        prompts, prompt_gaps, moved_prompts = _close_up(in_use)
+        prompts, *of_prompts = _close_up(in_use)
+        gaps, moved = (on_device(index, self.device) for index in of_completions)
+        prompt_gaps, moved_prompts = (on_device(index, self.device) for index in of_prompts)
         for layer in self.layers:
             for own in (layer.keys, layer.values):
                 filled = own[:, :, : self.t + 1]
-                filled[self._on_device(gaps)] = filled[self._on_device(moved)]
+                filled[gaps] = filled[moved]
             for shared in (layer.prompt_keys, layer.prompt_values) if len(moved_prompts) else ():
-                shared[self._on_device(prompt_gaps)] = shared[self._on_device(moved_prompts)]
+                shared[prompt_gaps] = shared[moved_prompts]
             layer.prompt_keys, layer.prompt_values = layer.prompt_keys[: len(prompts)], layer.prompt_values[: len(prompts)]
-        self.padding = self.padding[self._on_device(prompts)]
+        self.padding = self.padding[on_device(prompts, self.device)]
         number = np.empty(len(in_use), np.int64)
         number[prompts] = np.arange(len(prompts))
         self._deal(number[owner])
         self.version += 1
-        return self._on_device(order)
+        return on_device(order, self.device)
 
     # --- called by the layers -----------------------------------------------------------------------------------------
 

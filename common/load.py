@@ -168,8 +168,12 @@ def _peft(wanted_by: str) -> Any:
     return peft
 
 
-def enable_gradient_checkpointing(model: LogProbModel) -> None:
-    """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need."""
+def enable_gradient_checkpointing(model: LogProbModel, offload: bool = False) -> None:
+    """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need.
+
+    offload: what the layers are recomputed from, T · D numbers each, waits in the memory of the host.
+    """
+    model.offload = offload
     base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False})
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from common.attention import first_places, plan_flat_row
+from common.device import on_device
 from common.head import nll, score
 
 import torch
@@ -38,6 +39,7 @@ class LogProbModel(nn.Module):
         super().__init__()
         self.lm = lm
         self.padded = padded
+        self.offload = False  # what the body keeps for the backward pass is kept by the host
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)  # read by FSDP's wrapping policy
 
     @property
@@ -65,7 +67,7 @@ class LogProbModel(nn.Module):
         cheaper than the same sum over logps, because the gradient is formed on the way (see common/head.py).
         """
         targets = batch["targets"]
-        hidden = self._hidden_padded(batch) if self.padded else self._hidden_flat(batch)  # (T, D)
+        hidden = self.hidden(batch)
         T = hidden.shape[0]
 
         def scattered(scores: tuple[Tensor, ...]) -> list[Tensor]:
@@ -78,6 +80,11 @@ class LogProbModel(nn.Module):
         scores = scattered(score(*predicted, temperature, stats=stats, entropy_grad=entropy_grad))
         return TokenStats(*scores) if stats else scores[0]
 
+    def hidden(self, batch: dict[str, Any]) -> Tensor:
+        """What the LM head reads, (T, D)."""
+        with torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext():
+            return self._hidden_padded(batch) if self.padded else self._hidden_flat(batch)
+
     def _hidden_flat(self, batch: dict[str, Any]) -> Tensor:
         return body(self.lm)(
             input_ids=batch["input_ids"],
@@ -89,11 +96,11 @@ class LogProbModel(nn.Module):
     def _hidden_padded(self, batch: dict[str, Any]) -> Tensor:
         ids, lengths, places = batch["input_ids"][0], batch["lengths"], batch.get("places")
         if places is not None:
-            ids = ids[torch.from_numpy(places).to(ids.device)]
+            ids = ids[on_device(places, ids.device)]
         padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
         mask = torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
         out = body(self.lm)(input_ids=padded, attention_mask=mask.long(), use_cache=False).last_hidden_state
-        return out[mask] if places is None else out[mask][torch.from_numpy(first_places(places)).to(ids.device)]
+        return out[mask] if places is None else out[mask][on_device(first_places(places), ids.device)]
 
 
 # --- the parts of a transformers model ------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # long preparations on one process
     )
     _refuse_false_launches(accelerator)
+    if args.activation_offloading and accelerator.device.type != "cuda":
+        raise UserError(f"--activation_offloading is for a CUDA GPU's memory; this run is on {accelerator.device.type}")
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
         plugin = accelerator.state.fsdp_plugin  # which would round log-probabilities and the sums of gradients, too
         plugin.mixed_precision_policy = dataclasses.replace(

@@ -99,7 +99,7 @@ def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
     weights = torch.randn(sum(batch["lengths"]), V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     wanted, wanted_gradients = alone(lm, units, weights)
 
-    hidden = model._hidden_padded(batch) if model.padded else model._hidden_flat(batch)
+    hidden = model.hidden(batch)
     logits = torch.cat(split_row(logits_of(base_lm(model.lm), hidden), batch))
     tolerance = 1e-5 if model.padded else 1e-10  # Bloom and Mamba go through float32 in other places, too
     torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=tolerance)
@@ -300,17 +300,22 @@ def test_the_loss_of_groups_is_the_same_with_and_without_sharing(level, monkeypa
 
 
 def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """What PyTorch documents of varlen_attn, sequence by sequence, with its demands on the arguments."""
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
-    assert cu_seq_q[-1] == len(query) == len(key) == len(value)
-    assert max_q == max_k == int(cu_seq_q.diff().max()) and type(max_q) is int
+    """What PyTorch documents of varlen_attn, sequence by sequence, with its demands on the arguments.
+
+    Queries and keys of a sequence end together, as in FlashAttention, whose kernel it is.
+    """
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
+    assert cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key) == len(value)
+    for longest, borders in ((max_q, cu_seq_q), (max_k, cu_seq_k)):
+        assert longest == int(borders.diff().max()) and type(longest) is int
     assert enable_gqa == (query.shape[1] != key.shape[1])
     outputs = []
-    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))  # (H, n, Dh)
+    lengths = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    for q, k, v in zip(query.split(lengths[0]), *(x.split(lengths[1]) for x in (key, value)), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, n, Dh)
         k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
         scores = q @ k.transpose(1, 2) * (scale if scale is not None else q.shape[-1] ** -0.5)
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        distance = torch.arange(len(k[0]) - len(q[0]), len(k[0]))[:, None] - torch.arange(len(k[0]))
         left, right = window_size
         seen = (distance >= -right) & ((distance <= left) | (left < 0))
         outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
@@ -329,7 +334,7 @@ def test_the_varlen_kernel_is_called_for_the_same_attention(kind, sharing, monke
     calls = []
 
     def kernel(*args, **kwargs):
-        calls.append(1)
+        calls.append(len(args[0]))
         return naive_varlen(*args, **kwargs)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
@@ -337,7 +342,7 @@ def test_the_varlen_kernel_is_called_for_the_same_attention(kind, sharing, monke
     assert not calls and torch.equal(model._hidden_flat(batch), wanted)  # float64: the kernel cannot, the buckets do it
     monkeypatch.setattr(attention, "_varlen_dtype", lambda value: value.dtype)
     found = model._hidden_flat(batch)
-    assert len(calls) == 2  # layers
+    assert calls == [batch["input_ids"].shape[1]] * 2  # layers; no query twice
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
     weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     one, other = (torch.autograd.grad((x * weights).sum(), list(body(model.lm).parameters())) for x in (found, wanted))

@@ -1,6 +1,11 @@
 """--torch_compile: the blocks are compiled, once for all windows, and the numbers stay."""
 
-from tests.test_equivalence import assert_same, losses
+import shutil
+import sys
+
+from tests.conftest import run_script
+from tests.test_equivalence import STAGES as UNEVEN
+from tests.test_equivalence import arguments, assert_same, free_port, losses
 from tests.test_health import STAGES
 
 import pytest
@@ -39,3 +44,16 @@ def test_blocks_on_full_rows_are_one_graph(graphs, launch):
     compiled = launch("pretrain", *words, "--torch_compile", output="compiled")
     assert len(graphs) == 1
     assert_same(losses(plain), losses(compiled), tolerance=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("stage", UNEVEN)
+def test_two_processes_with_compiled_blocks_are_one_without(stage, launch, tmp_path):
+    """By the real compiler."""
+    whole = losses(launch(stage, *arguments(stage, 8, 1)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command += [f"train_{stage}.py", *arguments(stage, 2, 2), "--torch_compile", "--output_dir", str(tmp_path / "two")]
+    run = run_script(command)
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert_same(whole, losses(tmp_path / "two"), tolerance=1e-4)

@@ -74,7 +74,7 @@ def held(model, lengths):
     """What a micro-batch of true size holds at most, in GiB: the body of the model, forward and backward."""
     batch = flat_batch([[whole(np.arange(n) % 61)] for n in lengths], CPU)
     with _Live(model) as live:
-        hidden = model._hidden_padded(batch) if model.padded else model._hidden_flat(batch)
+        hidden = model.hidden(batch)
         hidden.backward(torch.zeros_like(hidden))
         return live.most / GIB
 

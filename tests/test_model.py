@@ -170,16 +170,30 @@ def test_sequences_of_any_order_of_lengths_are_those_of_each_alone(lengths):
         torch.testing.assert_close(model(flat_batch(row, torch.device("cpu"))), alone, atol=1e-5, rtol=1e-4)
 
 
-def test_gradient_checkpointing_changes_no_gradient():
-    gradients = []
-    for checkpointing in (False, True):
+def test_gradient_checkpointing_and_offloading_change_no_gradient(monkeypatch):
+    moved = []
+
+    class Seen(torch.autograd.graph.save_on_cpu):
+        def __init__(self, pin_memory: bool):
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda kept: moved.append(tuple(kept.shape)) or pack(kept)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Seen)
+    gradients, batch = [], flat_batch(units(), torch.device("cpu"))
+    for checkpointing, offload in ((False, False), (True, False), (True, True)):
         model = wrap(make(CONFIGS["llama"])).train()
         if checkpointing:
-            enable_gradient_checkpointing(model)
-        model(flat_batch(units(), torch.device("cpu"))).sum().backward()
+            enable_gradient_checkpointing(model, offload)
+        assert not moved
+        model(batch).sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    # The input of each block, and what stands before and after them: nothing of what happens within a block.
+    hidden = (1, batch["input_ids"].numel(), model.config.hidden_size)
+    assert moved.count(hidden) == model.config.num_hidden_layers + 1 and len(moved) <= model.config.num_hidden_layers + 5
+    for wanted, *others in zip(*gradients, strict=True):
+        for found in others:
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_lora_starts_at_the_base_trains_every_adapter_and_its_reference_stays_the_base():

@@ -189,10 +189,12 @@ def clock(monkeypatch):
         interrupt.close()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("step", "evaluation", "save"), [(60, 600, 120), (1, 0, 300), (900, 0, 5), (0.1, 30, 0.1)])
-def test_a_limit_of_time_is_kept_and_used(clock, step, evaluation, save):
+def test_a_limit_of_time_is_kept_and_used(clock, step, evaluation, save, late):
     """Steps, evaluations every ten, a checkpoint every hundred: the last save ends before the limit, with a step's room."""
     interrupt = clock.start(4.0, None)
+    interrupt.late = late
     clock.now += evaluation
     for n in range(1_000_000):
         wish = interrupt.wish()
@@ -203,7 +205,7 @@ def test_a_limit_of_time_is_kept_and_used(clock, step, evaluation, save):
             break
         clock.now += step + (evaluation if n % 10 == 9 else 0)
     left = 900 + 4 * 3600 - clock.now
-    assert EXIT_SECONDS < left + 1e-6 and left < 2 * (step + evaluation + save) + save + EXIT_SECONDS + 1
+    assert EXIT_SECONDS < left + 1e-6 and left < (2 + late) * (step + evaluation + save) + save + EXIT_SECONDS + 1
 
 
 def test_a_wish_waits_until_it_is_possible(clock):
@@ -220,6 +222,24 @@ def test_a_wish_waits_until_it_is_possible(clock):
     assert interrupt.wish() == "stop"
     interrupt.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == signal.getsignal(signal.SIGUSR1)
+
+
+def test_with_several_gpus_a_wish_comes_true_a_step_later_and_once(clock):
+    interrupt = clock.start(None, 1.0)
+    interrupt.late = True
+    assert [interrupt.wish() for _ in range(2)] == ["", ""]
+    signal.raise_signal(signal.SIGUSR1)
+    assert [interrupt.wish(possible) for possible in (True, False, True)] == ["", "", "save"]
+    interrupt.saved()
+    assert [interrupt.wish() for _ in range(3)] == ["", "", ""]
+    clock.now += 61
+    assert [interrupt.wish() for _ in range(2)] == ["", "save"]
+    interrupt.saved()
+    assert [interrupt.wish() for _ in range(3)] == ["", "", ""]
+    signal.raise_signal(signal.SIGTERM)
+    assert interrupt.wish() == ""
+    interrupt.saved()  # one that was due anyway: the signal is not forgotten
+    assert [interrupt.wish() for _ in range(2)] == ["", "stop"]
 
 
 def test_a_forked_process_ends_at_a_signal_as_usual(clock):
