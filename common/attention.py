@@ -6,13 +6,14 @@ made. Sequences of similar length are gathered into one right-padded bucket and 
 a causal mask, padding on the right is never attended to by a real token, so the bucket needs no mask either. On a GPU, in
 half precision, PyTorch's kernel for sequences of unequal length takes the place of the buckets.
 
-Sequences that begin with the same tokens may share them: these stand in the row once, and only the gathering here sees
-each sequence in full. Such a row has F > T tokens when it is written out, and `places` says which token of the row each
-of them is.
+Sequences that begin with the same tokens may share them: these stand in the row once. Such a row has F > T tokens when it
+is written out, and `places` says which token of the row each of them is. Keys and values are gathered for each sequence in
+full; the queries are what it has for itself, its last tokens, and such a bucket has a mask of its own.
 """
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.device import on_device
@@ -31,16 +32,45 @@ except ImportError:  # PyTorch before 2.10
 VARLEN_IS_TOLD_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 FLAT = "flat"
+SLACK = 0.8  # the shortest sequence of a bucket, as a share of the longest
+LEAST_ASKED = 0.5  # of a bucket's queries, how many are real where a start is shared
+MOST_ASKING = 1024  # tokens that a sequence has for itself beside a shared start; with more, a mask would take too much room
 
 
 @dataclass
 class FlatRow:
     """How the tokens of a flat row are dealt out to sequences, and back."""
 
-    buckets: list[Tensor]  # (b, L) int64 each: the token of the row at each place; padding repeats the sequence's last
+    buckets: list["Bucket"]
     inverse: Tensor | None  # (T,) int64: where each token of the row lies in the buckets' output; None: in order
-    shared: bool = False  # whether a token of the row may lie in several places
+    shared: bool  # whether a token of the row may lie in several sequences
+    is_bucket: bool  # the row is its only bucket as it stands: sequences of equal length, nothing shared
     ragged: "Ragged | None" = None  # the same for a kernel that needs no buckets; None where there is none
+
+
+@dataclass
+class Bucket:
+    """b sequences of similar length. Padding on the right repeats a sequence's last token."""
+
+    keys: Tensor  # (b, L) int64: the token of the row at each place
+    queries: Tensor  # (b, Lq) int64: the same of the last tokens of each sequence, which ask; `keys` itself where all ask
+    first: Tensor | None = None  # (b,) int64: the place of the first token that asks; None: 0
+    masks: dict[Any, Tensor] = field(default_factory=dict)  # each made once, for all layers of its kind
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """(b or 1, 1, Lq, L): 0, or -inf where a token comes later or `window` or more before. None: causal will do."""
+        Lq, L = self.queries.shape[1], self.keys.shape[1]
+        if self.first is None and (window is None or L <= window):
+            return None
+        if (window, dtype) not in self.masks:
+            first = self.keys.new_zeros(1) if self.first is None else self.first
+            column = torch.arange(L, device=first.device)
+            asking = (first[:, None] + column[:Lq])[:, None, :, None]
+            unseen = column > asking
+            if window is not None:
+                unseen |= column <= asking - window
+            self.masks[window, dtype] = unseen.new_zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)
+        return self.masks[window, dtype]
 
 
 @dataclass
@@ -53,43 +83,67 @@ class Ragged:
     places: Tensor | None  # (F,) int64: the token of the row at each place; None: nothing is shared, F = T
 
 
-def plan_flat_row(lengths: list[int], device: torch.device, places: np.ndarray | None = None, slack: float = 0.8) -> FlatRow:
-    """Deal sequences of the given lengths into buckets in which the shortest has at least `slack` of the longest.
+def plan_flat_row(lengths: Sequence[int], device: torch.device, places: np.ndarray | None = None) -> FlatRow:
+    """Deal sequences of the given lengths into buckets of similar ones.
 
     places: (F,) int64, the token of the row that each token of the sequences is, end to end; None: nothing is shared.
-    What a sequence has for itself are its last tokens, and lies in the row in the order of the sequences. Made once per row, on the CPU, and used by every layer.
+    What a sequence has for itself are its last tokens, and lies in the row in the order of the sequences. Made once per
+    row, on the CPU, and used by every layer.
     """
-    ends = np.cumsum(lengths)
-    groups: list[list[int]] = []
-    for s in sorted(range(len(lengths)), key=lambda s: -lengths[s]):  # stable: equal lengths keep their order
-        if groups and lengths[s] >= slack * lengths[groups[-1][0]]:
-            groups[-1].append(s)
-        else:
-            groups.append([s])
+    lengths = np.asarray(lengths)
+    ends = lengths.cumsum()
+    first = None if places is None else first_places(places)
+    own = lengths if first is None else np.diff(np.searchsorted(first, ends), prepend=0)
+    asking = np.where(own <= MOST_ASKING, own, lengths)
+
+    def dealt(index: np.ndarray) -> Tensor:
+        return on_device(index if places is None else places[index], device)
 
     buckets, filled = [], 0
     inverse = np.empty(ends[-1], np.int64)  # of all F, first
-    for group in groups:
-        column, last = np.arange(lengths[group[0]]), ends[group][:, None] - 1
-        index = last + 1 - np.array([lengths[s] for s in group])[:, None] + column
-        real = index <= last
-        index = np.minimum(index, last)
-        inverse[index[real]] = filled + np.flatnonzero(real)
-        filled += index.size
-        buckets.append(index if places is None else places[index])
-    first = None if places is None else first_places(places)
-    if first is not None:
-        inverse = inverse[first]
+    for group in _alike(lengths, asking):
+        queries = _last(asking[group], ends[group])
+        real = np.arange(queries.shape[1]) < asking[group, None]
+        inverse[queries[real]] = filled + np.flatnonzero(real)
+        filled += queries.size
+        keys, before = dealt(_last(lengths[group], ends[group])), lengths[group] - asking[group]
+        buckets.append(Bucket(keys, dealt(queries), on_device(before, device)) if before.any() else Bucket(keys, keys))
+    inverse = inverse if first is None else inverse[first]
 
     ragged = None
     if _has_varlen(device):
-        own = lengths if places is None else np.diff(np.searchsorted(first, ends), prepend=0)
         borders = (on_device(np.cumsum([0, *counts]).astype(np.int32), device) for counts in (own, lengths))
-        there = None if places is None else on_device(places, device)
-        ragged = Ragged(*borders, (int(max(own)), max(lengths)), there)
+        longest = int(own.max()), int(lengths.max())
+        ragged = Ragged(*borders, longest, None if places is None else on_device(places, device))
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
-    buckets = [on_device(index, device) for index in buckets]
-    return FlatRow(buckets, None if in_order else on_device(inverse, device), places is not None, ragged)
+    is_bucket = in_order and len(buckets) == 1
+    return FlatRow(buckets, None if in_order else on_device(inverse, device), places is not None, is_bucket, ragged)
+
+
+def _alike(lengths: np.ndarray, asking: np.ndarray) -> list[list[int]]:
+    """Sequences in groups of similar length, those in which all tokens ask apart from the others: longest first.
+
+    Without those in which none asks: all that they are, others are, too.
+    """
+    groups: list[list[int]] = []
+    order = np.lexsort((-lengths, asking < lengths))  # stable: equal lengths keep their order
+    for s in order[asking[order] > 0].tolist():
+        if groups and _fits(s, groups[-1], lengths, asking):
+            groups[-1].append(s)
+        else:
+            groups.append([s])
+    return groups
+
+
+def _fits(s: int, group: list[int], lengths: np.ndarray, asking: np.ndarray) -> bool:
+    longest, together = group[0], asking[[*group, s]]
+    alike = (asking[s] < lengths[s]) == (asking[longest] < lengths[longest]) and lengths[s] >= SLACK * lengths[longest]
+    return alike and together.mean() >= LEAST_ASKED * together.max()
+
+
+def _last(counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The last `counts` tokens of sequences that end before `ends`, (b, the largest count); their last one as padding."""
+    return np.minimum((ends - counts)[:, None] + np.arange(counts.max()), ends[:, None] - 1)
 
 
 def first_places(places: np.ndarray) -> np.ndarray:
@@ -124,50 +178,55 @@ def flat_attention(
     if flat_row.ragged is not None and dropout == 0 and (dtype := _varlen_dtype(v)) is not None:
         return _ragged_attention(*(x.to(dtype) for x in (q, k, v)), flat_row.ragged, scaling, sliding_window)[None], None
     settings = {"scale": scaling, "dropout": dropout, "window": sliding_window}
-    if flat_row.inverse is None and len(flat_row.buckets) == 1:  # sequences of equal length, in order
-        return _sdpa(q, k, v, *flat_row.buckets[0].shape, **settings)[None], None
+    if flat_row.is_bucket:
+        return _sdpa(q, k, v, flat_row.buckets[0], **settings)[None], None
     return _bucket_attention(q, k, v, flat_row, settings)[None], None
 
 
 @torch.compiler.disable  # the number of buckets differs from row to row: each number would be compiled by itself
 def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, row: FlatRow, settings: dict[str, Any]) -> Tensor:
     """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by one bucket after another."""
-    dealt = [_Deal.apply(x, row) for x in (q, k, v)]
-    outputs = [_sdpa(*rows, *index.shape, **settings) for index, *rows in zip(row.buckets, *dealt, strict=True)]
+    queries, places = [bucket.queries for bucket in row.buckets], [bucket.keys for bucket in row.buckets]
+    dealt = [_Deal.apply(q, queries, row.inverse, False)] + [_Deal.apply(x, places, row.inverse, row.shared) for x in (k, v)]
+    outputs = [_sdpa(*rows, bucket, **settings) for bucket, *rows in zip(row.buckets, *dealt, strict=True)]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if row.inverse is None else out.index_select(0, row.inverse)
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, b: int, L: int, *, scale: float | None, dropout: float, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, *, scale: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    """b sequences of L tokens: (b L, H, Dh), (b L, Hkv, Dh) twice -> (b L, H, Dh)."""
-    rows = (x.view(b, L, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # (b, H, L, Dh)
-    mask = _band(L, window, q.device) if window is not None and L > window else None
-    gqa = q.shape[1] != k.shape[1]
+    """The sequences of a bucket: (b Lq, H, Dh), (b L, Hkv, Dh) twice -> (b Lq, H, Dh)."""
+    b = len(bucket.keys)
+    rows = (x.view(b, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # (b, H, Lq or L, Dh)
+    mask, gqa = bucket.mask(window, v.dtype), q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(*rows, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=gqa)
-    return out.transpose(1, 2).reshape(b * L, q.shape[1], -1)
+    return out.transpose(1, 2).reshape(len(q), q.shape[1], -1)
 
 
 class _Deal(torch.autograd.Function):
     """The row (T, ...) -> for each bucket its tokens (b L, ...), padding included.
 
-    No real token attends to the padding, whose own output is dropped: its gradient is 0. So where no token lies in two
-    places, the gradient is gathered, in place of being added to zeros bucket by bucket.
+    No real token attends to the padding, whose own output is dropped: its gradient is 0. So where no token counts in two
+    places, the gradient is gathered, in place of being added to zeros bucket by bucket. Of the queries none does: one
+    place's output is kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: FlatRow) -> tuple[Tensor, ...]:
-        ctx.row, ctx.T = row, len(x)
-        return tuple(x.index_select(0, index.view(-1)) for index in row.buckets)
+    def forward(ctx: Any, x: Tensor, buckets: list[Tensor], inverse: Tensor | None, several: bool) -> tuple[Tensor, ...]:
+        """buckets: the token at each place. inverse (T,): the place of each token. several: it may have others."""
+        ctx.buckets, ctx.inverse, ctx.several, ctx.T = buckets, inverse, several, len(x)
+        return tuple(x.index_select(0, index.view(-1)) for index in buckets)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        row, gradient = ctx.row, gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-        if row.shared:
-            index = torch.cat([index.view(-1) for index in row.buckets])
-            return gradient.new_zeros(ctx.T, *gradient.shape[1:]).index_add_(0, index, gradient), None
-        return gradient if row.inverse is None else gradient.index_select(0, row.inverse), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        if ctx.several:
+            index = torch.cat([index.view(-1) for index in ctx.buckets])
+            gradient = gradient.new_zeros(ctx.T, *gradient.shape[1:]).index_add_(0, index, gradient)
+        elif ctx.inverse is not None:
+            gradient = gradient.index_select(0, ctx.inverse)
+        return gradient, None, None, None
 
 
 def _ragged_attention(
@@ -194,12 +253,6 @@ def _varlen_dtype(value: Tensor) -> torch.dtype | None:
     device = value.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) and value.shape[-1] in range(8, 193, 8) else None
-
-
-def _band(L: int, window: int, device: torch.device) -> Tensor:
-    """(L, L) bool: each token sees itself and the window - 1 before it."""
-    distance = torch.arange(L, device=device)[:, None] - torch.arange(L, device=device)[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def _no_mask(*args: object, **kwargs: object) -> None:

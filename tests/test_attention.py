@@ -188,10 +188,40 @@ def test_the_plan_of_a_shared_row_is_that_of_the_sequences_written_out():
     plan = plan_flat_row(batch["lengths"], CPU, batch["places"])
     starts = np.cumsum([0, *batch["lengths"]])
     whole = {tuple(batch["places"][a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)}
-    found = {tuple(dict.fromkeys(places.tolist())) for index in plan.buckets for places in index}
+    found = {tuple(dict.fromkeys(places.tolist())) for bucket in plan.buckets for places in bucket.keys}
     assert found == whole  # dict.fromkeys: without the padding
-    outputs = torch.cat([index.flatten() for index in plan.buckets])
+    outputs = torch.cat([bucket.queries.flatten() for bucket in plan.buckets])
     assert outputs[plan.inverse].tolist() == list(range(batch["input_ids"].shape[1]))
+
+
+def test_the_tokens_of_a_shared_start_ask_once():
+    """A prompt of 20 with four completions of 6: 26 queries of the first one, 6 of each of the others; 26 keys of each."""
+    batch = flat_batch(group(20, [6, 6, 6, 6]), CPU)
+    whole, others = plan_flat_row(batch["lengths"], CPU, batch["places"]).buckets
+    assert whole.queries.shape == whole.keys.shape == (1, 26) and whole.mask(None, torch.float32) is None
+    assert others.queries.shape == (3, 6) and others.keys.shape == (3, 26)
+    mask = others.mask(None, torch.float32)
+    assert mask.shape == (3, 1, 6, 26) and mask is others.mask(None, torch.float32)  # made once for all layers
+    for i in range(6):
+        assert mask[:, 0, i].isfinite().sum(-1).tolist() == [21 + i] * 3
+        assert others.mask(4, torch.float32)[:, 0, i].isfinite().nonzero()[:, 1].tolist() == [*range(17 + i, 21 + i)] * 3
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "setting", [{"MOST_ASKING": 0}, {"MOST_ASKING": 3}, {"LEAST_ASKED": 0.0, "SLACK": 0.0}, {"SLACK": 1.0}]
+)
+def test_however_sequences_are_put_into_buckets_the_result_is_the_same(row, setting, monkeypatch):
+    batch = flat_batch(ROWS[row][0], CPU)
+    model = wrap(tiny_lm("mistral")).double()  # with a sliding window
+    results = []
+    for change in ({}, setting):
+        for name, value in change.items():
+            monkeypatch.setattr(attention, name, value)
+        hidden = model.hidden(batch)
+        results.append((hidden, *torch.autograd.grad(hidden.square().sum(), list(body(model.lm).parameters()))))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
 
 
 def test_a_model_that_counts_its_positions_itself_is_given_padded_batches(capsys):

@@ -659,7 +659,7 @@ def test_the_identity_of_a_dataset_is_its_fingerprint(tmp_path):
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz: cannot be read: Not a gzipped file"),
         (
             "a.jsonl.gz",
-            gzip.compress(b'{"text": "x"}' * 99)[:20],
+            gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:20],
             "a.jsonl.gz: cannot be read: Compressed file ended before",
         ),
         ("a.txt.bz2", b"not bzip2", "a.txt.bz2: cannot be read: Invalid data stream"),

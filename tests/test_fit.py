@@ -56,7 +56,8 @@ def test_a_run_goes_on_with_the_same_gradients(stage, where, launch, monkeypatch
     assert 1 <= times <= 4
     assert fitted and max(fitted) <= 4 and len(fitted) <= 3 * 2**times  # calls in three steps
     assert_same(whole[:1], losses(output)[:1], tolerance=1e-6)
-    assert_same(whole, losses(output))  # from weights that differ in the last bit
+    # From weights that differ in the last bit; GRPO's second gradient is a hundredth of its parts, which cancel.
+    assert_same(whole, losses(output), norm_tolerance=1e-4)
     assert json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())["splits"] > 1
 
 

@@ -245,7 +245,7 @@ def test_a_broken_model_folder_is_one_line(tmp_path):
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [3, 9, 1, 9, 8, 100, 2]])
 def test_the_plan_of_a_flat_row_deals_out_each_token_once(lengths):
     plan = plan_flat_row(lengths, torch.device("cpu"))
-    places = torch.cat([index.flatten() for index in plan.buckets])
+    places = torch.cat([bucket.keys.flatten() for bucket in plan.buckets])
     assert sorted(set(places.tolist())) == list(range(sum(lengths)))
     back = places if plan.inverse is None else places[plan.inverse]
     assert back.tolist() == list(range(sum(lengths)))

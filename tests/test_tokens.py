@@ -183,7 +183,7 @@ def test_a_chat_that_ends_on_a_user_turn_trains_what_came_before(name):
     assert trained(tokenize_chat(CHAT[:3], tokenizer), tokenizer) == [f"{before}It is 2.{end}"]
 
 
-@pytest.mark.parametrize("name", set(TEMPLATES) - {"gemma"})
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
 def test_a_system_turn_is_rendered_and_not_trained(name):
     template, end, before = TEMPLATES[name]
     tokenizer = make_tokenizer(template)
@@ -554,7 +554,7 @@ def test_a_chat_that_fits_comes_back_as_it_is():
     assert split_chat([SYSTEM, CHAT[0]], tokenizer, 1) == [[SYSTEM, CHAT[0]]]
 
 
-@pytest.mark.parametrize("name", set(TEMPLATES) - {"gemma"})
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
 def test_the_pieces_are_as_many_exchanges_as_fit_after_the_system_turn(name):
     tokenizer = make_tokenizer(TEMPLATES[name][0])
     chat = [SYSTEM, *exchanges(5), *exchanges(5), *exchanges(4)]
