@@ -18,7 +18,7 @@ from typing import Any
 
 from compare import HERE, machine
 from gpu_bench import Bench, Row, TimeIsOver
-from gpu_sections import attention, dpo, grpo_step, head, pretrain, sampling, sft
+from gpu_sections import attention, dpo, grpo_step, head, long_row, pretrain, sampling, sft
 
 from common.memory import empty_caches  # isort: skip
 
@@ -26,13 +26,14 @@ import torch
 import transformers
 
 SECTIONS = {  # and seconds at most
-    "pretrain": (pretrain, 190),
-    "sft": (sft, 90),
+    "pretrain": (pretrain, 175),
+    "sft": (sft, 85),
     "dpo": (dpo, 60),
-    "sampling": (sampling, 130),
+    "sampling": (sampling, 125),
     "grpo": (grpo_step, 45),
     "head": (head, 25),
     "attention": (attention, 25),
+    "long row": (long_row, 25),
 }
 
 

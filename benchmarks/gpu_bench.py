@@ -35,7 +35,7 @@ FULL = {
     "chat": QWEN | {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
     "sequence": 2048, "longest": 2048, "rows": 8, "pairs": 8, "seconds": 3.0,
     "groups": (8, 32), "G": 8, "prompt": (100, 300), "new": 256,
-    "head": (16384, 1024, 151936), "attention": 16384,
+    "head": (16384, 1024, 151936), "attention": 16384, "long row": 16384,
 }  # fmt: skip
 SMALL = {
     "vocab_size": 600, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -46,7 +46,7 @@ TINY = {
     "chat": QWEN | SMALL | {"head_dim": 16},
     "sequence": 128, "longest": 128, "rows": 4, "pairs": 2, "seconds": 0.05,
     "groups": (2,), "G": 2, "prompt": (10, 20), "new": 8,
-    "head": (512, 64, 2000), "attention": 512,
+    "head": (512, 64, 2000), "attention": 512, "long row": 512,
 }  # fmt: skip
 Row = dict[str, Any]
 

@@ -17,7 +17,7 @@ from common.attention import flat_attention, plan_flat_row, varlen_attn  # isort
 from common.collators import flat_batch, whole
 from common.generate import sample
 from common.head import nll, score
-from common.load import compile_layers, wrap
+from common.load import compile_layers, enable_gradient_checkpointing, wrap
 from common.losses import dpo_loss, grpo_loss, segment_ids, segment_sum
 from common.memory import empty_caches, is_oom
 from common.model import LogProbModel, flops_per_token
@@ -502,3 +502,32 @@ def attention(bench: Bench) -> None:
             row["useful TFLOP/s"] = round(flops / row["ms"] / 1e9, 2)
             differences = [float((a - b).abs().max() / b.abs().max()) for a, b in zip((out, gradient), first, strict=True)]
             row["differs from the first by"] = f"{differences[0]:.0e}, keys' gradient {differences[1]:.0e}"
+
+
+# --- what recomputing and offloading cost, and what they give back ------------------------------------------------------
+
+
+def long_row(bench: Bench) -> None:
+    T = bench.sizes["long row"]
+    sides = {"activations kept": None, "recomputed": False, "recomputed, inputs of the blocks on the host": True}
+    for name, offload in sides.items():
+        with bench.side("long row", name) as row:
+            model = wrap(bench.chat_model()).train()
+            if offload is not None:
+                enable_gradient_checkpointing(model, offload)
+            row.update(_long_row(bench, model, T))
+
+
+def _long_row(bench: Bench, model: LogProbModel, T: int) -> Row:
+    ids = np.random.default_rng(0).integers(2, bench.sizes["chat"]["vocab_size"], T)
+
+    def step() -> torch.Tensor:
+        batch = flat_batch([[whole(ids)]], bench.device)
+        with bench.autocast():
+            loss, _ = model(batch, nll_weights=batch["loss_mask"] / (T - 1))
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    loss = step().item()
+    return {"tokens": T, "tokens/s": round(T / bench.seconds(step, warm_up=1)), "first loss": round(loss, 4)}

@@ -25,11 +25,11 @@ def test_every_section_runs_and_both_sides_find_the_same_losses(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert {row["section"] for row in rows} == {
-        "pretrain", "SFT", "DPO", "GRPO sampling", "GRPO step", "loss head", "attention",
+        "pretrain", "SFT", "DPO", "GRPO sampling", "GRPO step", "loss head", "attention", "long row",
     }  # fmt: skip
     assert not [row for row in rows if "failed" in row]
     assert "not measured" not in done.stdout
-    for section in ("SFT", "loss head", "DPO"):
+    for section in ("SFT", "loss head", "DPO", "long row"):
         losses = {}
         for row in rows:
             if row["section"] == section:
