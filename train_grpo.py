@@ -414,7 +414,7 @@ def main(args: Args) -> None:
         fit.try_largest(
             gradients, make_windows([row] * (P * G), rollout, torch.ones(P * G), accelerator, args)[0], optimizer
         )
-    interrupt = Interruption(accelerator, args.max_hours, args.save_minutes)
+    interrupt = Interruption(accelerator, args.max_hours, args.save_minutes, late=False)  # a rollout waits for the GPU, too
     save_wanted = idle = False
     for step in (bar := progress(first_step, last_step, "grpo")):
         if due(step, args.eval_steps, done, last_step):

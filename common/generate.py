@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 DRAW_BLOCK = 128  # tokens of the vocabulary whose probabilities are summed first
+DRAW_AT_ONCE = 1024  # the most of a vocabulary for which one level is quicker
 
 
 class Completion(NamedTuple):
@@ -298,6 +299,8 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     that a float32 uniform has 24 bits. An index of weight 0 is never given.
     """
     W = weights.shape[-1]
+    if W <= DRAW_AT_ONCE:
+        return _invert_short(weights.double(), uniforms[:, None].double())[0]
     whole = W - W % DRAW_BLOCK
     blocks = weights[:, :whole].unflatten(-1, (whole // DRAW_BLOCK, DRAW_BLOCK)).sum(-1)
     blocks = torch.cat([blocks, weights[:, whole:].sum(-1, keepdim=True)], -1).double()

@@ -35,7 +35,8 @@ class Interruption:
     Before it (while data and model are loaded) signals do what they always do. Made on every process.
     """
 
-    def __init__(self, accelerator: Any, max_hours: float | None, save_minutes: float | None):
+    def __init__(self, accelerator: Any, max_hours: float | None, save_minutes: float | None, late: bool = True):
+        """late: with several GPUs an answer may come a step later, so that nobody waits for it."""
         self.accelerator, self.pid = accelerator, os.getpid()
         self.noted: list[int] = []  # what this process was asked for since the last question
         self.agreed = 0
@@ -48,18 +49,17 @@ class Interruption:
         # A launcher that is killed leaves its processes behind, which would go on beside the run that takes their place.
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = os.getppid() if launched else None
-        # What all agree on goes over the CPU where it can. With NCCL alone it comes from the GPU, and is read a step later:
-        # nobody waits for it.
-        gloo = accelerator.num_processes > 1 and "cpu:" in torch.distributed.get_backend_config()
-        self.device = torch.device("cpu") if gloo else accelerator.device
-        self.late = self.device.type == "cuda"
+        # What all agree on goes over the CPU where it can. With NCCL alone it comes from the GPU.
+        nccl = accelerator.num_processes > 1 and "cpu:" not in torch.distributed.get_backend_config()
+        self.device = accelerator.device if nccl else torch.device("cpu")
+        self.late = late and self.device.type == "cuda"
         self.coming: tuple[Later, int] | None = None  # the answer that is on its way, to what of `noted`
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def wish(self, possible: bool = True) -> str:
         """What to do now: "", "save", or "stop" (after a save). The same on every process; asked by all at each step.
 
-        With several GPUs it is the answer to the question of the step before.
+        Where answers come late, it is that to the question before.
 
         possible: whether the run can save here at all; a wish is kept until it can. The first question of a run is always
         answered with "": nothing has been trained yet, and a run that is stopped again and again still gets on.

@@ -29,7 +29,8 @@ MESSAGES = (
 
 
 # On a CPU: numbers of a hidden state of the row that its cache holds, and the tokens below which matrix products are slow.
-CACHED_NUMBERS, LEAST_TOKENS = 2**18, 512
+# Autocast converts the weights for each part anew.
+CACHED_NUMBERS, LEAST_TOKENS, LEAST_TOKENS_AUTOCAST = 2**18, 512, 1024
 
 
 class Memory(NamedTuple):
@@ -72,7 +73,8 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
     """
     if accelerator.device.type != "cpu" or accelerator.num_processes > 1:
         return math.inf
-    return max(LEAST_TOKENS, CACHED_NUMBERS // model.config.get_text_config().hidden_size)
+    least = LEAST_TOKENS if accelerator.mixed_precision == "no" else LEAST_TOKENS_AUTOCAST
+    return max(least, CACHED_NUMBERS // model.config.get_text_config().hidden_size)
 
 
 def relieve(device: torch.device) -> bool:

@@ -239,12 +239,14 @@ def test_mixed_precision_is_left_in_place(stage, launch, monkeypatch):
 
 
 def test_tokens_at_once():
-    def at_once(device, hidden_size, processes=1):
+    def at_once(device, hidden_size, processes=1, mixed_precision="no"):
         config = LlamaConfig(hidden_size=hidden_size, num_attention_heads=1)
-        accelerator = SimpleNamespace(device=torch.device(device), num_processes=processes)
+        device = torch.device(device)
+        accelerator = SimpleNamespace(device=device, num_processes=processes, mixed_precision=mixed_precision)
         return memory_room.tokens_at_once(accelerator, SimpleNamespace(config=config))
 
     assert at_once("cpu", 128) == 2048 and at_once("cpu", 4096) == 512
+    assert at_once("cpu", 128, mixed_precision="bf16") == 2048 and at_once("cpu", 4096, mixed_precision="bf16") == 1024
     assert at_once("cuda", 128) == at_once("cpu", 128, processes=2) == float("inf")
 
 

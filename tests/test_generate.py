@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+from unittest import mock
 
 import common.generate
 import common.kv_cache
@@ -428,6 +429,13 @@ def grid(n: int) -> torch.Tensor:
     return (torch.arange(n) + 0.5) / n
 
 
+@pytest.fixture(params=["at once", "in two levels"])
+def levels(request, monkeypatch):
+    """How the vocabulary is gone through, whatever its size."""
+    monkeypatch.setattr(common.generate, "DRAW_AT_ONCE", 10**9 if request.param == "at once" else 0)
+
+
+@pytest.mark.usefixtures("levels")
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_drawn_tokens_have_the_frequencies_of_the_softmax(temperature):
     n = 20000
@@ -438,6 +446,7 @@ def test_drawn_tokens_have_the_frequencies_of_the_softmax(temperature):
     torch.testing.assert_close(logps, (p / p.sum()).log()[tokens], atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("levels")
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("top_k", [0, 1, 3, 9, 10, 50])
 @pytest.mark.parametrize("top_p", [0.05, 0.3, 0.77, 0.9, 0.995, 1.0])
@@ -453,6 +462,7 @@ def test_top_k_and_top_p_leave_exactly_the_right_tokens_with_their_shares(temper
     torch.testing.assert_close(logps, whole[tokens], atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("levels")
 def test_top_p_keeps_the_token_that_crosses_it():
     """Probabilities 0.5, 0.3, 0.15, 0.05."""
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(1000, -1)
@@ -475,6 +485,7 @@ def test_the_most_probable_token_can_always_be_drawn(top_p):
     assert draw(LOGITS.expand(9, -1), grid(9), 1.0, top_p=top_p)[0].tolist() == [2] * 9
 
 
+@pytest.mark.usefixtures("levels")
 def test_rows_are_drawn_each_from_its_own_distribution():
     logits = torch.randn(50, V, generator=torch.Generator().manual_seed(0)) * 3
     uniforms = grid(50)
@@ -498,13 +509,16 @@ EDGES = [0.0, 2**-24, 0.5, 1 - 1e-7, 1 - 2**-24]
     st.sampled_from([0.1, 0.9, 1.0]),
 )
 def test_a_token_of_probability_zero_is_never_drawn(logits, temperature, top_k, top_p):
-    tokens, logps = draw(torch.tensor([logits] * 5), torch.tensor(EDGES), temperature, top_k, top_p)
     largest = max(logits)
-    for token, logp in zip(tokens.tolist(), logps.tolist(), strict=True):
-        assert (logits[token] - largest) / temperature > -104  # below that the float32 probability is 0
-        assert math.isfinite(logp)
+    for at_once in (0, 10**9):
+        with mock.patch.object(common.generate, "DRAW_AT_ONCE", at_once):
+            tokens, logps = draw(torch.tensor([logits] * 5), torch.tensor(EDGES), temperature, top_k, top_p)
+        for token, logp in zip(tokens.tolist(), logps.tolist(), strict=True):
+            assert (logits[token] - largest) / temperature > -104  # below that the float32 probability is 0
+            assert math.isfinite(logp)
 
 
+@pytest.mark.usefixtures("levels")
 def test_the_ends_of_a_large_vocabulary_are_drawn_only_where_they_have_probability():
     """A cumulative sum over 50,000 tokens does not end at 1 exactly."""
     logits = torch.randn(5, 50_000, generator=torch.Generator().manual_seed(0))
@@ -513,6 +527,7 @@ def test_the_ends_of_a_large_vocabulary_are_drawn_only_where_they_have_probabili
     assert tokens.min() >= 100 and tokens.max() < 49_900
 
 
+@pytest.mark.usefixtures("levels")
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 150_000])
 def test_every_token_of_a_large_vocabulary_is_drawn_where_its_share_lies(size):
     """Each token at the middle of its share of [0, 1), in float64: probabilities of 1e-5 are not lost in float32 sums."""

@@ -242,6 +242,19 @@ def test_with_several_gpus_a_wish_comes_true_a_step_later_and_once(clock):
     assert [interrupt.wish() for _ in range(2)] == ["", "stop"]
 
 
+@pytest.mark.parametrize(
+    ("processes", "backend", "where", "late"),
+    [(1, None, "cpu", False), (2, "cpu:gloo,cuda:gloo", "cpu", False), (2, "cuda:nccl", "cuda", True)],
+)
+def test_only_several_gpus_answer_late_and_only_where_that_is_wanted(processes, backend, where, late, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backend)
+    accelerator = SimpleNamespace(num_processes=processes, is_main_process=True, device=torch.device("cuda"))
+    for wanted in (True, False):
+        interrupt = Interruption(accelerator, None, None, late=wanted)
+        interrupt.close()
+        assert (interrupt.device.type, interrupt.late) == (where, late and wanted)
+
+
 def test_a_forked_process_ends_at_a_signal_as_usual(clock):
     clock.start(None, None)
     context = multiprocessing.get_context("fork")
