@@ -14,6 +14,7 @@ full; the queries are what it has for itself, its last tokens, and such a bucket
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common.device import on_device
@@ -33,6 +34,7 @@ VARLEN_IS_TOLD_GQA = varlen_attn is not None and "enable_gqa" in inspect.signatu
 
 FLAT = "flat"
 SLACK = 0.8  # the shortest sequence of a bucket, as a share of the longest
+STRIP, LONGEST_IN_STRIPS = 128, 640  # tokens: see _strips_pay
 LEAST_ASKED = 0.5  # of a bucket's queries, how many are real where a start is shared
 MOST_ASKING = 1024  # tokens that a sequence has for itself beside a shared start; with more, a mask would take too much room
 
@@ -57,10 +59,13 @@ class Bucket:
     first: Tensor | None = None  # (b,) int64: the place of the first token that asks; None: 0
     masks: dict[Any, Tensor] = field(default_factory=dict)  # each made once, for all layers of its kind
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """(b or 1, 1, Lq, L): 0, or -inf where a token comes later or `window` or more before. None: causal will do."""
+    def mask(self, window: int | None, dtype: torch.dtype, always: bool = False) -> Tensor | None:
+        """(b or 1, 1, Lq, L): 0, or -inf where a token comes later or `window` or more before.
+
+        None where causal attention will do and there need not always be one.
+        """
         Lq, L = self.queries.shape[1], self.keys.shape[1]
-        if self.first is None and (window is None or L <= window):
+        if self.first is None and (window is None or L <= window) and not always:
             return None
         if (window, dtype) not in self.masks:
             first = self.keys.new_zeros(1) if self.first is None else self.first
@@ -197,11 +202,27 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, *, scale: float | None, dropout: float, window: int | None
 ) -> Tensor:
     """The sequences of a bucket: (b Lq, H, Dh), (b L, Hkv, Dh) twice -> (b Lq, H, Dh)."""
-    b = len(bucket.keys)
-    rows = (x.view(b, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # (b, H, Lq or L, Dh)
-    mask, gqa = bucket.mask(window, v.dtype), q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(*rows, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=gqa)
-    return out.transpose(1, 2).reshape(len(q), q.shape[1], -1)
+    b, T, H = len(bucket.keys), *q.shape[:2]
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=H != k.shape[1])
+    q, k, v = (x.view(b, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # (b, H, Lq or L, Dh)
+    mask = bucket.mask(window, v.dtype)
+    if mask is None and _strips_pay(q):
+        mask = bucket.mask(window, v.dtype, always=True)
+        strips = [(slice(at, at + STRIP), slice(at + STRIP)) for at in range(0, q.shape[2], STRIP)]
+        outputs = [attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen]) for own, seen in strips]
+        out = torch.cat([output.transpose(1, 2) for output in outputs], 1)
+    else:
+        out = attend(q, k, v, mask, is_causal=mask is None).transpose(1, 2)
+    return out.reshape(T, H, -1)
+
+
+def _strips_pay(q: Tensor) -> bool:
+    """Whether queries (b, H, L, Dh) go faster strip by strip, each with the keys up to its end.
+
+    The CPU's kernel skips what is masked in blocks of 512 keys only: of shorter sequences nothing.
+    """
+    plain = q.device.type == "cpu" and q.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return plain and 2 * STRIP <= q.shape[2] <= LONGEST_IN_STRIPS and not torch.compiler.is_compiling()
 
 
 class _Deal(torch.autograd.Function):

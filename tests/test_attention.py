@@ -19,6 +19,7 @@ from train_grpo import add_logps
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -425,6 +426,43 @@ def test_the_varlen_kernel_and_the_buckets_agree_on_a_gpu(sharing, window, monke
         torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
 
 
+def softmax_of_each(q, k, v, lengths):
+    """softmax(q k) v, one sequence after the other: q (1, H, T, Dh), k and v (1, Hkv, T, Dh) -> (T, H, Dh)."""
+    found = []
+    for query, key, value in zip(*(x[0].split(lengths, dim=1) for x in (q, k, v)), strict=True):
+        key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+        later = torch.ones(query.shape[1], query.shape[1]).triu(1) > 0
+        scores = (query @ key.transpose(1, 2) / query.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
+        found.append((scores.softmax(-1) @ value).transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("lengths", [[300, 280, 37], [256, 256], [257], [640], [641, 255]], ids=str)
+def test_long_sequences_are_attended_to_strip_by_strip_with_the_same_result(lengths, monkeypatch):
+    """Float32 on the CPU, against float64, with gradients."""
+    shapes, attend = [], F.scaled_dot_product_attention
+
+    def watched(q, k, *args, **named):
+        shapes.append((q.shape[2], k.shape[2]))
+        return attend(q, k, *args, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    rng = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, h, sum(lengths), 8, generator=rng, requires_grad=True) for h in (4, 2, 2)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    weights = torch.randn(sum(lengths), 4, 8, generator=rng)
+    plan = plan_flat_row(lengths, CPU)
+    out, _ = flat_attention(None, *inputs, None, flat_row=plan)
+    wanted = softmax_of_each(*exact, lengths)
+    torch.testing.assert_close(out[0].double(), wanted, atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad((out[0] * weights).sum(), inputs)
+    for found, expected in zip(gradients, torch.autograd.grad((wanted * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    whole = {(n, n) for n in (bucket.keys.shape[1] for bucket in plan.buckets) if not 256 <= n <= 640}
+    strips = {(128, 128), (128, 256)} if whole != {(641, 641), (255, 255)} else set()
+    assert set(shapes) >= whole | strips and all(q <= 128 or (q, k) in whole for q, k in shapes)
+
+
 @pytest.mark.parametrize("lengths", [[14, 3, 3], [3, 3, 14], [5, 5], [7], [9, 8, 8, 2, 1]], ids=str)
 def test_buckets_in_and_out_of_order(lengths):
     """Sequences that lie in the order of the buckets, in another one, in a single bucket: softmax(q k) v, one by one."""
@@ -432,11 +470,4 @@ def test_buckets_in_and_out_of_order(lengths):
     q = torch.randn(1, 4, sum(lengths), 8, dtype=torch.float64, generator=rng)
     k, v = (torch.randn(1, 2, sum(lengths), 8, dtype=torch.float64, generator=rng) for _ in range(2))
     out, _ = flat_attention(None, q, k, v, None, flat_row=plan_flat_row(lengths, CPU))
-    alone = []
-    for query, key, value in zip(*(x[0].split(lengths, dim=1) for x in (q, k, v)), strict=True):
-        key, value = (x.repeat_interleave(2, 0) for x in (key, value))
-        scores = (query @ key.transpose(1, 2) / 8**0.5).masked_fill(
-            torch.ones(len(key[0]), len(key[0])).triu(1) > 0, -torch.inf
-        )
-        alone.append((scores.softmax(-1) @ value).transpose(0, 1))
-    torch.testing.assert_close(out[0], torch.cat(alone), atol=1e-12, rtol=0)
+    torch.testing.assert_close(out[0], softmax_of_each(q, k, v, lengths), atol=1e-12, rtol=0)
