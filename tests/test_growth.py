@@ -69,7 +69,7 @@ def test_one_long_sequence_costs_no_more_than_many_short_ones():
     model = tiny()
     one = {n: held(model, [n]) for n in (2048, 4096, 8192)}
     assert one[8192] == pytest.approx(held(model, [128] * 64), rel=0.01)
-    assert held(model, [512] * 16) < 1.1 * one[8192]  # in strips, for speed: their outputs are there twice, and a mask
+    assert held(model, [512] * 16) < 1.15 * one[8192]  # in strips, for speed: their outputs are there twice, and a mask
     # A mask or scores of every pair of tokens would be 64 MiB (bool) or more for 8k, and 16 times those of 2k.
     assert one[8192] - one[4096] == pytest.approx(2 * (one[4096] - one[2048]), rel=0.01)
 
