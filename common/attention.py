@@ -1,4 +1,4 @@
-"""Attention inside each sequence of a flat row: no padding between sequences, no mask, no leak.
+"""Attention inside each sequence of a flat row: no padding between sequences, no mask over the row, no leak.
 
 A flat row holds S sequences end to end, T tokens in all. The function here is registered with transformers' attention
 interface under the name "flat", and the matching mask function says "no mask", so that nothing of size T x T is ever
