@@ -294,9 +294,9 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, t
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """(rows, W) weights of any sum, (rows,) uniforms -> (rows, 1): the index at which the share `uniforms` is reached.
 
-    In two levels: which block of the vocabulary, then which token in it. A cumulative sum over all of it would be one more
-    pass over memory, and in float32 it would be too coarse for rare tokens; these short ones are in float64. What remains is
-    that a float32 uniform has 24 bits. An index of weight 0 is never given.
+    Of a large vocabulary in two levels: which block of it, then which token of the block. A cumulative sum over all of it
+    would be one more pass over memory, and in float32 it would be too coarse for rare tokens; these short ones are in
+    float64. What remains is that a float32 uniform has 24 bits. An index of weight 0 is never given.
     """
     W = weights.shape[-1]
     if W <= DRAW_AT_ONCE:

@@ -1,7 +1,7 @@
 """A run that is told to stop finishes its step, saves a checkpoint and leaves; the same command goes on from it.
 
 SIGTERM and SIGINT (Ctrl-C) stop the run, SIGUSR1 saves and goes on; so do --max_hours and --save_minutes by the clock.
-Once per step all processes agree on what to do, so that all of them save at the same one.
+Once per step all processes agree on what to do, so that all of them save at the same one; several GPUs, a step later.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Sequences that begin alike share their start in the flat row: the same numbers as each of them alone, with fewer tokens."""
+"""Attention over a flat row: the numbers of each sequence alone, with a shared start in it once, and by every kernel."""
 
 import contextlib
 import copy
@@ -424,6 +424,9 @@ def test_the_varlen_kernel_and_the_buckets_agree_on_a_gpu(sharing, window, monke
         results.append((out.float(), *torch.autograd.grad(out.float().square().sum(), inputs)))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
+
+
+# --- buckets and strips ------------------------------------------------------------------------------------------------
 
 
 def softmax_of_each(q, k, v, lengths):

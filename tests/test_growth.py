@@ -156,7 +156,7 @@ def test_an_update_holds_the_prompt_of_a_group_once():
 
     (one, tokens_of_one), (many, tokens_of_many) = held_by(1), held_by(16)
     assert tokens_of_many - tokens_of_one == 15 * answer
-    # Attention sees each sequence in full, so that its keys, values and outputs are written out; the rest is not.
+    # Attention sees each sequence in full, so that its keys and values are written out; the rest is not.
     alone = held(model, [prompt + answer])
     assert one == pytest.approx(alone, rel=0.02)
     assert many < 0.4 * 16 * alone
