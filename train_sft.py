@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from common.arguments import CommonArgs, arg, command_line, run
+from common.args import CommonArgs, arg, command_line, run
 
 DEMO = "data/configs/sft.yaml"
 
@@ -40,19 +40,19 @@ class Args(CommonArgs):
 if __name__ == "__main__":
     ARGS = command_line(Args, DEMO)  # before the imports that take seconds: --help and a wrong flag answer at once
 
-from common.best import Best
-from common.chat import stop_token_ids
-from common.checkpoint import resume, save_checkpoint
 from common.collators import Packs, Window, Windows, pack, whole
-from common.data import BadRow, find_sources
+from common.data.chat import stop_token_ids
+from common.data.examples import Units
+from common.data.formats import as_chat, chat_format
+from common.data.load import load_samples, load_units
+from common.data.order import BANDS
+from common.data.sources import BadRow, find_sources
+from common.data.tokens import split_chat, tokenize_chat, tokenize_completion, tokenize_documents, truncate
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluate_nll, first_prompts, load_prompts
-from common.fit import Fit
-from common.formats import as_chat, chat_format
-from common.generate import why_not_sampled
-from common.health import Health
-from common.interrupt import Interruption
-from common.load import (
+from common.losses import nll
+from common.model.flat_model import base_lm, flops_per_token
+from common.model.load import (
     add_lora,
     check_positions,
     choose_model,
@@ -62,17 +62,17 @@ from common.load import (
     load_tokenizer,
     set_stop_tokens,
 )
-from common.losses import nll
-from common.model import base_lm, flops_per_token
-from common.monitor import Metrics
-from common.optimizer import adamw, schedule, set_lr
-from common.order import BANDS
-from common.report import describe
-from common.rewards import load_rewards, scorer
-from common.run import due, finish, progress, seed_step, start
-from common.samples import load_samples, load_units
-from common.tokens import split_chat, tokenize_chat, tokenize_completion, tokenize_documents, truncate
-from common.units import Units
+from common.model.optimizer import adamw, schedule, set_lr
+from common.run.best import Best
+from common.run.checkpoint import resume, save_checkpoint
+from common.run.describe import describe
+from common.run.metrics import Metrics
+from common.run.nonfinite import Health
+from common.run.retry import Fit
+from common.run.run import due, finish, progress, seed_step, start
+from common.run.signals import Interruption
+from common.sampling.generate import why_not_sampled
+from common.sampling.rewards import load_rewards, scorer
 
 import torch
 

@@ -29,11 +29,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # both sides use two processes i
 
 import train_pretrain  # noqa: E402
 import train_sft  # noqa: E402
-from common.cache import tokenize  # noqa: E402
 from common.collators import Windows  # noqa: E402
-from common.data import Source  # noqa: E402
-from common.load import load_tokenizer  # noqa: E402
-from common.order import Order, Shuffled  # noqa: E402
+from common.data.cache import tokenize  # noqa: E402
+from common.data.order import Order, Shuffled  # noqa: E402
+from common.data.sources import Source  # noqa: E402
+from common.model.load import load_tokenizer  # noqa: E402
 
 import accelerate  # noqa: E402
 import datasets  # noqa: E402
@@ -143,7 +143,7 @@ def loader_share() -> float:
     """The share of the time of training that goes into making the batches: the demo's model on the demo's chats."""
     code = """
 import time, train_sft
-from common.arguments import parse_args
+from common.args import parse_args
 from common.collators import Window, Windows
 spent = [0.0]
 def timed(function):

@@ -1,4 +1,4 @@
-"""Sampling alone: `common.generate.sample` and generate(), alternately in one process (called by grpo.py).
+"""Sampling alone: `common.sampling.generate.sample` and generate(), alternately in one process (called by grpo.py).
 
 python benchmarks/generate_peer.py model prompts.jsonl result.json rounds
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.chat import stop_token_ids  # noqa: E402
-from common.generate import sample  # noqa: E402
-from common.load import load_model, load_tokenizer  # noqa: E402
-from common.model import base_lm  # noqa: E402
+from common.data.chat import stop_token_ids  # noqa: E402
+from common.model.flat_model import base_lm  # noqa: E402
+from common.model.load import load_model, load_tokenizer  # noqa: E402
+from common.sampling.generate import sample  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

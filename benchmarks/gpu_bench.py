@@ -17,8 +17,8 @@ from compare import ROOT
 sys.path.insert(0, str(ROOT))
 
 from common.memory import empty_caches  # noqa: E402
-from common.model import peak_flops  # noqa: E402
-from common.optimizer import adamw  # noqa: E402
+from common.model.flat_model import peak_flops  # noqa: E402
+from common.model.optimizer import adamw  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -13,14 +13,14 @@ from typing import Any
 
 from gpu_bench import GIB, LLAMA, SMALL, Bench, Row, optimizer_of, update
 
-from common.attention import flat_attention, plan_flat_row, varlen_attn  # isort: skip
+from common.model.attention import flat_attention, plan_flat_row, varlen_attn  # isort: skip
 from common.collators import flat_batch, whole
-from common.generate import sample
-from common.head import nll, score
-from common.load import compile_layers, enable_gradient_checkpointing, wrap
 from common.losses import dpo_loss, grpo_loss, segment_ids, segment_sum
 from common.memory import empty_caches, is_oom
-from common.model import LogProbModel, flops_per_token
+from common.model.flat_model import LogProbModel, flops_per_token
+from common.model.lm_head import nll, score
+from common.model.load import compile_layers, enable_gradient_checkpointing, wrap
+from common.sampling.generate import sample
 
 import numpy as np
 import torch

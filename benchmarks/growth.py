@@ -26,12 +26,12 @@ from compare import HERE, ROOT, machine
 sys.path.insert(0, str(ROOT))
 
 from common.collators import flat_batch, whole  # noqa: E402
-from common.estimate import _Live, nbytes  # noqa: E402
-from common.generate import sample  # noqa: E402
-from common.load import create_model  # noqa: E402
 from common.losses import grpo_loss, segment_ids  # noqa: E402
-from common.model import LogProbModel  # noqa: E402
-from common.optimizer import adamw  # noqa: E402
+from common.model.flat_model import LogProbModel  # noqa: E402
+from common.model.load import create_model  # noqa: E402
+from common.model.optimizer import adamw  # noqa: E402
+from common.run.estimate import _Live, nbytes  # noqa: E402
+from common.sampling.generate import sample  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -28,7 +28,7 @@ TRL_CHUNK = 32768  # as in its trainers
 
 def sides(V: int, T: int, D: int) -> tuple[dict, Any, Any]:
     """Each side as a function to the loss, and the hidden states and the weight that it has gradients for."""
-    from common.head import nll, score
+    from common.model.lm_head import nll, score
 
     import torch
     import torch.nn.functional as F

@@ -12,14 +12,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parent))
 
-from common import arguments  # noqa: E402  (which imports nothing heavy)
+from common import args as arguments  # noqa: E402
 
 from clock import Clock  # noqa: E402
 
 
 def watch(clock: Clock) -> None:
     """Have the clock see the start of the loop, each step, and what is logged."""
-    from common.monitor import Metrics
+    from common.run.metrics import Metrics
 
     restore, log, write = Metrics.restore, Metrics.log, Metrics._write
 

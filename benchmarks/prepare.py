@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
 import train_pretrain  # noqa: E402
-from common.cache import tokenize  # noqa: E402
 from common.collators import pack  # noqa: E402
-from common.data import Source  # noqa: E402
-from common.order import Order, Shuffled  # noqa: E402
+from common.data.cache import tokenize  # noqa: E402
+from common.data.order import Order, Shuffled  # noqa: E402
+from common.data.sources import Source  # noqa: E402
 
 import accelerate  # noqa: E402
 import numpy as np  # noqa: E402

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common.device import on_device
 from common.errors import UserError
+from common.memory import to_device
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ def flat_batch(units: Sequence[Unit], device: torch.device, weight: float = 1.0)
         if name not in ("input_ids", "loss_mask"):
             values = row(name) if np.ndim(value) else [sequence[name] for sequence in sequences]
             batch[name] = np.asarray(values, np.float32)
-    tensors = {name: on_device(value, device) for name, value in batch.items()}
+    tensors = {name: to_device(value, device) for name, value in batch.items()}
     return tensors | {"lengths": lengths, "places": places if any(shared) else None}
 
 
@@ -92,7 +92,7 @@ def shared_start(one: dict[str, Any], other: dict[str, Any]) -> int:
 def split_row(values: torch.Tensor, batch: dict[str, Any]) -> list[torch.Tensor]:
     """Per-token results of a flat batch (T,) for each sequence in full: S tensors (n,), a shared start in each of them."""
     if batch["places"] is not None:
-        values = values[on_device(batch["places"], values.device)]
+        values = values[to_device(batch["places"], values.device)]
     return list(values.split(batch["lengths"]))
 
 

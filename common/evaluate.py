@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from common.collators import eval_batches
-from common.data import BadRow, Source, convert, load_rows, read_rows
+from common.data.examples import Units
+from common.data.formats import as_prompt
+from common.data.sources import BadRow, Source, convert, load_rows, read_rows
+from common.data.tokens import tokenize_row
 from common.errors import UserError
-from common.formats import as_prompt
-from common.generate import sample
 from common.losses import nll
-from common.model import LogProbModel
-from common.tokens import tokenize_row
-from common.units import Units
+from common.model.flat_model import LogProbModel
+from common.sampling.generate import sample
 
 import torch
 

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 GIB = 2**30
 CROWDED = 0.9  # of the limit: from here on caches are emptied
@@ -106,3 +107,33 @@ def is_oom(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array as a tensor on the device.
+
+    From ordinary memory CUDA would copy with the host waiting until the device has done all that it was asked for before:
+    hence pinned memory, which PyTorch keeps until the copy has been made.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class AsyncScalar:
+    """A number on the device that is asked for later: by then it is on the host.
+
+    Taking it from the device when it is wanted would wait for all that the device has been asked for in between.
+    """
+
+    def __init__(self, value: Tensor):
+        """value: (); it may be changed afterwards."""
+        self._value = value.to("cpu", non_blocking=value.is_cuda, copy=True)  # into pinned memory
+        self._arrived = torch.cuda.Event() if value.is_cuda else None
+        if self._arrived:
+            self._arrived.record()
+
+    def value(self) -> Tensor:
+        """On the CPU."""
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._value

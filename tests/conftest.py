@@ -34,7 +34,7 @@ def token_cache(tmp_path_factory):
 @pytest.fixture
 def launch(tmp_path, token_cache):
     """launch("sft", "--max_steps", "2", ...) runs train_sft.py's main here; returns the output folder."""
-    from common.arguments import parse_args
+    from common.args import parse_args
 
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

@@ -7,8 +7,8 @@ from collections import Counter
 from types import SimpleNamespace
 
 from common.collators import Windows, balance, best_fit, eval_batches, flat_batch, pack, whole
+from common.data.order import Order, Shuffled
 from common.errors import UserError
-from common.order import Order, Shuffled
 
 import numpy as np
 import pytest

@@ -2,8 +2,8 @@
 
 import copy
 
-from common.load import wrap
-from common.model import LogProbModel
+from common.model.flat_model import LogProbModel
+from common.model.load import wrap
 
 import torch
 import transformers

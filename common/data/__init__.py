@@ -1,0 +1,1 @@
+"""Rows of any source to examples: sequences of token ids that are trained on."""

@@ -1,0 +1,246 @@
+"""Chat templates: the rendered text, the spans of it that the assistant writes, and the tokens that end a turn.
+
+Which tokens of a chat are trained is decided here, on the rendered text, as spans of characters: what the model will have
+to write, the assistant's words and the end of its turn; not the header that introduces it. `tokens.py` makes tokens of it.
+
+Chats are content: a message that spells a special token keeps it as plain characters, so that it cannot end or forge a
+turn. It is a placeholder in the rendered text until that is tokenised.
+"""
+
+import functools
+import json
+import re
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from common.data.sources import BadRow, Message
+from common.errors import UserError
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+# A special token that a message spells, by its number, while the template is applied. Real text has no noncharacters.
+PLACEHOLDER = re.compile("\ufdd0(\\d+)\ufdd1")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THINKING_HEADER = re.compile(r"<think>\s*(</think>\s*)?$")
+
+
+def per_tokenizer(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Remembers function(tokenizer) while its special tokens and template stay the same: asking for them is slow."""
+    known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def remembered(tokenizer: Any) -> Any:
+        state = (len(tokenizer), tokenizer.all_special_tokens, tokenizer.chat_template)
+        last, value = known.get(tokenizer, (None, None))
+        if last != state:
+            value = function(tokenizer)
+            known[tokenizer] = (state, value)
+        return value
+
+    return remembered
+
+
+@per_tokenizer
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Longest first, so that one that begins like another is not taken for it."""
+    marks = {str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special} | set(
+        tokenizer.all_special_tokens
+    )
+    return sorted(marks - {""}, key=lambda mark: (-len(mark), mark))
+
+
+def render(
+    messages: list[Message], tokenizer: Any, tools: list[Any] | None = None, add_generation_prompt: bool = False
+) -> str:
+    """The chat template's text. Raises UserError without a template, BadRow where the template refuses the chat.
+
+    A special token that a message spells is a placeholder in it, which only the functions here read. The template does
+    not see the key "train" of a message.
+    """
+    messages, tools = _hide([_without_flags(messages), tools], special_tokens(tokenizer))
+    return _apply_template(messages, tokenizer, tools, add_generation_prompt)[0]
+
+
+def assistant_spans(
+    messages: list[Message], tokenizer: Any, tools: list[Any] | None = None, turns: Iterable[int] | None = None
+) -> tuple[str, dict[int, tuple[int, int]]]:
+    """The text of `render`, and for each of the assistant's turns (by its index; all, unless `turns` names them) the
+    characters [start, end) that the model writes.
+
+    Taken from the template's {% generation %} markers; without them, derived: a turn starts where the chat before it,
+    with the header of the answer, ends, and ends after the special token that ends turns. Raises BadRow where the text
+    does not bear this out or lacks a message, UserError for a template that ends turns with no special token.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = set(answers if turns is None else turns)
+    marks = special_tokens(tokenizer)
+    messages, tools = _hide([_without_flags(messages), tools], marks)
+    text, marked = _apply_template(messages, tokenizer, tools)
+    if marked is not None and len(marked) != len(answers):
+        raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
+    for tool in tools or []:
+        function = tool.get("function")
+        if str((function if isinstance(function, dict) else tool).get("name", "")) not in text:
+            raise BadRow("the chat template leaves out the tools (to train without them: --columns unused=tools)")
+
+    spans: dict[int, tuple[int, int]] = {}
+    at = 0  # all messages so far stand before it
+    for i, message in enumerate(messages):
+        if i in turns:
+            if marked is not None:
+                start, end = marked[answers.index(i)]
+            else:
+                start = end = _derive_start(text, messages[:i], tokenizer, tools)
+            end = _turn_end(text, start, end, tokenizer, marks)
+            spans[i] = start, end
+            if start < at or not _holds(text[start:end], message, marks):
+                raise BadRow(
+                    "the chat template changes an answer or ends its turn in another way "
+                    "(try --train_on last_turn, or --chat_template chatml)"
+                )
+            at = end
+        elif message["role"] != "assistant" and (content := message["content"].strip()):
+            if (place := text.find(content, at)) < 0:
+                content = json.dumps(content, ensure_ascii=False)[1:-1]  # some templates write tool output as JSON
+                place = text.find(content, at)
+            if place < 0:
+                raise BadRow(f"the chat template leaves out a {message['role']} message (try --chat_template chatml)")
+            at = place + len(content)
+    return text, spans
+
+
+@per_tokenizer
+def end_of_turn(tokenizer: Any) -> str | None:
+    """The special token with which the chat template ends an assistant turn; None without a template or such a token."""
+    if not tokenizer.chat_template:
+        return None
+    word = "plainloop"
+    try:
+        text = render([{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], tokenizer)
+    except BadRow:
+        return None
+    at = text.find(word)
+    rest = text[at + len(word) :].lstrip() if at >= 0 else ""
+    return next((mark for mark in special_tokens(tokenizer) if rest.startswith(mark)), None)
+
+
+def stop_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
+    """All tokens that end a completion: those of the generation config, the tokenizer's, the template's end of turn."""
+    ids = generation_config.eos_token_id
+    stops = set([ids] if isinstance(ids, int) else ids or []) | {tokenizer.eos_token_id}
+    if (mark := end_of_turn(tokenizer)) is not None:
+        stops.add(tokenizer.convert_tokens_to_ids(mark))
+    return sorted(stops)
+
+
+def _apply_template(
+    messages: list[Message], tokenizer: Any, tools: list[Any] | None, add_generation_prompt: bool = False
+) -> tuple[str, list[tuple[int, int]] | None]:
+    """The text, and the spans of the template's {% generation %} markers, None where it has none."""
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template: pass --chat_template chatml, plain, or a .jinja file")
+    try:
+        template = tokenizer.get_chat_template(tools=tools)
+        if add_generation_prompt or not _has_markers(template):
+            text = tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+            return text, None
+        texts, marked = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+        return texts[0], marked[0]
+    except Exception as error:  # templates raise what they like (raise_exception, a missing key, a filter on None)
+        raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from None
+
+
+@functools.lru_cache
+def _has_markers(template: str) -> bool:
+    return _GENERATION.search(template) is not None
+
+
+def _derive_start(text: str, before: list[Message], tokenizer: Any, tools: list[Any] | None) -> int:
+    """Where the answer to the chat `before` starts in the text of the longer chat."""
+    if not before:
+        raise BadRow("the chat starts with the assistant (--chat_template chatml allows that)")
+    header = _apply_template(before, tokenizer, tools, add_generation_prompt=True)[0]
+    if not text.startswith(header):
+        # A header that opens or closes the thinking in advance; an answer that thinks starts before that.
+        header = _THINKING_HEADER.sub("", header)
+        if not text.startswith(header + "<think>"):
+            raise BadRow("the chat template rewrites earlier turns (try --chat_template chatml, or single-turn chats)")
+    return len(header)
+
+
+def _turn_end(text: str, start: int, end: int, tokenizer: Any, marks: list[str]) -> int:
+    """The end of the turn that starts at `start`, the special token that ends it included.
+
+    end: where its markers end, which may leave that token outside: a model that never learns it never stops. marks: all
+    special tokens.
+    """
+    if end > start and text[start:end].rstrip().endswith(tuple(marks)):
+        return end
+    mark = end_of_turn(tokenizer)
+    if mark is None:
+        raise UserError(
+            "the chat template ends answers with no special token, so a model would not learn to stop: "
+            "pass --chat_template chatml, plain, or a .jinja file that writes eos_token"
+        )
+    # Content cannot contain it: what a message spells is hidden. With markers, it follows them.
+    place = text.find(mark, end)
+    if place < 0 or (end > start and text[end:place].strip()):
+        raise BadRow("the chat template ends this answer with no special token (try --chat_template chatml)")
+    return place + len(mark)
+
+
+def _holds(written: str, message: Message, marks: list[str]) -> bool:
+    """Whether the text of a turn ends with the words of the message, up to white space, or has its words and calls."""
+    written = written.rstrip()
+    written = written.removesuffix(next((mark for mark in marks if written.endswith(mark)), ""))
+    calls = [call.get("function") or call for call in message.get("tool_calls") or []]
+    if not all(str(call.get("name", "")) in written for call in calls):
+        return False
+    parts = (message["content"], message.get("reasoning_content") or "", written)
+    if not calls and not parts[1] and written.endswith(parts[0]):
+        return True  # word for word, as nearly always: nothing to normalise
+    said, thought, written = ("".join(part.split()) for part in parts)
+    if thought not in written:
+        return False
+    return said in written if calls else written.endswith(said)
+
+
+def _without_flags(messages: list[Message]) -> list[Message]:
+    """The messages as the template may see them: "train" says what is trained, and is no part of the chat."""
+    return [{key: value for key, value in message.items() if key != "train"} for message in messages]
+
+
+def _hide(value: Any, marks: list[str]) -> Any:
+    """The strings in a value with a placeholder for each of the special tokens `marks` that they spell."""
+    if isinstance(value, list):
+        return [_hide(item, marks) for item in value]
+    if isinstance(value, dict):
+        return {key: item if key == "role" else _hide(item, marks) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    if "\ufdd0" in value or "\ufdd1" in value:
+        raise BadRow("the text contains a Unicode noncharacter")
+    for i, mark in enumerate(marks):
+        if mark in value:
+            value = value.replace(mark, f"\ufdd0{i}\ufdd1")
+    return value
+
+
+def read_chat_template(name: str) -> str:
+    """A chat template by the name of one that ships here, or by the path of a .jinja file."""
+    path = TEMPLATES / f"{name}.jinja" if "/" not in name and not name.endswith(".jinja") else Path(name)
+    if not path.exists():
+        shipped = ", ".join(sorted(p.stem for p in TEMPLATES.glob("*.jinja")))
+        raise UserError(f"--chat_template {name}: no such file; shipped templates: {shipped}")
+    return path.read_text(encoding="utf-8").strip()

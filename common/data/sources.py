@@ -1,0 +1,372 @@
+"""Rows: find the sources that the arguments name, read them lazily from any kind of file, and choose among them.
+
+A row is a `Row(where, columns)`: where it came from ("chats.jsonl:12") and its columns. A source is read row by row in
+bounded memory (only a .json array is loaded whole), and reading goes on from any `Place`. What the columns mean is the
+business of formats.py.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.data.readers import SUFFIXES, Row, kind, load_table, plain, read_dataset, read_file
+from common.errors import UserError, say
+
+Message = dict[str, Any]
+# Where reading goes on: [file number, bytes or rows of the file, its line or row number, rows given so far].
+Place = list[int]
+FIRST_ROWS = 100  # that are looked at to recognise a format, where columns are null
+
+
+class BadRow(Exception):
+    """This one row cannot be used; the message is the reason under which it is counted."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of rows: a file, a folder, a save_to_disk folder, or a Hub name."""
+
+    path: str
+    name: str | None = None  # configuration of a Hub dataset
+    split: str = "train"
+    weight: float | None = None  # its share among the sources
+    max_samples: int | None = None  # the first N rows, after fraction and hold-out
+    fraction: float = 1.0  # this share of the rows, chosen by a hash of the row
+    columns: tuple[str, ...] = ()  # renames, "new=old"
+    held_out: float = 0.0  # the share that part divides off, by another hash of the row
+    part: str = "all"  # all, train, held_out
+    format: str | None = None  # as recognised or insisted on
+    label: str = ""  # short, unique among the sources
+    streaming: bool = False  # of a Hub dataset: read from the network while training
+
+
+# --- which sources --------------------------------------------------------------------------------------------------
+
+ITEM = {  # what an item of --dataset_name may say: a check, and what is expected
+    "path": (lambda value: isinstance(value, str) and value, "a file, a folder or a Hub name"),
+    "name": (lambda value: isinstance(value, str), "the name of a configuration"),
+    "split": (lambda value: isinstance(value, str), "the name of a split"),
+    "weight": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    "max_samples": (lambda value: _is_number(value) and isinstance(value, int) and value > 0, "a whole number above 0"),
+    "fraction": (lambda value: _is_number(value) and 0 < value <= 1, "a share above 0, at most 1"),
+    "columns": (lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value), "a list of new=old"),
+    "format": (lambda value: isinstance(value, str), "the name of a format"),
+}
+
+
+def find_sources(args: Any, recognise: Callable[[dict[str, Any], str | None], str]) -> tuple[list[Source], list[Source]]:
+    """The training and the evaluation sources that the arguments name, each with rows of a known format.
+
+    recognise(columns, wanted) is the name of a row's format. Evaluation is on: the held-out part of the training sources
+    with eval_fraction; else eval_dataset_name; else the evaluation split of those training sources that have one. Raises
+    UserError for a source that is missing, empty, or of no known format, and for settings that contradict each other.
+    """
+    most = _checked("--max_train_samples", "max_samples", args.max_train_samples)
+    train = [_source(args, "dataset_name", item, most) for item in args.dataset_name]
+    train = _labelled(_weighed(train, args.dataset_weights))
+    if args.eval_fraction:
+        if not 0.0 < args.eval_fraction < 1.0:
+            raise UserError(f"--eval_fraction is a share between 0 and 1, not {args.eval_fraction}")
+        if args.eval_dataset_name:
+            raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
+        train = [dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in train]
+    asked, train = train, [_recognised(source, recognise) for source in train]
+
+    most = _checked("--max_eval_samples", "max_samples", args.max_eval_samples)
+    if args.eval_fraction:
+        parts = [dataclasses.replace(source, part="held_out", max_samples=most) for source in train]
+        evaluation = [source for source in parts if next(read_rows(source), None)]
+        for source in parts:
+            if source not in evaluation:
+                say(f"data: --eval_fraction {args.eval_fraction} holds out no row of {source.path}")
+        if not evaluation:
+            raise UserError(f"--eval_fraction {args.eval_fraction}: no row is held out; a larger share is needed")
+        return train, evaluation
+    if args.eval_dataset_name:
+        evaluation = _labelled([_source(args, "eval_dataset_name", item, most) for item in args.eval_dataset_name])
+    else:
+        change = {"split": args.dataset_eval_split, "fraction": 1.0, "max_samples": most}
+        splits = [dataclasses.replace(source, **change) for source in asked if source.split != args.dataset_eval_split]
+        evaluation = [source for source in splits if _has_split(source)]
+    return train, [_recognised(source, recognise) for source in evaluation]
+
+
+def identity(source: Source) -> dict[str, Any]:
+    """What the rows of a source depend on, as JSON: its settings, and its files or the fingerprint of its dataset."""
+    found = dataclasses.asdict(source) | {"columns": list(source.columns)}
+    for name in ("weight", "label", "streaming"):
+        del found[name]
+    files = _files(source)
+    if files is None:
+        table = load_table(source.path, source.name, source.split, source.streaming)
+        return found | {"fingerprint": getattr(table, "_fingerprint", None)}
+    facts = [(file.name, file.stat()) for file in files]
+    return found | {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in facts]}
+
+
+def _source(args: Any, flag: str, word: str, most: int | None) -> Source:
+    """A word of a flag as a source: a path or name, or a JSON object with more (a mapping in the YAML file)."""
+    item: dict[str, Any] = {"path": word}
+    if word.lstrip().startswith("{"):
+        try:
+            item = json.loads(word)
+        except ValueError as error:
+            raise UserError(f'--{flag} {word}: not valid JSON: {error}; expected like {{"path": "a.jsonl"}}') from None
+    item = {key: value for key, value in item.items() if value is not None}
+    for key, value in item.items():
+        if key not in ITEM:
+            raise UserError(f"--{flag} {word}: unknown key {key}; known: {', '.join(ITEM)}")
+        _checked(f"--{flag} {word}: {key}", key, value)
+    if "path" not in item:
+        raise UserError(f"--{flag} {word}: no path; expected {ITEM['path'][1]}")
+    if flag == "eval_dataset_name" and "weight" in item:
+        raise UserError(f"--{flag} {word}: weight is for training sources")
+    columns = tuple(item.pop("columns", args.columns) or ())
+    _renames(columns)
+    defaults = {"name": args.dataset_config, "max_samples": most, "format": args.dataset_format}
+    source = Source(**defaults | item, columns=columns)
+    if _files(source) is None and not _is_saved(source):
+        source = dataclasses.replace(source, streaming=bool(args.dataset_streaming))
+    if "split" in item:
+        return source
+    if flag == "dataset_name":
+        return dataclasses.replace(source, split=args.dataset_train_split)
+    named = dataclasses.replace(source, split=args.dataset_eval_split)
+    return named if _has_split(named) else source
+
+
+def _weighed(sources: list[Source], weights: list[float] | None) -> list[Source]:
+    """The sources with the weights of --dataset_weights, or those of their own: all of them, or none."""
+    own = [source.path for source in sources if source.weight is not None]
+    if weights is not None:
+        if own:
+            raise UserError(f"--dataset_weights: {own[0]} has a weight of its own; give weights in one place")
+        if len(weights) != len(sources):
+            raise UserError(f"--dataset_weights: {len(weights)} weights for {len(sources)} sources; one for each is needed")
+        for weight in weights:
+            _checked("--dataset_weights", "weight", weight)
+        return [dataclasses.replace(source, weight=w) for source, w in zip(sources, weights, strict=True)]
+    for source in sources:
+        if own and source.weight is None:
+            raise UserError(
+                f"--dataset_name: {own[0]} has a weight and {source.path} has none; all or none of them have one"
+            )
+    return sources
+
+
+def _labelled(sources: list[Source]) -> list[Source]:
+    """The sources with labels: the stem of a file or the last part of a name; -2, -3 where two are the same."""
+    taken: set[str] = set()
+    labelled = []
+    for source in sources:
+        path = Path(source.path).expanduser()
+        stem = plain(path).stem if path.is_file() else path.resolve().name
+        labels = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
+        label = next(label for label in labels if label and label not in taken)
+        taken.add(label)
+        labelled.append(dataclasses.replace(source, label=label))
+    return labelled
+
+
+def _recognised(source: Source, recognise: Callable[[dict[str, Any], str | None], str]) -> Source:
+    """The source with its format, which its first row tells, or the first one without null columns that decide."""
+    reason = None
+    for row, _ in itertools.islice(read_rows(source), FIRST_ROWS):
+        try:
+            return dataclasses.replace(source, format=recognise(row.columns, source.format))
+        except UserError as error:
+            reason = reason or UserError(f"{row.where}: {error}")
+            if None not in row.columns.values():
+                break
+    raise reason or _no_rows(source)
+
+
+def _no_rows(source: Source) -> UserError:
+    chosen = f", fraction {source.fraction}" if source.fraction < 1 else ""
+    held_out = f", --eval_fraction {source.held_out}" if source.part == "train" else ""
+    return UserError(f"no rows in {source.path} (split {source.split}{chosen}{held_out}); at least one is needed")
+
+
+def _checked(what: str, key: str, value: Any) -> Any:
+    """A setting of a source, if it is set, with the check that its key has."""
+    valid, expected = ITEM[key]
+    if value is not None and not valid(value):
+        raise UserError(f"{what}: expected {expected}, not {value!r}")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# --- rows of a source -----------------------------------------------------------------------------------------------
+
+
+def read_rows(source: Source, place: Place | None = None) -> Iterator[tuple[Row, Place]]:
+    """The rows of a source one by one, each with the place after it; from `place` on, if one is given.
+
+    Files: .jsonl and .json (objects by line, or one array), .txt (a row {"text"} per paragraph), .csv and .tsv (all values
+    strings), all of them also .gz, .bz2 or .xz; .parquet. Folders: the files named after the split, or, for train, all.
+    Raises UserError for what cannot be read.
+    """
+    number, at, line, given = place or [0, 0, 0, 0]
+    files = _files(source)
+    if files == []:
+        found = ", ".join(file.name for file in _data_files(Path(source.path).expanduser())) or "no data file"
+        raise UserError(
+            f"--dataset_name {source.path}: no file for split {source.split} (looked for {source.split}.jsonl, ...; "
+            f"found {found})"
+        )
+    renames, most = _renames(source.columns), math.inf if source.max_samples is None else source.max_samples
+    chosen = source.fraction < 1.0 or source.part != "all"
+    if given >= most:
+        return
+    for file in range(number, 1 if files is None else len(files)):
+        if files is None:
+            rows = read_dataset(source.path, source.name, source.split, source.streaming, at)
+        else:
+            rows = read_file(files[file], at, line)
+        for row, at, line in rows:
+            if chosen and not _is_chosen(source, row.columns):
+                continue
+            for new, old in renames:
+                if old not in row.columns:
+                    found = ", ".join(row.columns)
+                    raise UserError(f"--columns {new}={old}: {row.where} has no column {old}; it has {found}")
+                row.columns[new] = row.columns.pop(old)
+            given += 1
+            yield row, [file, at, line, given]
+            if given >= most:
+                return
+        at = line = 0
+
+
+def load_rows(source: Source | str) -> list[Row]:
+    """All rows of a source (a str: of that path or name) in memory. Raises UserError where there is none."""
+    source = Source(source) if isinstance(source, str) else source
+    rows = [row for row, _ in read_rows(source)]
+    if not rows:
+        raise _no_rows(source)
+    return rows
+
+
+def _is_chosen(source: Source, columns: dict[str, Any]) -> bool:
+    """Whether a row is in the source's fraction and part. It depends on the row alone, so that adding rows moves none."""
+    text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    if source.fraction < 1.0 and _draw(b"fraction " + text) >= source.fraction:
+        return False
+    return source.part == "all" or (_draw(text) < source.held_out) == (source.part == "held_out")
+
+
+def _draw(text: bytes) -> float:
+    """A number in [0, 1) that looks drawn at random."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
+
+
+def _renames(columns: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs (new, old) of the renames."""
+    pairs = []
+    for pair in columns:
+        new, eq, old = pair.partition("=")
+        if not (new and eq and old):
+            raise UserError(f"--columns {pair}: expected new=old, for instance prompt=question")
+        pairs.append((new, old))
+    return pairs
+
+
+def _files(source: Source) -> list[Path] | None:
+    """The files of the source's split, none if its folder lacks them; None where the datasets library reads the source."""
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        if _is_saved(source):
+            return None
+        files = _data_files(path)
+        named = [file for file in files if file.name.split(".")[0].split("-")[0] == source.split]
+        others = any(file.name.startswith(("validation", "test", "dev")) for file in files)
+        return files if not named and source.split == "train" and not others else named
+    if kind(path) in SUFFIXES or source.path.startswith((".", "/", "~")):
+        raise UserError(f"--dataset_name {source.path}: there is no such file")
+    return None
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if kind(file) in SUFFIXES)
+
+
+def _is_saved(source: Source) -> bool:
+    path = Path(source.path).expanduser()
+    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def _has_split(source: Source) -> bool:
+    """Whether the source is divided into splits, this one among them. A single file is not."""
+    if Path(source.path).expanduser().is_file():
+        return False
+    files = _files(source)
+    if files is None:
+        return load_table(source.path, source.name, source.split, source.streaming, optional=True) is not None
+    return bool(files)
+
+
+# --- rows that are left out -----------------------------------------------------------------------------------------
+
+
+class Dropped:
+    """How many rows were left out, by reason, with the places of the first ones."""
+
+    def __init__(self, facts: dict[str, dict[str, Any]] | None = None) -> None:
+        self.reasons = dict(facts or {})
+
+    def add(self, reason: str, where: str, count: int = 1) -> None:
+        found = self.reasons.setdefault(reason, {"count": 0, "first": []})
+        found["count"] += count
+        found["first"] = [*found["first"], where][:5]
+
+    def merge(self, other: "Dropped") -> None:
+        """Add what another one counted in later rows."""
+        for reason, found in other.reasons.items():
+            mine = self.reasons.setdefault(reason, {"count": 0, "first": []})
+            mine["count"] += found["count"]
+            mine["first"] = [*mine["first"], *found["first"]][:5]
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """{reason: {"count", "first": places}}, the most frequent reason first."""
+        return dict(sorted(self.reasons.items(), key=lambda item: -item[1]["count"]))
+
+    def say(self, total: int, what: str, kept: int) -> None:
+        """Tell the user; UserError where nothing of the `total` rows is kept."""
+        for reason, found in self.facts().items():
+            say(f"data: {found['count']} of {total} {what} left out: {reason} (first: {found['first'][0]})")
+        if total and not kept:
+            raise UserError(f"none of the {total} {what} can be used: {', '.join(self.reasons)}")
+
+
+def convert(
+    rows: Iterable[Row], function: Callable[[dict[str, Any]], Any], what: str, strict: bool = False
+) -> tuple[list[Any], dict[str, Any]]:
+    """`function` on the columns of each row; rows that it refuses (BadRow) are left out, counted, aloud.
+
+    Returns the results and {"rows", "kept", "dropped": {reason: {"count", "first": places}}}. Raises UserError, with the
+    row's place, where the function does, where no row is left, and, if strict, for the first row that is refused.
+    """
+    results, dropped, total = [], Dropped(), 0
+    for row in rows:
+        total += 1
+        try:
+            results.append(function(row.columns))
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}") from None
+        except BadRow as reason:
+            if strict:
+                raise UserError(f"{row.where}: {reason} (--strict_data)") from None
+            dropped.add(str(reason), row.where)
+    dropped.say(total, what, len(results))
+    return results, {"rows": total, "kept": len(results), "dropped": dropped.facts()}

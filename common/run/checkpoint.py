@@ -1,0 +1,233 @@
+"""Checkpoints: written whole or not at all, gone on from, and loadable with from_pretrained.
+
+A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the optimizer, the
+run's `args.yaml`, and `trainer_state.json`. It is written under another name, flushed to the disk, listed in
+`manifest.json` with sizes and hashes, and only then renamed; older ones are deleted after that. A kill at any moment, or a
+full disk, leaves the last whole one usable.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, say
+from common.model.flat_model import gathered
+from common.run.output_dir import WEIGHTS, checkpoints, defect, flush, read_state, seal, step_of
+
+import torch
+from accelerate.utils import DistributedType
+
+OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml")  # what a checkpoint has beside the model
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+DISK_ERROR = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
+
+
+def save_checkpoint(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    tokenizer: Any,
+    output_dir: str,
+    step: int,
+    state: dict[str, Any],
+    total_limit: int,
+    best: Any = None,
+) -> bool:
+    """Write checkpoint-<step>, prune to total_limit and the best (best.Best) one; whether it could be written.
+
+    Called on every process; step: updates done so far. Where the disk does not take it, that is said, and training goes on:
+    what there is stays, and the next save tries again.
+    """
+    final, temporary = Path(output_dir, f"checkpoint-{step}"), Path(output_dir, f".checkpoint-{step}.tmp")
+    sharded = accelerator.distributed_type in SHARDED
+    write_model = _model_writer(accelerator, model, tokenizer)
+
+    def write() -> None:
+        for left in Path(output_dir).glob(".checkpoint-*.tmp"):  # of a save that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        write_model(temporary)
+        if not sharded:
+            torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+
+    def complete() -> None:
+        known = {"step": step, "processes": accelerator.num_processes, **state}
+        (temporary / "trainer_state.json").write_text(json.dumps(known | ({"best": best.state()} if best else {})))
+        if Path(output_dir, "args.yaml").exists():
+            shutil.copy(Path(output_dir, "args.yaml"), temporary)
+        seal(temporary)
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(temporary, final)
+        flush(final.parent)
+
+    problem = _attempt(accelerator, write)
+    if sharded and not problem:
+        problem = _attempt(accelerator, lambda: accelerator.save_state(str(temporary / "state")), everyone=True)
+    problem = problem or _attempt(accelerator, complete)
+    if problem:
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if best:
+            best.withdraw(step)
+        say(f"{final} could not be written ({problem}): training goes on, and the next save tries again")
+        return False
+    if accelerator.is_main_process:
+        prune(output_dir, step, total_limit, best.step if best else None)
+    accelerator.wait_for_everyone()
+    return True
+
+
+def export(
+    accelerator: Any, model: Any, tokenizer: Any, output_dir: str, merge_lora: bool = False, best: Path | None = None
+) -> None:
+    """The final model directly in output_dir: that of the checkpoint `best`, or the present one.
+
+    merge_lora: with its adapters merged in, at the end of the run. Raises UserError where the disk does not take it.
+    """
+    wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
+    if best is not None and (problem := defect(best)) is not None:
+        say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
+        best = None
+    if merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
+        write_model = _model_writer(accelerator, model, tokenizer, _merge_adapter(accelerator, wrapper, best))
+    else:
+        write_model = _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
+
+    def write() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        write_model(temporary)
+        files = list(temporary.iterdir())
+        for file in files:
+            flush(file)
+        for file in files:
+            target = Path(output_dir, file.name)
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(file, target)
+        for old in {old for pattern in WEIGHTS for old in Path(output_dir).glob(pattern)}:
+            if old.name not in {file.name for file in files}:  # of an export before this one, in another form
+                old.unlink()
+        temporary.rmdir()
+
+    if problem := _attempt(accelerator, write):
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+        saved = checkpoints(output_dir)
+        again = f"the same command goes on from {saved[-1].name}" if saved else "no checkpoint was kept (--save_steps)"
+        raise UserError(f"the final model could not be written to {output_dir} ({problem}): make room; {again}")
+    if best is not None:
+        say(f"the final model is that of {best}, the best one")
+
+
+def resume(accelerator: Any, checkpoint: Path | None, optimizer: Any) -> dict[str, Any]:
+    """Bring back the optimizer; returns trainer_state.json ({"step": 0} without a checkpoint).
+
+    The weights are not loaded here: the model was created from the checkpoint's folder. Nothing in the files is executed.
+    """
+    if checkpoint is None:
+        return {"step": 0}
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    if accelerator.distributed_type in SHARDED:
+        accelerator.load_state(str(checkpoint / "state"))
+    else:
+        file = checkpoint / "optimizer.pt"
+        try:
+            optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        except Exception as error:  # what is no optimizer of this model fails in many ways
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(f"{file} is not the optimizer of this model, or holds more than tensors: {reason}") from None
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)  # those of this run: the weight decay may have changed
+    state = read_state(checkpoint)
+    if state is None:
+        raise UserError(f"{checkpoint / 'trainer_state.json'} cannot be read")
+    say(f"resuming from {checkpoint} at step {state['step']}")
+    return state
+
+
+def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> None:
+    """Keep the newest total_limit (0: all) checkpoints and the best one, once checkpoint-<step> is whole."""
+    found = checkpoints(output_dir)
+    # Those beyond this step are damaged, or of a course that the run has left when it was resumed before them: were they
+    # counted, they would push out the new one.
+    surplus = [path for path in found if step_of(path) > step]
+    if total_limit > 0:
+        surplus += [path for path in found if step_of(path) <= step][:-total_limit]
+    for path in surplus:
+        if step_of(path) != best:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _merge_adapter(accelerator: Any, wrapper: Any, best: Path | None) -> dict[str, torch.Tensor] | None:
+    """Merge the LoRA adapter, that of the checkpoint `best` or the present one, into the model, for good.
+
+    Returns the merged weights by name ({} but on the main process) where DeepSpeed's ZeRO-3 shards them again after that.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    zero3 = any(hasattr(parameter, "ds_id") for parameter in wrapper.parameters())
+    with gathered(wrapper) if zero3 else contextlib.nullcontext():
+        if best is not None:
+            adapter = load_peft_weights(str(best), device="cpu")  # safetensors does not know "cpu:0"
+            placed = {name: weight.to(accelerator.device) for name, weight in adapter.items()}
+            set_peft_model_state_dict(wrapper.lm, placed)
+        wrapper.lm = wrapper.lm.merge_and_unload()
+        if not zero3:
+            return None
+        whole = wrapper.state_dict() if accelerator.is_main_process else {}
+        return {name: weight.cpu().clone() for name, weight in whole.items()}
+
+
+def _model_writer(
+    accelerator: Any, model: Any, tokenizer: Any, whole: dict[str, torch.Tensor] | None = None
+) -> Callable[[Path], None]:
+    """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them. Called on every process.
+
+    whole: the weights by name, where they are known already.
+    """
+    wrapper, weights = accelerator.unwrap_model(model, keep_torch_compile=False), None
+    lm = wrapper.lm
+    if accelerator.distributed_type in SHARDED:
+        tied = dict(wrapper.named_parameters(remove_duplicate=False)).keys() - dict(wrapper.named_parameters()).keys()
+        if whole is None:
+            whole = accelerator.get_state_dict(model) or {}  # ZeRO-3 gives them to the main process only
+        # A tied weight stands under each of its names.
+        weights = {name.removeprefix("lm."): w for name, w in whole.items() if name not in tied}
+
+    def write(folder: Path) -> None:
+        lm.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+
+    return write
+
+
+def _model_copier(checkpoint: Path) -> Callable[[Path], None]:
+    """What copies the model and tokenizer out of a checkpoint."""
+
+    def write(folder: Path) -> None:
+        for path in checkpoint.iterdir():
+            if path.is_file() and path.name not in OURS:
+                shutil.copy(path, folder)
+
+    return write
+
+
+def _attempt(accelerator: Any, write: Callable[[], None], everyone: bool = False) -> str | None:
+    """Call `write` on the main process (or everyone); what the disk has against it, None on all processes if nothing."""
+    problem = None
+    if everyone or accelerator.is_main_process:
+        try:
+            write()
+        except Exception as error:  # safetensors, tokenizers and torch have classes of their own for a full disk
+            if not isinstance(error, OSError) and not DISK_ERROR.search(str(error)):
+                raise
+            problem = " ".join(str(error).split())
+            problem = re.sub(r"\[enforce fail.*", "torch could not write: is the disk full?", problem)
+    failures = accelerator.reduce(torch.tensor(float(problem is not None), device=accelerator.device), "sum")
+    return (problem or "on another process") if failures else None

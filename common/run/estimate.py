@@ -1,0 +1,363 @@
+"""What training will need, in GiB, before a run: by its parts, and what would make them smaller.
+
+The estimate knows no architecture. A few short rows go through the model, forward and backward, while every tensor
+that comes into being is counted. What they hold is `a + b · tokens + c · Σ length²` at each place of the pass, so three
+rows give a, b and c, and these the micro-batch of the run.
+"""
+
+import contextlib
+import math
+import os
+import platform
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from common.memory import GIB, memory, tokens_at_once
+from common.model.flat_model import LogProbModel, base_lm
+from common.model.lm_head import head_bytes
+from common.run.checkpoint import SHARDED
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+MIB = 2**20
+# Three rows that tell a, b and c apart, by what attention makes of the run's row.
+PROBES = {
+    "one sequence": ([4], [8], [12]),
+    "equal": ([4] * 2, [4] * 4, [8] * 2),  # views, no copies
+    "unequal": ([2, 3] * 2, [2, 3] * 4, [4, 6] * 2),  # buckets, out of order
+}
+# glibc's heap: a block that is freed between tensors that stay cannot be given to an aligned request of its own size.
+# Of the bytes that are made on such a stretch, this share is lost: measured, 0.3 where sizes differ to 0.6 where they
+# are alike (models of 2M to 120M parameters, glibc 2.36). Blocks of 32 MiB and more are mapped one by one and lose nothing.
+HEAP_LOSS, HEAP_LARGEST = 0.5, 32 * MIB
+
+
+def estimate(
+    model: LogProbModel,
+    tokens: int,
+    targets: int,
+    *,
+    lengths: list[int] | None = None,
+    device: torch.device | None = None,
+    mixed_precision: str = "no",
+    accumulation: int = 1,
+    reference: bool = False,
+    shards: int = 1,
+    ddp: bool = False,
+) -> dict[str, float]:
+    """The most memory that a training process will hold at once, in GiB by part, and their sum as `total`.
+
+    To be called before `accelerator.prepare`, with LoRA and gradient checkpointing already on. Nothing of the model or
+    of the random numbers is changed.
+
+    tokens, targets: of a micro-batch, and how many of them are trained; lengths: its sequences (None: one sequence).
+    device: where training takes place (None: where the model is); mixed_precision: as Accelerate names it;
+    accumulation: micro-batches per step, of which all but the first find gradients there already; reference: a second,
+    frozen model stays beside this one; shards: processes that share weights, gradients and optimizer state (FSDP);
+    ddp: the buckets of DistributedDataParallel, a second copy of the gradients.
+    """
+    device = device or next(model.parameters()).device
+    lengths = lengths or [tokens]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weights, gradients = nbytes([*model.parameters(), *model.buffers()]) / shards, nbytes(trained) / shards
+    output = base_lm(model.lm).get_output_embeddings().weight
+    tied = output is base_lm(model.lm).get_input_embeddings().weight
+
+    probes = PROBES["unequal" if len(set(lengths)) > 1 else "equal" if len(lengths) > 1 else "one sequence"]
+    extents = torch.tensor([[1, *_extent(model, probe)] for probe in probes], dtype=torch.float64)
+    extent = torch.tensor([1, *_extent(model, lengths)], dtype=torch.float64)
+    wanted = extent @ extents.inverse()  # of each probe, how much
+    with _untouched(model):
+        runs = [_probe_body(model, probe, mixed_precision, float(extent[1])) for probe in probes]
+
+    def of_the_run(*bytes_of_probes: float) -> float:
+        return float(wanted @ torch.tensor(bytes_of_probes, dtype=torch.float64))
+
+    forward = of_the_run(*(run.forward.most for run in runs))
+    end = of_the_run(*(run.end for run in runs))
+    stages = list(zip(*(run.backward for run in runs), strict=True))
+    backward = [of_the_run(*(stretch.most for stretch in stage)) for stage in stages]
+    activations = max(forward, *backward)
+
+    grad_head = nbytes([output]) if output.requires_grad else 0
+    head = head_bytes(base_lm(model.lm), targets, device, _autocast_dtype(mixed_precision))
+
+    # All at once: on the way back gradients come as activations go; a later micro-batch finds all of them there. Where
+    # input and output embedding are one, the gradients of both and their sum exist at the end.
+    found = gradients if accumulation > 1 else 0
+    together = max(forward + found, end + head + found)
+    arrived = grad_head
+    for held, stage in zip(backward, stages, strict=True):
+        arrived += stage[0].gradients / shards
+        together = max(together, held + (found + tied * grad_head if found else arrived))
+    together = max(together, gradients + (3 if found else 2) * tied * grad_head)
+
+    parts = {
+        "weights": weights,
+        "gradients": gradients * (2 if ddp else 1),
+        "optimizer": 2 * gradients,  # AdamW's two moments, in the dtype of the parameters; fused: no temporaries
+        "activations": activations,
+        "logits chunk": head,
+        "not at once": together - gradients - activations - head,
+    }
+    if reference:
+        parts["reference model"] = weights
+    if shards > 1:  # what lies outside the blocks stays gathered; one block is at work, the next on its way, and of one
+        # the whole gradients wait to be shared out
+        blocks = [nbytes(block.parameters()) for block in _blocks(model)]
+        parts["gathered layers"] = nbytes(model.parameters()) - sum(blocks) + 3 * max(blocks, default=0)
+    if device.type == "cpu":
+        if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+            made = of_the_run(*(run.forward.made for run in runs))
+            if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+                # Little stays between the blocks: the loss is that of one of them, forward, once more and backward, and
+                # of the gradients, which find no place where activations were.
+                made /= max(1, len(stages) - 1)
+                made += max(of_the_run(*(stretch.made for stretch in stage)) for stage in stages)
+                made += sum(size for size in (nbytes([p]) for p in trained) if size < HEAP_LARGEST) / shards
+            parts["heap loss"] = HEAP_LOSS * made
+        loaded = nbytes(t for t in [*model.parameters(), *model.buffers()] if t.device.type == "cpu")
+        parts["process"] = max(0.0, memory(device).current * GIB - loaded)
+    parts = {name: size / GIB for name, size in parts.items()}
+    return parts | {"total": sum(parts.values())}
+
+
+def needs(
+    accelerator: Any,
+    model: LogProbModel,
+    lengths: list[int],
+    share: float,
+    reference: bool = False,
+    always_help: bool = False,
+) -> tuple[dict[str, float], list[tuple[str, float]]]:
+    """(estimate, savings) for a micro-batch of sequences of these lengths in a run as Accelerate was set up for it.
+
+    share: of the tokens, how many are trained. There are savings only where it does not fit, or with always_help.
+    """
+    pieces = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))
+    size = math.ceil(len(lengths) / pieces)  # of the pieces that the micro-batch will be cut into
+    lengths = max((lengths[i : i + size] for i in range(0, len(lengths), size)), key=sum)
+    sharded = accelerator.distributed_type in SHARDED
+    options = {
+        "lengths": lengths,
+        "device": accelerator.device,
+        "mixed_precision": accelerator.mixed_precision,
+        "accumulation": pieces * accelerator.gradient_accumulation_steps,
+        "reference": reference,
+        "shards": accelerator.num_processes if sharded else 1,
+        "ddp": accelerator.num_processes > 1 and not sharded,
+    }
+    tokens = sum(lengths)
+    targets = max(1, round(tokens * share))
+    parts = estimate(model, tokens, targets, **options)
+    fits = not always_help and parts["total"] <= memory(accelerator.device).limit
+    return parts, [] if fits else savings(model, parts, tokens, targets, **options)
+
+
+def show_memory(parts: dict[str, float], device_limit: float) -> str:
+    """The parts of an estimate as a table, and whether the device, of device_limit GiB, has room for them."""
+    width = max(len(name) for name in parts)
+    lines = ["memory that training needs, estimated:"]
+    shown = {name: size for name, size in parts.items() if name == "total" or round(size * 1024)}
+    lines += [f"    {name:{width}}  {show_size(size):>9}" for name, size in shown.items()]
+    total = parts["total"]
+    if math.isnan(device_limit):
+        return "\n".join([*lines, "    whether it fits cannot be said: the device does not tell what it has"])
+    lines[-1] += f"  of {show_size(device_limit)}"
+    spare = show_size(abs(device_limit - total))
+    lines.append(f"    it fits, with {spare} to spare" if total <= device_limit else f"    too much by {spare}")
+    return "\n".join(lines)
+
+
+def savings(
+    model: LogProbModel,
+    parts: dict[str, float],
+    tokens: int,
+    targets: int,
+    *,
+    lengths: list[int] | None = None,
+    **options: Any,
+) -> list[tuple[str, float]]:
+    """What would make a run smaller, and by how many GiB, the largest saving first.
+
+    parts: the estimate with the same arguments. Each change is estimated by itself: two of them save less than their sum.
+    """
+
+    def saved(*changed: Any, **others: Any) -> float:
+        new = estimate(model, *changed[:2], **options | {"lengths": changed[2]} | others)
+        return sum(size - new.get(name, 0.0) for name, size in parts.items() if name not in ("process", "total"))
+
+    lengths = lengths or [tokens]
+    half = lengths[::2] if len(lengths) > 1 else [max(1, tokens // 2)]
+    found = [("half the micro-batch (--per_device_train_batch_size) or --max_length", saved(sum(half), targets // 2, half))]
+    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    if base_lm(model.lm).supports_gradient_checkpointing and not any(layer.gradient_checkpointing for layer in layers):
+        try:
+            for layer in layers:  # as transformers does it, which would also leave hooks behind
+                layer.gradient_checkpointing = True
+                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            found.append(("--gradient_checkpointing", saved(tokens, targets, lengths)))
+        finally:
+            for layer in layers:
+                layer.gradient_checkpointing = False
+    if all(p.requires_grad for p in model.parameters()):  # LoRA's own weights are about a hundredth
+        beside = max(0.0, parts["gradients"] + parts["not at once"])  # of the gradients, beside the activations
+        found.append(("LoRA (--use_peft)", parts["optimizer"] + beside))
+    if (options.get("device") or next(model.parameters()).device).type != "cpu":
+        shards = 2 * options.get("shards", 1)
+        found.append((f"FSDP over {shards} processes", saved(tokens, targets, lengths, shards=shards)))
+    if "heap loss" in parts:
+        found.append(("MALLOC_MMAP_THRESHOLD_=1048576 in the environment (slower)", parts["heap loss"]))
+    return sorted(((name, size) for name, size in found if size > 0), key=lambda saving: -saving[1])
+
+
+def show_size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if abs(gib) >= 1 else f"{gib * 1024:.0f} MiB"
+
+
+# --- the probe ------------------------------------------------------------------------------------------------------
+
+
+class Stretch(NamedTuple):
+    """Of the way of a row through the model, in bytes; weights and gradients are not counted in the first two."""
+
+    most: int  # held at once
+    made: int  # by tensors that came into being, those that glibc takes from its heap
+    gradients: int = 0  # of the weights that get theirs here
+
+
+class Body(NamedTuple):
+    """What one row holds on its way through the model without the LM head."""
+
+    forward: Stretch
+    end: int  # bytes kept at the end of it
+    backward: list[Stretch]  # first what comes after the last block, then the blocks from the last to the first
+
+
+def nbytes(tensors: Any) -> int:
+    """Bytes of the tensors; of meta tensors, what they will take."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that come into being under it on the model's device, and are still there.
+
+    largest: of tensors of more bytes it does not count that they were made.
+    """
+
+    def __init__(self, model: nn.Module, largest: float = float("inf")):
+        super().__init__()
+        self.device = next(model.parameters()).device.type
+        self.known = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+        self.now = self.most = self.made = 0
+        self.largest = largest
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device:
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:  # else a view, or changed in place
+            self.known.add(key)
+            self.now += size
+            self.made += size if size < self.largest else 0
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, size).atexit = False
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+    def stretch(self, gradients: int = 0) -> Stretch:
+        """What was counted since the last call."""
+        done = Stretch(self.most, self.made, gradients)
+        self.most, self.made = self.now, 0
+        return done
+
+
+def _probe_body(model: LogProbModel, lengths: list[int], mixed_precision: str, tokens: float) -> Body:
+    """Send a row through the model without its LM head, forward and backward, in place of a row of `tokens` tokens."""
+    device = next(model.parameters()).device
+    T, V = sum(lengths), model.config.get_text_config().vocab_size
+    row = {
+        "input_ids": (torch.arange(T, device=device) * 7919 % V)[None],
+        "position_ids": torch.cat([torch.arange(n, device=device) for n in lengths])[None],
+        "lengths": lengths,
+    }
+    backward, arriving, embedded = [], [0], []
+
+    def start(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        embedded.append(out if out.requires_grad else out.requires_grad_())  # frozen under LoRA
+        return out
+
+    def leave(block: nn.Module, args: Any, out: Any) -> None:
+        hidden = out[0] if isinstance(out, tuple) else out
+        size = nbytes(p for p in block.parameters() if p.requires_grad)
+
+        def reached(gradient: Tensor) -> None:  # what comes after the block is done
+            backward.append(live.stretch(arriving[-1]))
+            arriving.append(size)
+
+        if hidden.requires_grad:
+            hidden.register_hook(reached)
+
+    hooks = [base_lm(model.lm).get_input_embeddings().register_forward_hook(start)]
+    hooks += [block.register_forward_hook(leave) for block in _blocks(model)]
+    try:
+        with _Live(model, HEAP_LARGEST * _extent(model, lengths)[0] / tokens) as live:
+            with _autocast(device, mixed_precision):
+                hidden = model.hidden(row)
+            forward, end = live.stretch(), live.now
+            torch.autograd.grad(hidden, embedded[0], torch.zeros_like(hidden))  # no gradient of a weight is computed
+            backward.append(live.stretch(arriving[-1]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Body(forward, end, backward)
+
+
+def _blocks(model: LogProbModel) -> list[nn.Module]:
+    """The transformer blocks, by the class names that the architecture gives."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+
+
+def _extent(model: LogProbModel, lengths: list[int]) -> tuple[int, int]:
+    """Tokens of a row and the squares of its lengths, summed; with padding where the model is given padded batches."""
+    if model.padded:
+        lengths = [max(lengths)] * len(lengths)
+    return sum(lengths), sum(n * n for n in lengths)
+
+
+def _autocast_dtype(mixed_precision: str) -> torch.dtype | None:
+    return {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+
+
+def _autocast(device: torch.device, mixed_precision: str) -> contextlib.AbstractContextManager:
+    dtype = _autocast_dtype(mixed_precision)
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Training mode with gradients; afterwards modes, gradients and random numbers are what they were."""
+    device = next(model.parameters()).device
+    modes = [(module, module.training) for module in model.modules()]
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    try:
+        # The compiler does not look into calls that are watched, and would pass over the same code for the whole run.
+        with torch.enable_grad(), forked, torch.compiler.set_stance("force_eager"):
+            model.train()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,311 @@
+"""What a run tells: metrics.jsonl, a line on the console, trackers, samples, summary.json and curves.png."""
+
+import importlib.util
+import json
+import platform
+import statistics
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.memory import memory, relieve
+from common.model.flat_model import peak_flops
+from common.run.output_dir import LINES, replace_text
+
+import torch
+from tqdm import tqdm
+
+SPIKE = 6.0  # standard deviations of the last losses above their mean
+TRACKERS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "swanlab": "swanlab",
+    "mlflow": "mlflow",
+}
+
+
+def check_tracker(name: str | None) -> None:
+    if name is None:
+        return
+    if name not in TRACKERS:
+        raise UserError(f"--report_to {name}: one of {', '.join(TRACKERS)}")
+    if importlib.util.find_spec(TRACKERS[name]) is None:
+        raise UserError(f"--report_to {name} needs it installed: pip install {TRACKERS[name]}")
+
+
+def whole(norm: Any) -> Any:
+    """A gradient norm as a tensor: FSDP2 gives a DTensor, of which each process has a part, DeepSpeed a Python float.
+
+    Called on every process.
+    """
+    if isinstance(norm, float):
+        return torch.tensor(norm, dtype=torch.float64)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class Metrics:
+    """Sums and weights that stay on the device until they are logged; then one reduction over the processes.
+
+    A metric is `sum of values / sum of weights` over the micro-batches and processes since it was last logged, so that
+    each token (or pair, or completion) counts once.
+    """
+
+    def __init__(self, accelerator: Any, output_dir: str, run_name: str | None, tracker_config: dict[str, Any]):
+        self.accelerator = accelerator
+        self.output_dir = Path(output_dir)
+        self.sums: dict[str, list[torch.Tensor]] = {}
+        self.window: dict[str, list[torch.Tensor]] = {}  # the same of the window that is under way
+        self.window_is_bad: torch.Tensor | None = None  # bool: nothing was trained on it, its values do not count
+        self.bad_steps: list[int] = []  # that were not taken
+        self.settle: Callable[[], None] = lambda: None  # brings bad_steps up to date (see Health)
+        self.losses: list[float] = []  # the last ones that were logged, to know a spike by
+        self.spikes: list[int] = []
+        self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
+        self.num_tokens = 0  # trained on so far, over all processes
+        self.first_eval: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self.started = self.clock = time.perf_counter()
+        self.clock_tokens = 0
+        self.run_name = run_name or self.output_dir.name
+        self.tracker_config = tracker_config
+
+    def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
+        """Add values, each a sum over `weight` units, to the window that is under way."""
+        device = self.accelerator.device
+        for name, value in values.items():
+            pair = self.window.setdefault(
+                name,
+                [
+                    torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+                    for _ in range(2)
+                ],
+            )
+            pair[0] += value.detach() if isinstance(value, torch.Tensor) else value
+            pair[1] += weight.detach() if isinstance(weight, torch.Tensor) else weight
+
+    def add_share(self, **values: torch.Tensor) -> None:
+        """Add values that are this micro-batch's share of the window's value (a loss already divided by its count)."""
+        micro_batches = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
+        self.add(1.0 / micro_batches, **values)
+
+    def forget_window(self) -> None:
+        """The window that is under way is begun again: what was added for it does not count."""
+        self.window = {}
+
+    def close_window(self, num_tokens: int = 0) -> None:
+        """The window is done: its values count, unless it was bad."""
+        for name, pair in self.window.items():
+            total = self.sums.setdefault(name, [torch.zeros_like(part) for part in pair])
+            for whole, part in zip(total, pair, strict=True):
+                whole += part if self.window_is_bad is None else torch.where(self.window_is_bad, 0.0, part)
+        self.window, self.window_is_bad = {}, None
+        self.num_tokens += num_tokens
+
+    def reduce(self) -> dict[str, list[float]]:
+        """{name: [sum, weight]} over all processes, the carry included; starts the sums anew."""
+        names = sorted(self.sums)
+        reduced = dict(self.carry)
+        if names:
+            table = torch.stack([torch.stack(self.sums[name]) for name in names])
+            table = self.accelerator.reduce(table, "sum").tolist()
+            for name, (total, weight) in zip(names, table, strict=True):
+                before = self.carry.get(name, [0.0, 0.0])
+                reduced[name] = [before[0] + total, before[1] + weight]
+        self.sums, self.carry = {}, {}
+        return reduced
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps. Called on every process."""
+        self.settle()
+        self.carry = self.reduce()
+        kept = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
+        return {name: getattr(self, name) for name in kept}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint: forget the lines of its files that came after it. Starts the tracker, if any."""
+        self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
+        self.first_eval, self.last = state.get("first_eval", {}), state.get("last", {})
+        self.clock_tokens = self.num_tokens
+        self.bad_steps, self.losses, self.spikes = (state.get(name, []) for name in ("bad_steps", "losses", "spikes"))
+        last = state["step"] or -1  # a run that starts over keeps none
+        if self.accelerator.is_main_process:
+            for path in (self.output_dir / name for name in LINES if (self.output_dir / name).exists()):
+                kept = []
+                # Not splitlines, which also cuts at characters that stand within a sample, such as U+2028.
+                for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+                    try:
+                        if json.loads(line)["step"] <= last:
+                            kept.append(line)
+                    except (ValueError, KeyError, TypeError):
+                        continue  # a line that was cut off by the kill, or is damaged
+                replace_text(path, "".join(line + "\n" for line in kept))
+        if self.accelerator.log_with:
+            self._start_tracker(last)
+
+    def _start_tracker(self, last: int) -> None:
+        """Start the tracker, or go on with the run that it has. last: what it has beyond this step comes again (-1: all)."""
+        config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in self.tracker_config.items()}
+        if last >= 0 and str(self.accelerator.log_with[0]) == "tensorboard":
+            config = None  # which would be a run of its own each time
+        file, run_id = self.output_dir / "tracker.json", None
+        if self.accelerator.is_main_process:
+            try:
+                run_id = json.loads(file.read_text())["id"]
+            except (OSError, ValueError, KeyError, TypeError):
+                run_id = uuid.uuid4().hex[:21]  # as long as swanlab's
+                replace_text(file, json.dumps({"id": run_id}))
+        same = {"id": run_id, "resume": "allow"}  # steps that these have already they ignore
+        settings = {"wandb": same | {"name": self.run_name}, "swanlab": same | {"experiment_name": self.run_name}}
+        settings["tensorboard"] = {"purge_step": last + 1}
+        self.accelerator.init_trackers("plainloop", config=config, init_kwargs=settings)
+
+    def log(self, step: int, bar: Any = None, flops_per_token: float | None = None, **now: float) -> None:
+        """Write the means since the last call, and the values given here. step: updates done.
+
+        flops_per_token: where the GPU's peak is known, `mfu` = tokens per second · flops_per_token / (peak · processes).
+        """
+        self.settle()
+        values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
+        seconds = time.perf_counter() - self.clock
+        values |= {name: whole(v) for name, v in now.items() if v is not None}  # DeepSpeed keeps the norm to itself
+        values["num_tokens"] = self.num_tokens
+        values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
+        peak = peak_flops(self.accelerator.device)
+        if flops_per_token and peak:
+            values["mfu"] = values["tokens_per_second"] * flops_per_token / (peak * self.accelerator.num_processes)
+        relieve(self.accelerator.device)
+        values["memory_gib"], values["peak_memory_gib"], _ = memory(self.accelerator.device)
+        if self.bad_steps:
+            values["bad_steps"] = len(self.bad_steps)
+        self._watch(step, values)
+        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
+        self._write(step, values)
+        if bar is not None and "loss" in values:  # not if all windows since the last line were bad
+            bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
+
+    def _watch(self, step: int, values: dict[str, float]) -> None:
+        """Say it when the loss jumps. The loss of GRPO is centred on 0 by its construction and says nothing of the kind."""
+        if "loss" not in values or "reward" in values:
+            return
+        if len(self.losses) >= 10:
+            z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)
+            if z > SPIKE:
+                self.spikes.append(step)
+                if self.accelerator.is_main_process:
+                    tqdm.write(
+                        f"[step {step}] the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations", sys.stdout
+                    )
+        self.losses = [*self.losses, values["loss"]][-50:]
+
+    def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
+        """Write an evaluation: its metrics, all its samples, and the first `show` of them on the console."""
+        if not values and not samples:
+            return
+        self._write(step, values)
+        self.first_eval = self.first_eval or values
+        if not self.accelerator.is_main_process:
+            return
+        shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())
+        tqdm.write(f"[step {step}] eval: {shown}", file=sys.stdout)
+        for sample in samples[:show]:
+            tqdm.write(
+                f"    {_one_line(_prompt_text(sample['prompt']), 60)!r} -> {_one_line(sample['completion'], 90)!r}",
+                file=sys.stdout,
+            )
+        self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
+        sys.stdout.flush()
+        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluating was no training
+
+    def append(self, file: str, rows: list[dict[str, Any]]) -> None:
+        """Add rows to a JSON-lines file of the run (main process)."""
+        if self.accelerator.is_main_process and rows:
+            with open(self.output_dir / file, "a", encoding="utf-8") as out:
+                out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    def finish(self, best: dict[str, Any] | None = None) -> None:
+        """curves.png, and summary.json, which stands for a complete run. best: what is known of the best evaluation."""
+        self.settle()
+        if not self.accelerator.is_main_process:
+            return
+        draw_curves(self.output_dir)
+        summary = {
+            "final": self.last,
+            "before": self.first_eval,
+            "best": best,
+            "num_tokens": self.num_tokens,
+            "bad_steps": self.bad_steps,
+            "loss_spikes": self.spikes,
+            "seconds": round(time.perf_counter() - self.started, 1),
+            "peak_memory_gib": memory(self.accelerator.device).peak,
+            "memory_limit_gib": memory(self.accelerator.device).limit,
+            "processes": self.accelerator.num_processes,
+            "device": str(self.accelerator.device),
+            "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
+            "python": platform.python_version(),
+        }
+        replace_text(self.output_dir / "summary.json", json.dumps(summary, indent=2))
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        values = {name: float(value) for name, value in values.items()}
+        self.last = {"step": step} | {k: v for k, v in self.last.items() if k != "step"} | values
+        self.append("metrics.jsonl", [{"step": step, **values}])
+        if self.accelerator.log_with:
+            self.accelerator.log(values, step=step)
+
+
+def draw_curves(output_dir: Path) -> None:
+    """curves.png from metrics.jsonl: each metric over the steps, training and evaluation in one frame."""
+    try:
+        from matplotlib.figure import Figure  # pyplot takes longer to load, and would look for a screen
+    except ImportError:
+        print("curves.png was not drawn: pip install matplotlib", file=sys.stderr)
+        return
+    curves: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+    metrics = output_dir / "metrics.jsonl"
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
+        row = json.loads(line)
+        for name, value in row.items():
+            if name not in ("step", "num_tokens", "memory_gib", "peak_memory_gib", "epoch"):
+                curves[name][0].append(row["step"])
+                curves[name][1].append(value)
+    frames: dict[str, list[str]] = defaultdict(list)
+    for name in curves:
+        frames[name.removeprefix("eval_")].append(name)
+    if not frames:  # neither logged nor evaluated
+        return
+    columns = min(4, len(frames))
+    rows = -(-len(frames) // columns)
+    figure = Figure(figsize=(3.6 * columns, 2.6 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat[len(frames) :]:
+        axis.axis("off")
+    for axis, (title, names) in zip(axes.flat, frames.items(), strict=False):
+        for name in names:
+            axis.plot(
+                *curves[name], marker="o" if name.startswith("eval_") else None, markersize=3, linewidth=1.2, label=name
+            )
+        axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.grid(alpha=0.3)
+        if len(names) > 1:
+            axis.legend(fontsize=7)
+    figure.tight_layout()
+    try:
+        figure.savefig(output_dir / "curves.png", dpi=110)
+    except OSError as error:
+        print(f"curves.png was not drawn: {error}", file=sys.stderr)
+
+
+def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def _one_line(text: str, limit: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,151 @@
+"""Windows that fit into the memory: where it runs out, in smaller micro-batches. The gradient stays what it is.
+
+A loss is a sum over what is in the window, divided by what the window holds; so a window that is begun again with each of
+its micro-batches cut into two has the same gradient. From then on all windows are cut like this. And on a CPU they are cut
+from the start where that costs no time (`tokens_at_once`).
+
+Several processes have to agree on it. One that runs out in the middle of a backward pass has left a sum of gradients for
+which the others wait, so with --auto_micro_batch DistributedDataParallel is laid aside: each process computes by itself,
+all agree whether memory sufficed, and one sum of all gradients follows. It costs the overlap of computing and sending.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from common.collators import Window
+from common.errors import UserError, say
+from common.memory import empty_caches, is_oom, tokens_at_once
+from common.run.checkpoint import SHARDED
+from common.run.estimate import needs, show_size
+from common.run.metrics import Metrics
+from common.run.run import KEPT
+
+import torch
+from torch import Tensor, nn
+
+BUCKET = 2**23  # elements of gradients that are sent at a time
+
+Gradients = Callable[[int, Window], Tensor]
+
+
+class Fit:
+    """`fit(gradients, step, window)`: calls gradients(step, window), again in smaller micro-batches where it has to."""
+
+    def __init__(self, accelerator: Any, model: nn.Module, metrics: Metrics, auto_micro_batch: bool):
+        """model: as Accelerate prepared it. From now on `fit.model` is to be called in its place.
+
+        Raises UserError for auto_micro_batch where weights are sharded: there every forward pass waits for all processes.
+        """
+        if auto_micro_batch and accelerator.distributed_type in SHARDED:
+            raise UserError(
+                "--auto_micro_batch: with sharded weights a process that runs out of memory leaves the others waiting; "
+                "choose per_device_train_batch_size by hand (--dry_run estimates what is needed)"
+            )
+        self.accelerator, self.model, self.metrics = accelerator, model, metrics
+        self.splits = 1  # parts into which each micro-batch is cut
+        self.tokens = tokens_at_once(accelerator, accelerator.unwrap_model(model))  # that go through the model together
+        self._sums = auto_micro_batch and accelerator.num_processes > 1
+        self._recovers = auto_micro_batch or accelerator.num_processes == 1
+        if self._sums:
+            KEPT.append(model)
+            self.model = accelerator.unwrap_model(model)
+
+    def __call__(self, gradients: Gradients, step: int, window: Window) -> Tensor:
+        """The loss that `gradients` returns; the gradients of the whole window, of all processes, are in the model.
+
+        Raises UserError where the smallest micro-batches are too large.
+        """
+        while True:
+            reason = None
+            try:
+                loss = gradients(step, window.cut(self.splits, self.tokens))
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                reason = " ".join(str(error).split())[:160] or type(error).__name__
+            # Here the exception is gone, and with it the frames that held the tensors of the failed attempt.
+            if not self._anywhere(reason is not None):
+                break
+            self._start_again(step, window, reason)
+        if self._sums:
+            self._sum_gradients()
+        return loss
+
+    def try_largest(self, gradients: Gradients, window: Window, optimizer: Any) -> None:
+        """Before the first step: cut micro-batches until the largest of the run fits beside the state of the optimizer."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        reserved = [] if optimizer.state else [torch.empty_like(p) for p in trained for _ in range(2)]  # AdamW's moments
+        self(gradients, 0, window)
+        del reserved
+        self._forget()
+        say(f"--auto_micro_batch: {_shape(window)} fit in the memory")
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: a resumed run rounds as the first one did."""
+        return {"splits": self.splits}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.splits = state.get("splits", 1)
+
+    def _start_again(self, step: int, window: Window, reason: str | None) -> None:
+        """Forget the window that was begun, and cut the micro-batches once more."""
+        self._forget()
+        if reason and not self._recovers:
+            raise UserError(f"step {step + 1}: out of memory ({reason}); {self._what_helps(window, '--auto_micro_batch')}")
+        if reason and self.splits >= window.most_parts:
+            raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {self._what_helps(window)}")
+        self.splits *= 2
+        shape = _shape(window.cut(self.splits, self.tokens))
+        say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
+
+    def _what_helps(self, window: Window, *others: str) -> str:
+        """What would make this run smaller, by how much, as text."""
+        helps = []
+        if self.accelerator.distributed_type not in SHARDED:
+            model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            with contextlib.suppress(Exception):  # it takes some memory itself
+                _, helps = needs(self.accelerator, model, window.largest(), window.trained_share(), always_help=True)
+        found = [*others, *(f"{what}: about {show_size(gain)} less" for what, gain in helps)]
+        return f"what helps: {', or '.join(found)}" if found else "what helps: shorter sequences, or LoRA (--use_peft)"
+
+    def _forget(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.metrics.forget_window()
+        empty_caches(self.accelerator.device)
+
+    def _anywhere(self, here: bool) -> bool:
+        """Whether it is so on any process."""
+        if not self._sums:
+            return here
+        flag = torch.tensor(float(here), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0)
+
+    def _sum_gradients(self) -> None:
+        """What DistributedDataParallel does: each gradient becomes its mean over the processes."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        for p in trained:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # of an expert that no token here has chosen
+        for bucket in _buckets([p.grad for p in trained]):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            torch.distributed.all_reduce(flat)
+            flat /= self.accelerator.num_processes
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def _shape(window: Window) -> str:
+    lengths = window.largest()
+    return f"micro-batches of {len(lengths)} sequence(s), {sum(lengths):,} tokens"
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype in succession, as many as a bucket holds."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or sum(t.numel() for t in bucket) + tensor.numel() > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

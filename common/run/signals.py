@@ -1,0 +1,133 @@
+"""A run that is told to stop finishes its step, saves a checkpoint and leaves; the same command goes on from it.
+
+SIGTERM and SIGINT (Ctrl-C) stop the run, SIGUSR1 saves and goes on; so do --max_hours and --save_minutes by the clock.
+Once per step all processes agree on what to do, so that all of them save at the same one; several GPUs, a step later.
+"""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from common import START
+from common.memory import AsyncScalar
+from common.run.output_dir import checkpoints
+
+import torch
+from tqdm import tqdm
+
+EXIT_CODE = 75  # EX_TEMPFAIL: left before the end, to be started again
+AGAIN_SECONDS = 1.0  # a launcher passes on the Ctrl-C that its processes had from the terminal: that is no second one
+EXIT_SECONDS = 10.0  # from the last save to the end of the process, with room to spare
+
+# What a process asks for, and by number what the run does: the largest over the processes.
+SAVE = 1
+STOPS = {2: "--max_hours", 3: "the end of its launcher", 4: "SIGINT", 5: "SIGTERM"}
+SIGNALS = {signal.SIGINT: 4, signal.SIGTERM: 5}
+if hasattr(signal, "SIGUSR1"):  # not on Windows
+    SIGNALS[signal.SIGUSR1] = SAVE
+
+
+class Interruption:
+    """From here to `close`, signals and the clock are wishes, which `wish` tells between two steps.
+
+    Before it (while data and model are loaded) signals do what they always do. Made on every process.
+    """
+
+    def __init__(self, accelerator: Any, max_hours: float | None, save_minutes: float | None, late: bool = True):
+        """late: with several GPUs an answer may come a step later, so that nobody waits for it."""
+        self.accelerator, self.pid = accelerator, os.getpid()
+        self.noted: list[int] = []  # what this process was asked for since the last question
+        self.agreed = 0
+        self.first_at = 0.0  # of the first SIGINT
+        self.max_seconds = max_hours * 3600 if max_hours is not None else None
+        self.save_after = save_minutes * 60 if save_minutes is not None else None
+        self.asked = self.saved_at = time.time()
+        self.first_step, self.longest = True, 0.0  # the longest time between two questions: a step, with its evaluation
+        self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))  # a guess, until one has been measured
+        # A launcher that is killed leaves its processes behind, which would go on beside the run that takes their place.
+        launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+        self.launcher = os.getppid() if launched else None
+        # What all agree on goes over the CPU where it can. With NCCL alone it comes from the GPU.
+        nccl = accelerator.num_processes > 1 and "cpu:" not in torch.distributed.get_backend_config()
+        self.device = accelerator.device if nccl else torch.device("cpu")
+        self.late = late and self.device.type == "cuda"
+        self.coming: tuple[AsyncScalar, int] | None = None  # the answer that is on its way, to what of `noted`
+        self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def wish(self, possible: bool = True) -> str:
+        """What to do now: "", "save", or "stop" (after a save). The same on every process; asked by all at each step.
+
+        Where answers come late, it is that to the question before.
+
+        possible: whether the run can save here at all; a wish is kept until it can. The first question of a run is always
+        answered with "": nothing has been trained yet, and a run that is stopped again and again still gets on.
+        """
+        if not possible:
+            return ""
+        now = time.time()
+        if self.first_step:
+            self.first_step, self.asked = False, now
+            return ""
+        self.longest, self.asked = max(self.longest, now - self.asked), now
+        heard = len(self.noted)
+        wishes = torch.full((), max([self._by_the_clock(now), *self.noted[:heard]]), device=self.device)
+        if self.accelerator.num_processes > 1:
+            torch.distributed.all_reduce(wishes, torch.distributed.ReduceOp.MAX)
+        asked = AsyncScalar(wishes), heard
+        if self.late:
+            asked, self.coming = self.coming, asked
+        if asked is None:
+            return ""
+        answer, heard = asked
+        self.agreed = int(answer.value())
+        del self.noted[:heard]  # what has come in meanwhile waits for the next answer
+        return "stop" if self.agreed in STOPS else "save" if self.agreed == SAVE else ""
+
+    def saved(self) -> None:
+        """A checkpoint has been written, whatever for: the clock of --save_minutes starts anew."""
+        self.coming = None  # its question was asked before the save; what it was about is noted still
+        self.saved_at = time.time()
+        self.save_seconds = self.saved_at - self.asked
+
+    def leave(self, output_dir: str, step: int) -> None:
+        """End the process with exit code 75, after a save at this step."""
+        if self.accelerator.is_main_process:
+            saved = checkpoints(output_dir)  # without the one of this step where the disk was full
+            place = saved[-1] if saved else "its beginning"
+            line = f"stopped at step {step} by {STOPS[self.agreed]}; the same command goes on from {place}"
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+        self.close()
+        raise SystemExit(EXIT_CODE)
+
+    def close(self) -> None:
+        """Signals do again what they did before."""
+        while self.before:
+            signal.signal(*self.before.popitem())
+
+    def _by_the_clock(self, now: float) -> int:
+        """What the time asks for; the main process decides, whose clock is not that of the others."""
+        if self.launcher is not None and os.getppid() != self.launcher:
+            return 3
+        if not self.accelerator.is_main_process:
+            return 0
+        if self.max_seconds is not None:
+            steps = 2 if self.late else 1  # until the run stops
+            needed = 1.25 * (steps * self.longest + self.save_seconds) + EXIT_SECONDS
+            if now - START + needed > self.max_seconds:
+                return 2
+        return SAVE if self.save_after is not None and now - self.saved_at > self.save_after else 0
+
+    def _note(self, number: int, frame: Any) -> None:
+        if os.getpid() != self.pid:  # a process that a reward has forked ends as usual
+            self.close()
+            os.kill(os.getpid(), number)
+        elif number == signal.SIGINT:
+            if self.first_at and time.time() - self.first_at > AGAIN_SECONDS:
+                os._exit(128 + number)
+            self.first_at = self.first_at or time.time()
+        self.noted.append(SIGNALS[number])

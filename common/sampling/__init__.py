@@ -1,0 +1,1 @@
+"""Prompts to completions, and what these are worth."""

@@ -1,0 +1,225 @@
+"""The keys and values of sampling: those of a prompt once, however many completions it has, and those of its completions.
+
+The function here is registered with transformers' attention interface under the name "cached". It keeps by itself what the
+layers compute, so a model is called as in training, on a flat row: first all prompts end to end, then the newest token of
+each completion. Memory is written in place: no step copies what is there already.
+
+Shapes: P distinct prompts, Lp tokens of the longest; n completions, G of them (at most) to a prompt; H heads, Hkv key heads,
+g = H / Hkv, Dh.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.memory import to_device
+from common.model.attention import flat_attention, plan_flat_row
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+CACHED = "cached"
+FIRST_CAPACITY = 64  # tokens per completion; doubled when they are full, so that memory follows the real lengths
+
+
+@dataclass
+class Layer:
+    prompt_keys: Tensor  # (P, Hkv, Lp, Dh), padded on the left
+    prompt_values: Tensor
+    keys: Tensor  # (n or more, Hkv, capacity, Dh): token t of every completion in column t
+    values: Tensor
+
+
+class KVCache:
+    """What completions can look back at: their prompt, and themselves.
+
+    prompts: the P distinct ones. owner: which of them each of the n completions belongs to. limit: the most tokens of a
+    completion that are ever looked back at. static: shapes and addresses stay, as a CUDA graph needs it, until `version`
+    changes; columns that are not filled yet are masked instead of left out.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], owner: Sequence[int], limit: int, device: torch.device, static: bool = False
+    ):
+        self.device, self.static, self.limit = device, static, limit
+        self.capacity = min(limit, FIRST_CAPACITY)
+        self.layers: list[Layer] = []
+        self.calls = 0  # of the attention of a layer; layers come in the same order in every pass
+        self.version = 0
+        self.t = -1  # the newest token of the completions; -1: the prompts are being read
+        self.newest = torch.full((1,), -1, device=device)  # the same on the device
+
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        self.flat_row = plan_flat_row(lengths.tolist(), device)
+        self.prompt_length = Lp = int(lengths.max())
+        start = lengths.cumsum(0) - lengths
+        column = torch.arange(Lp) - (Lp - lengths[:, None])  # (P, Lp), negative in the padding
+        self.source = (start[:, None] + column.clamp(min=0)).to(device)  # the token of the flat row at each column
+        self.padding = torch.where(column < 0, -torch.inf, 0.0)[:, None, None].to(device)  # (P, 1, 1, Lp)
+        self._deal(np.asarray(owner))
+
+    def _deal(self, owner: np.ndarray) -> None:
+        """Plan how the n completions are dealt out to P prompts x G places, and back."""
+        self.owner, n = owner, len(owner)
+        sizes = np.bincount(owner)
+        self.G = int(sizes.max())
+        order = np.argsort(owner, kind="stable")
+        start = np.cumsum(sizes) - sizes
+        place = np.empty(n, np.int64)
+        place[order] = owner[order] * self.G + np.arange(n) - start[owner[order]]
+        member = np.zeros(len(sizes) * self.G, np.int64)  # a place that is left over is given to anyone
+        member[place] = np.arange(n)
+        as_they_are = len(member) == n and bool((member == np.arange(n)).all())
+        self.member, self.place = (None, None) if as_they_are else (to_device(x, self.device) for x in (member, place))
+
+    def advance(self) -> None:
+        """Make room for the next token of every completion."""
+        self.t += 1
+        self.newest += 1
+        self.masks: dict[int | None, Tensor | None] = {}
+        if self.t == self.capacity:
+            self.capacity, self.version = min(2 * self.capacity, self.limit), self.version + 1
+            for layer in self.layers:
+                layer.keys, layer.values = self._grown(layer.keys), self._grown(layer.values)
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = self._columns(old)
+        new[:, :, : old.shape[2]] = old[: len(new)]
+        return new
+
+    def _columns(self, like: Tensor) -> Tensor:
+        shape = len(self.owner), like.shape[1], self.capacity, like.shape[-1]
+        return like.new_zeros(shape) if self.static else like.new_empty(shape)  # 0 x what is masked must be 0
+
+    def keep(self, going: np.ndarray) -> Tensor:
+        """Drop the completions that are not going (n,) bool, and prompts that have none left.
+
+        The last ones move into the gaps, those that stay are not copied. Returns which is now where (n',).
+        """
+        order, *of_completions = _close_up(going)
+        owner = self.owner[order]
+        in_use = np.bincount(owner, minlength=len(self.padding)) > 0
+        prompts, *of_prompts = _close_up(in_use)
+        gaps, moved = (to_device(index, self.device) for index in of_completions)
+        prompt_gaps, moved_prompts = (to_device(index, self.device) for index in of_prompts)
+        for layer in self.layers:
+            for own in (layer.keys, layer.values):
+                filled = own[:, :, : self.t + 1]
+                filled[gaps] = filled[moved]
+            for shared in (layer.prompt_keys, layer.prompt_values) if len(moved_prompts) else ():
+                shared[prompt_gaps] = shared[moved_prompts]
+            layer.prompt_keys, layer.prompt_values = layer.prompt_keys[: len(prompts)], layer.prompt_values[: len(prompts)]
+        self.padding = self.padding[to_device(prompts, self.device)]
+        number = np.empty(len(in_use), np.int64)
+        number[prompts] = np.arange(len(prompts))
+        self._deal(number[owner])
+        self.version += 1
+        return to_device(order, self.device)
+
+    # --- called by the layers -----------------------------------------------------------------------------------------
+
+    def read_prompts(self, key: Tensor, value: Tensor) -> None:
+        """key, value (Hkv, T, Dh) of all prompts end to end."""
+        shared = [x[:, self.source].transpose(0, 1).contiguous() for x in (key, value)]
+        self.layers.append(Layer(*shared, *(self._columns(x) for x in shared)))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        """query (n, H, Dh), key and value (n, Hkv, Dh) of the newest tokens -> (n, H, Dh).
+
+        One softmax over the prompt's tokens and the completion's own. With the prompt, the completions that share it are
+        multiplied together, so that it is read from memory once for all of them.
+        """
+        layer = self.layers[self.calls % len(self.layers)]
+        self.calls += 1
+        (n, H, Dh), Lp = query.shape, self.prompt_length
+        keys, values = layer.keys[:n], layer.values[:n]
+        if self.static:
+            keys.index_copy_(2, self.newest, key[:, :, None])
+            values.index_copy_(2, self.newest, value[:, :, None])
+        else:
+            keys, values = keys[:, :, : self.t + 1], values[:, :, : self.t + 1]
+            keys[:, :, self.t], values[:, :, self.t] = key, value
+        query = query.reshape(n, key.shape[1], -1, Dh)
+        to_prompt = _scores(self._by_prompt(query), layer.prompt_keys, scaling) + self.padding
+        scores = torch.cat([self._by_completion(to_prompt), _scores(query, keys, scaling)], -1)  # (n, Hkv, g, Lp + own)
+        mask = self._mask(window, scores.shape[-1])
+        weights = (scores if mask is None else scores.masked_fill(mask, -torch.inf)).softmax(-1).to(values.dtype)
+        from_prompt = self._by_prompt(weights[..., :Lp]) @ layer.prompt_values
+        return (weights[..., Lp:] @ values + self._by_completion(from_prompt)).view(n, H, -1)
+
+    def _by_prompt(self, x: Tensor) -> Tensor:
+        """(n, Hkv, g, ...) -> (P, Hkv, G g, ...)."""
+        x = x if self.member is None else x.index_select(0, self.member)
+        return x.unflatten(0, (-1, self.G)).transpose(1, 2).flatten(2, 3)
+
+    def _by_completion(self, x: Tensor) -> Tensor:
+        """(P, Hkv, G g, ...) -> (n, Hkv, g, ...)."""
+        x = x.unflatten(2, (self.G, -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.place is None else x.index_select(0, self.place)
+
+    def _mask(self, window: int | None, width: int) -> Tensor | None:
+        """(width,) bool: the columns that the newest token must not see; None where it sees all. The same in all rows,
+        because prompts end at the same column. Made once per step for all layers of the same window."""
+        if not self.static and (window is None or width <= window):
+            return None
+        if window not in self.masks:
+            column, last = torch.arange(width, device=self.device), self.prompt_length + self.newest
+            mask = column > last
+            self.masks[window] = mask if window is None else mask | (column <= last - window)
+        return self.masks[window]
+
+
+def _close_up(stays: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How those that stay become the first ones: (which is where, the gaps, what moves into them)."""
+    order = np.arange(stays.sum())
+    gaps = np.flatnonzero(~stays[: len(order)])
+    moved = len(order) + np.flatnonzero(stays[len(order) :])
+    order[gaps] = moved
+    return order, gaps, moved
+
+
+def _scores(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """query (b, Hkv, q, Dh), keys (b, Hkv, k, Dh) -> (b, Hkv, q, k), float32 or better: bfloat16 would round the scores."""
+    if query.dtype in (torch.float32, torch.float64):
+        return (query * scaling) @ keys.transpose(-1, -2)
+    if query.device.type == "cuda":
+        out = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32)
+        return out.unflatten(0, query.shape[:2]) * scaling
+    return (query.float() * scaling) @ keys.float().transpose(-1, -2)
+
+
+def cached_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    kv_cache: KVCache | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each prompt, or of the newest tokens. query (1, H, T, Dh), key and value (1, Hkv, T, Dh).
+
+    Raises RuntimeError as `flat_attention` does, or where the cache did not reach the layer.
+    """
+    if kv_cache is None:
+        raise RuntimeError("cached attention needs kv_cache")
+    off = contextlib.nullcontext()
+    if torch.is_autocast_enabled(query.device.type):  # what SDPA does by itself
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        off = torch.autocast(query.device.type, enabled=False)
+    if kv_cache.t < 0:
+        kv_cache.read_prompts(key[0], value[0])
+        kwargs["flat_row"] = kv_cache.flat_row
+        return flat_attention(module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **kwargs)
+    with off:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return kv_cache.attend(q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)[None], None
+
+
+AttentionInterface.register(CACHED, cached_attention)  # without a mask function: transformers then makes no mask

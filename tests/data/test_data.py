@@ -1,0 +1,758 @@
+"""Sources: found, checked, read lazily from every kind of file and from any place on, or refused in one clear line."""
+
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+import re
+import sys
+import tracemalloc
+from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
+
+from common.data import readers
+from common.data.formats import as_chat, as_text, chat_format, text_format
+from common.data.sources import BadRow, Dropped, Row, Source, convert, find_sources, identity, load_rows, read_rows
+from common.errors import UserError
+
+import pytest
+
+ROWS = [{"text": "one\nline"}, {"text": "你好 é 🙂"}, {"text": "three"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+TABLE = 'text,n\n"one\nline",1\n你好 é 🙂,\n\nthree,"a ""b"""\n'
+TABLE_ROWS = [{"text": "one\nline", "n": "1"}, {"text": "你好 é 🙂", "n": ""}, {"text": "three", "n": 'a "b"'}]
+TEXT = "\n\none\nline\n\n你好 é 🙂\n \nthree"
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def jsonl(path, rows):
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def numbered(path, count, start=0):
+    return jsonl(path, [{"text": f"row {i}"} for i in range(start, start + count)])
+
+
+def columns(source, place=None):
+    return [row.columns for row, _ in read_rows(source if isinstance(source, Source) else Source(str(source)), place)]
+
+
+def texts(source):
+    return [row["text"] for row in columns(source)]
+
+
+def found(*names, recognise=chat_format, **settings):
+    """find_sources with the defaults of the flags."""
+    args = {
+        "dataset_name": [name if isinstance(name, str) else json.dumps(name) for name in names],
+        "dataset_config": None,
+        "dataset_train_split": "train",
+        "dataset_eval_split": "validation",
+        "eval_dataset_name": None,
+        "dataset_weights": None,
+        "eval_fraction": 0.0,
+        "max_train_samples": None,
+        "max_eval_samples": None,
+        "columns": None,
+        "dataset_format": None,
+        "dataset_streaming": False,
+    }
+    assert settings.keys() <= args.keys()
+    return find_sources(SimpleNamespace(**args | settings), recognise)
+
+
+def line(caught) -> str:
+    """The error, which is one line."""
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- kinds of files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, text, rows",
+    [
+        ("rows.jsonl", LINES, ROWS),
+        ("rows.jsonl", "\n" + LINES.replace("\n", "\r\n\r\n"), ROWS),
+        ("rows.jsonl", "\ufeff" + LINES.rstrip(), ROWS),
+        ("rows.jsonl", json.dumps(ROWS), ROWS),
+        ("rows.jsonl", "\ufeff\n" + json.dumps(ROWS, indent=1), ROWS),
+        ("rows.json", json.dumps(ROWS), ROWS),
+        ("rows.json", "\ufeff" + json.dumps(ROWS, indent=1), ROWS),
+        ("rows.json", "\n" + LINES, ROWS),
+        ("rows.txt", TEXT, ROWS),
+        ("rows.txt", "\ufeff" + TEXT.replace("\n", "\r\n"), ROWS),
+        ("rows.csv", TABLE, TABLE_ROWS),
+        (
+            "rows.csv",
+            "\ufeff" + TABLE.replace("e\nl", "e l").replace("\n", "\r\n"),
+            [TABLE_ROWS[0] | {"text": "one line"}, *TABLE_ROWS[1:]],
+        ),
+        ("rows.tsv", TABLE.replace(",", "\t"), TABLE_ROWS),
+        ("rows.csv", "text,n\none\n", [{"text": "one", "n": None}]),
+        ("rows.CSV", ",text\n0,one\n", [{"": "0", "text": "one"}]),
+        ("rows.csv", f"text\n{'x' * 200_000}\n", [{"text": "x" * 200_000}]),
+    ],
+)
+def test_a_file_is_read_by_its_suffix(tmp_path, name, text, rows):
+    (tmp_path / name).write_bytes(text.encode())
+    assert columns(tmp_path / name) == rows
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize(
+    "name, text, rows",
+    [
+        ("a.jsonl", LINES, ROWS),
+        ("a.json", json.dumps(ROWS), ROWS),
+        ("a.txt", TEXT, ROWS),
+        ("a.csv", TABLE, TABLE_ROWS),
+        ("a.tsv", TABLE.replace(",", "\t"), TABLE_ROWS),
+    ],
+)
+def test_a_file_of_text_may_be_compressed(tmp_path, name, text, rows, suffix):
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(COMPRESS[suffix](text.encode()))
+    assert columns(path) == rows
+
+
+def test_parquet_is_read_by_row_groups(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    rows = [{**CHAT, "n": i} for i in range(1000)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=300)
+    assert columns(tmp_path / "rows.parquet") == rows
+    assert as_chat(columns(tmp_path / "rows.parquet")[0])["messages"] == CHAT["messages"]
+
+
+def test_a_text_without_blank_lines_is_cut_at_line_breaks(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_BLOCK", 20)
+    source = write(tmp_path / "a.txt", "0123456789\n" * 5 + "\nlast")
+    assert texts(source) == ["0123456789\n0123456789", "0123456789\n0123456789", "0123456789", "last"]
+    assert [row.where for row, _ in read_rows(Source(source))] == [f"{source}:{i}" for i in (1, 3, 5, 7)]
+
+
+def test_a_line_of_60_000_characters_is_one_row(tmp_path):
+    assert texts(jsonl(tmp_path / "a.jsonl", [{"text": "x é" * 20_000}])) == ["x é" * 20_000]
+
+
+def test_rows_know_their_file_and_their_first_line_or_number(tmp_path):
+    for name, text, places in (
+        ("a.jsonl", "\n" + LINES, ":2 :3 :4"),
+        ("a.json", json.dumps(ROWS, indent=1), " row 1, row 2, row 3"),
+        ("a.txt", TEXT, ":3 :6 :8"),
+        ("a.csv", TABLE, ":2 :4 :6"),
+    ):
+        path = write(tmp_path / name, text)
+        assert [row.where for row, _ in read_rows(Source(path))] == [
+            path + place for place in re.findall(r":\d| row \d", places)
+        ]
+
+
+@pytest.mark.parametrize("name, end", [("a.jsonl", "\n"), ("a.txt", "\n\n"), ("a.csv", "\n")])
+def test_reading_a_large_file_takes_little_memory(tmp_path, name, end):
+    row = json.dumps({"text": "x" * 1000}) if name == "a.jsonl" else "x" * 1000
+    path = write(tmp_path / name, f"text{end}" + (row + end) * 4000 if name == "a.csv" else (row + end) * 4000)
+    tracemalloc.start()
+    count = sum(1 for _ in read_rows(Source(path)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count >= 4000 and peak < 500_000 < 4_000_000
+
+
+# --- places ---------------------------------------------------------------------------------------------------------
+
+
+def folder_of(folder, kind):
+    """Two files of a kind, with 5 rows each."""
+    for number in range(2):
+        rows = [{"text": f"é row {i}"} for i in range(number * 5, number * 5 + 5)]
+        path = folder / f"train-{number}.{kind}"
+        if kind == "parquet":
+            pa = pytest.importorskip("pyarrow")
+            import pyarrow.parquet as parquet
+
+            parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+            continue
+        text = {
+            "json": json.dumps(rows),
+            "jsonl": "\ufeff\n" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
+            "txt": "\ufeff\n" + "\n\n\n".join(row["text"].replace(" ", "\n") for row in rows),
+            "csv": "\ufefftext,n\r\n" + "".join(f'"{row["text"]}\n ""b",\r\n\r\n' for row in rows),
+            "tsv": "text\n" + "".join(f"{row['text']}\n" for row in rows),
+        }[kind.split(".")[0]]
+        path.write_bytes(COMPRESS.get(path.suffix, bytes)(text.encode()))
+    return Source(str(folder))
+
+
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "txt", "csv", "tsv", "parquet", "jsonl.gz", "txt.bz2", "csv.xz", "json.gz"]
+)
+@pytest.mark.parametrize("change", [{}, {"max_samples": 7}, {"fraction": 0.6}, {"held_out": 0.4, "part": "train"}])
+def test_reading_goes_on_from_every_place_with_exactly_the_remaining_rows(tmp_path, kind, change):
+    source = replace(folder_of(tmp_path, kind), **change)
+    everything = list(read_rows(source))
+    assert len(everything) > 2 and (change or len(everything) == 10)
+    for i, (_, place) in enumerate(everything):
+        assert json.loads(json.dumps(place)) == place and place[3] == i + 1
+        assert list(read_rows(source, place)) == everything[i + 1 :]
+    assert list(read_rows(source, [0, 0, 0, 0])) == everything
+
+
+def test_a_place_in_a_file_of_lines_is_sought_and_not_read_up_to(tmp_path):
+    path = tmp_path / "a.jsonl"
+    numbered(path, 10)
+    places = [place for _, place in read_rows(Source(str(path)))]
+    at = places[7][1]
+    path.write_bytes(b"{" + b"\xff" * (at - 2) + b"\n" + path.read_bytes()[at:])  # no row could be read before it
+    assert columns(path, places[7]) == [{"text": "row 8"}, {"text": "row 9"}]
+
+
+# --- folders and datasets -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_gives_the_files_named_after_the_split_in_order(tmp_path):
+    for name in ("train-00001-of-00002.jsonl", "train-00000-of-00002.jsonl.gz", "validation.jsonl", "README.md"):
+        text = json.dumps({"text": name}) + "\n"
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    assert texts(tmp_path) == ["train-00000-of-00002.jsonl.gz", "train-00001-of-00002.jsonl"]
+    assert texts(Source(str(tmp_path), split="validation")) == ["validation.jsonl"]
+    with pytest.raises(UserError) as caught:
+        columns(Source(str(tmp_path), split="test"))
+    assert "no file for split test" in line(caught) and "found train-00000" in line(caught)
+
+
+def test_a_folder_without_names_of_splits_is_all_training(tmp_path):
+    write(tmp_path / "b.txt", "b")
+    jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    assert texts(tmp_path) == ["a", "b"]
+
+
+def test_a_folder_of_validation_files_has_no_training_rows(tmp_path):
+    numbered(tmp_path / "validation.jsonl", 1)
+    with pytest.raises(UserError, match="no file for split train .*found validation.jsonl"):
+        columns(tmp_path)
+
+
+def test_an_empty_file_among_others_is_no_mistake(tmp_path):
+    write(tmp_path / "train-0.jsonl", "")
+    numbered(tmp_path / "train-1.jsonl", 2)
+    assert len(columns(tmp_path)) == 2
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{**CHAT, "n": i} for i in range(3)])
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "splits")
+    for name in ("saved", "splits"):
+        source = Source(str(tmp_path / name))
+        everything = list(read_rows(source))
+        assert columns(source) == list(table)
+        assert list(read_rows(source, everything[0][1])) == everything[1:]
+        assert everything[2][0].where == f"{tmp_path / name} row 3"
+    assert columns(Source(str(tmp_path / "splits"), split="test")) == [{**CHAT, "n": 1}]
+    with pytest.raises(UserError, match="no split validation; found train, test"):
+        columns(Source(str(tmp_path / "splits"), split="validation"))
+    train, evaluation = found(str(tmp_path / "splits"), dataset_eval_split="test")
+    assert [source.split for source in train + evaluation] == ["train", "test"]
+    assert found(str(tmp_path / "saved"))[1] == []
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub with one dataset, numbers; the calls that load it."""
+    datasets = pytest.importorskip("datasets")
+    calls = []
+
+    def load_dataset(path, name=None, split=None, streaming=False):
+        calls.append((path, name, split, streaming))
+        if split == "validation":
+            raise ValueError(f"Bad split: {split}." if streaming else f'Unknown split "{split}". Should be one of train.')
+        rows = [{"text": f"row {i}"} for i in range(5)]
+        if path.endswith("broken"):
+            rows = iter_broken
+        if streaming:
+            return datasets.IterableDataset.from_generator(lambda: iter(rows() if callable(rows) else rows))
+        return datasets.Dataset.from_list(rows)
+
+    def iter_broken():
+        yield {"text": "row 0"}
+        raise ConnectionError("the network\nis gone")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    readers.load_table.cache_clear()
+    yield calls
+    readers.load_table.cache_clear()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_dataset_is_read_loaded_or_streamed_from_any_place(hub, streaming):
+    train, evaluation = found(
+        "org/numbers", dataset_config="small", dataset_streaming=streaming, eval_dataset_name=["org/numbers"]
+    )
+    assert train[0].streaming == streaming and train[0].label == "numbers"
+    assert hub[0] == ("org/numbers", "small", "train", streaming)
+    assert evaluation[0].split == "train"  # it has no split validation
+    everything = list(read_rows(train[0]))
+    assert [row.where for row, _ in everything] == [f"org/numbers row {i}" for i in range(1, 6)]
+    for i, (_, place) in enumerate(everything):
+        assert list(read_rows(train[0], place)) == everything[i + 1 :]
+
+
+def test_a_stream_that_breaks_off_is_an_error_of_one_line(hub):
+    with pytest.raises(UserError, match="--dataset_name org/broken: cannot be read: the network is gone") as caught:
+        columns(Source("org/broken", streaming=True))
+    line(caught)
+
+
+def test_a_file_is_never_streamed(tmp_path):
+    assert not found(numbered(tmp_path / "a.jsonl", 1), dataset_streaming=True)[0][0].streaming
+
+
+# --- shares ---------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_rows_stay_held_out_when_rows_are_added_or_moved(tmp_path):
+    path = tmp_path / "a.jsonl"
+    parts = [Source(str(path), held_out=0.1, part=part) for part in ("train", "held_out")]
+    rows = [{"text": f"row {i} \ud83d"} for i in range(1000)]
+    jsonl(path, rows)
+    train, held_out = (set(texts(part)) for part in parts)
+    assert len(train) + len(held_out) == 1000 and not train & held_out and 60 < len(held_out) < 140
+    jsonl(path, [{"text": f"new {i}"} for i in range(1000)] + rows[::-1])
+    again = [set(texts(part)) for part in parts]
+    assert train < again[0] and held_out < again[1] and not again[0] & again[1]
+
+
+def test_held_out_rows_are_those_whose_hash_says_so(tmp_path):
+    # Written down when the choice was made: other rows held out would make old runs' evaluations incomparable.
+    source = Source(numbered(tmp_path / "a.jsonl", 40), held_out=0.1, part="held_out")
+    assert texts(source) == [f"row {i}" for i in (1, 2, 11, 13, 20, 26, 36)]
+
+
+def test_a_fraction_is_the_same_rows_whatever_stands_around_them_and_has_nothing_to_do_with_the_hold_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    numbered(path, 2000)
+    source = Source(str(path), fraction=0.5)
+    half = set(texts(source))
+    assert 900 < len(half) < 1100
+    assert set(texts(replace(source, fraction=0.25))) < half
+    parts = [set(texts(replace(source, held_out=0.5, part=part))) for part in ("train", "held_out")]
+    assert parts[0] | parts[1] == half and not parts[0] & parts[1] and min(map(len, parts)) > 400
+    numbered(path, 2000, start=1000)
+    again = set(texts(source))
+    assert {text for text in half if int(text[4:]) >= 1000} == {text for text in again if int(text[4:]) < 2000}
+
+
+def test_the_choice_of_rows_does_not_depend_on_renames(tmp_path):
+    path = numbered(tmp_path / "a.jsonl", 100)
+    source = Source(path, held_out=0.3, part="held_out", fraction=0.8)
+    assert [row["body"] for row in columns(replace(source, columns=("body=text",)))] == texts(source)
+
+
+def test_max_samples_are_the_first_rows_after_the_other_choices(tmp_path):
+    source = Source(numbered(tmp_path / "a.jsonl", 100), fraction=0.5, held_out=0.5, part="train")
+    assert texts(replace(source, max_samples=7)) == texts(source)[:7]
+
+
+def test_rows_beyond_max_samples_are_not_read(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "x"}\n{"text": \n')
+    assert texts(Source(path, max_samples=1)) == ["x"]
+
+
+# --- sources that the arguments name --------------------------------------------------------------------------------
+
+
+def test_sources_keep_their_order_and_have_short_labels_that_differ(tmp_path):
+    (tmp_path / "b").mkdir()
+    names = [
+        numbered(tmp_path / "a.jsonl", 1),
+        numbered(tmp_path / "b" / "a.jsonl", 1),
+        numbered(tmp_path / "v1.5.jsonl", 1),
+        str(tmp_path / "b"),
+        str(tmp_path / "b") + "/",
+    ]
+    train, evaluation = found(*names)
+    assert [source.path for source in train] == names and evaluation == []
+    assert [source.label for source in train] == ["a", "a-2", "v1.5", "b", "b-2"]
+    assert {source.format for source in train} == {"text"}
+
+
+def test_an_item_may_be_a_json_object_with_settings_of_its_own(tmp_path):
+    a, b = (
+        numbered(tmp_path / "a.jsonl", 9),
+        jsonl(tmp_path / "b.jsonl", [{"question": "q", "completion": "a", "text": "t"}]),
+    )
+    settings = {"weight": 0.7, "max_samples": 3, "fraction": 0.9, "split": "train", "name": None}
+    more = {"weight": 2, "columns": ["prompt=question"], "format": "prompt_completion"}
+    first, second = found({"path": a, **settings}, {"path": b, **more}, max_train_samples=5)[0]
+    assert first == Source(a, weight=0.7, max_samples=3, fraction=0.9, format="text", label="a")
+    assert second == Source(b, weight=2, max_samples=5, columns=("prompt=question",), format="prompt_completion", label="b")
+    assert len(columns(first)) == 3
+
+
+@pytest.mark.parametrize(
+    "item, expected",
+    [
+        ('{"path": ', "not valid JSON"),
+        ({"weight": 1}, "no path; expected a file, a folder or a Hub name"),
+        ({"path": "a.jsonl", "wieght": 1}, "unknown key wieght; known: path, name, split, weight, max_samples, fraction"),
+        ({"path": 3}, "path: expected a file, a folder or a Hub name, not 3"),
+        ({"path": "a.jsonl", "weight": 0}, "weight: expected a number above 0, not 0"),
+        ({"path": "a.jsonl", "weight": "2"}, "weight: expected a number above 0, not '2'"),
+        ({"path": "a.jsonl", "weight": float("inf")}, "weight: expected a number above 0, not inf"),
+        ({"path": "a.jsonl", "max_samples": 0}, "max_samples: expected a whole number above 0, not 0"),
+        ({"path": "a.jsonl", "max_samples": True}, "max_samples: expected a whole number above 0, not True"),
+        ({"path": "a.jsonl", "max_samples": 1.5}, "max_samples: expected a whole number above 0, not 1.5"),
+        ({"path": "a.jsonl", "fraction": 1.5}, "fraction: expected a share above 0, at most 1, not 1.5"),
+        ({"path": "a.jsonl", "columns": "a=b"}, "columns: expected a list of new=old, not 'a=b'"),
+        ({"path": "a.jsonl", "columns": ["a"]}, "--columns a: expected new=old"),
+    ],
+)
+def test_an_item_that_is_wrong_is_an_error_that_says_what_is_expected(item, expected):
+    with pytest.raises(UserError) as caught:
+        found(item)
+    assert expected in line(caught)
+
+
+def test_weights_are_given_one_for_each_source(tmp_path):
+    names = [numbered(tmp_path / "a.jsonl", 1), numbered(tmp_path / "b.jsonl", 1)]
+    assert [source.weight for source in found(*names, dataset_weights=[0.25, 3])[0]] == [0.25, 3]
+    assert [source.weight for source in found(*names)[0]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "first, weights, expected",
+    [
+        ({}, [1.0], "--dataset_weights: 1 weights for 2 sources"),
+        ({}, [1.0, 0.0], "--dataset_weights: expected a number above 0, not 0.0"),
+        ({}, [1.0, -1], "--dataset_weights: expected a number above 0, not -1"),
+        ({}, [1.0, float("nan")], "--dataset_weights: expected a number above 0, not nan"),
+        ({"weight": 1}, [1.0, 1.0], "a.jsonl has a weight of its own; give weights in one place"),
+        ({"weight": 1}, None, "a.jsonl has a weight and {}/b.jsonl has none; all or none"),
+    ],
+)
+def test_weights_that_do_not_fit_the_sources_are_an_error(tmp_path, first, weights, expected):
+    names = [{"path": numbered(tmp_path / "a.jsonl", 1), **first}, numbered(tmp_path / "b.jsonl", 1)]
+    with pytest.raises(UserError) as caught:
+        found(*names, dataset_weights=weights)
+    assert expected.format(tmp_path) in line(caught)
+
+
+def test_evaluation_is_on_the_split_of_those_sources_that_have_it(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        numbered(tmp_path / name / "train.jsonl", 9)
+    numbered(tmp_path / "b" / "validation.jsonl", 9)
+    names = [
+        str(tmp_path / "a"),
+        {"path": str(tmp_path / "b"), "fraction": 0.9, "max_samples": 3},
+        numbered(tmp_path / "c.jsonl", 1),
+    ]
+    evaluation = found(*names, max_eval_samples=5)[1]
+    assert evaluation == [Source(str(tmp_path / "b"), split="validation", max_samples=5, format="text", label="b")]
+
+
+def test_the_evaluation_split_has_a_format_of_its_own_unless_one_is_insisted_on(tmp_path):
+    jsonl(tmp_path / "train.jsonl", [{"text": "t"}])
+    jsonl(tmp_path / "validation.jsonl", [{**CHAT, "text": "t"}])
+    assert [source.format for part in found(str(tmp_path)) for source in part] == ["text", "messages"]
+    insisted = found({"path": str(tmp_path), "format": "text"})
+    assert [source.format for part in insisted for source in part] == ["text", "text"]
+
+
+def test_evaluation_is_never_on_the_split_that_is_trained_on(tmp_path):
+    numbered(tmp_path / "validation.jsonl", 9)
+    assert found({"path": str(tmp_path), "split": "validation"})[1] == []
+
+
+def test_a_dataset_for_evaluation_is_read_at_its_evaluation_split_or_whole(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    numbered(folder / "train.jsonl", 1)
+    numbered(folder / "validation.jsonl", 2)
+    a, b = numbered(tmp_path / "a.jsonl", 3), {"path": str(folder), "split": "train", "max_samples": 1}
+    evaluation = found(a, eval_dataset_name=[str(folder), a, json.dumps(b)], max_eval_samples=2)[1]
+    assert [(s.label, s.split, s.max_samples, len(columns(s))) for s in evaluation] == [
+        ("folder", "validation", 2, 2),
+        ("a", "train", 2, 2),
+        ("folder-2", "train", 1, 1),
+    ]
+
+
+def test_an_eval_fraction_divides_each_source_in_two(tmp_path):
+    names = [
+        numbered(tmp_path / "a.jsonl", 100),
+        {"path": numbered(tmp_path / "b.jsonl", 100, 100), "weight": 1, "fraction": 0.5},
+    ]
+    names[0] = {"path": names[0], "weight": 2}
+    train, evaluation = found(*names, eval_fraction=0.2, max_eval_samples=4)
+    assert [(s.label, s.part, s.held_out, s.format) for s in train] == [(n, "train", 0.2, "text") for n in "ab"]
+    assert [(s.label, s.part, s.max_samples, s.weight) for s in evaluation] == [
+        (n, "held_out", 4, w) for n, w in (("a", 2), ("b", 1))
+    ]
+    for source, part in zip(train, evaluation, strict=True):
+        rows = texts(source), texts(replace(part, max_samples=None)), texts(replace(source, part="all"))
+        assert not set(rows[0]) & set(rows[1]) and set(rows[0]) | set(rows[1]) == set(rows[2])
+
+
+def test_a_source_of_which_no_row_is_held_out_is_left_out_of_the_evaluation_aloud(tmp_path, capsys):
+    names = [numbered(tmp_path / "a.jsonl", 300), numbered(tmp_path / "b.jsonl", 1)]
+    assert [source.label for source in found(*names, eval_fraction=0.1)[1]] == ["a"]
+    assert capsys.readouterr().out == f"data: --eval_fraction 0.1 holds out no row of {names[1]}\n"
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"eval_fraction": 1.0}, "--eval_fraction is a share between 0 and 1, not 1.0"),
+        ({"eval_fraction": -0.1}, "--eval_fraction is a share between 0 and 1, not -0.1"),
+        ({"eval_fraction": 10}, "--eval_fraction is a share between 0 and 1, not 10"),
+        ({"eval_fraction": 0.1, "eval_dataset_name": ["x"]}, "--eval_fraction and --eval_dataset_name"),
+        ({"eval_fraction": 1e-9}, "--eval_fraction 1e-09: no row is held out; a larger share is needed"),
+        ({"eval_fraction": 1 - 1e-9}, "--eval_fraction 0.999999999); at least one is needed"),
+        ({"max_train_samples": 0}, "--max_train_samples: expected a whole number above 0, not 0"),
+        ({"max_eval_samples": -1}, "--max_eval_samples: expected a whole number above 0, not -1"),
+        ({"eval_dataset_name": ['{"path": "x", "weight": 1}']}, "weight is for training sources"),
+        ({"eval_dataset_name": ["missing.jsonl"]}, "missing.jsonl: there is no such file"),
+        ({"columns": ["body"]}, "--columns body: expected new=old, for instance prompt=question"),
+        ({"columns": ["x=y"]}, "a.jsonl:1 has no column y; it has text"),
+        ({"dataset_format": "openai"}, "a.jsonl:1: --dataset_format openai: known here are messages, sharegpt"),
+        ({"dataset_format": "alpaca"}, "a.jsonl:1: the format alpaca needs instruction + output; found text"),
+    ],
+)
+def test_settings_that_cannot_be_are_an_error(tmp_path, settings, expected):
+    with pytest.raises(UserError) as caught:
+        found(numbered(tmp_path / "a.jsonl", 10), **settings)
+    assert expected in line(caught)
+
+
+# --- formats of sources ---------------------------------------------------------------------------------------------
+
+
+def test_the_format_that_is_insisted_on_is_that_of_all_sources(tmp_path):
+    both = {**CHAT, "instruction": "q", "output": "b"}
+    names = [jsonl(tmp_path / "a.jsonl", [both]), {"path": jsonl(tmp_path / "b.jsonl", [both]), "format": "messages"}]
+    assert [source.format for source in found(*names, dataset_format="alpaca")[0]] == ["alpaca", "messages"]
+    assert [source.format for source in found(*names)[0]] == ["messages", "messages"]
+
+
+def test_a_source_whose_first_rows_are_null_is_recognised_by_a_later_one(tmp_path):
+    name = jsonl(tmp_path / "a.jsonl", [{"messages": None}, {"messages": None}, CHAT])
+    assert found(name)[0][0].format == "messages"
+
+
+def test_a_column_that_is_there_and_never_filled_does_not_make_a_format(tmp_path):
+    name = jsonl(tmp_path / "a.jsonl", [{"messages": None, "question": "q"}] * 200)
+    with pytest.raises(UserError, match=r"a.jsonl:1: no chat format fits the columns messages \(null\), question") as caught:
+        found(name)
+    line(caught)
+    name = jsonl(tmp_path / "b.jsonl", [{"messages": None, "instruction": "q", "output": "a"}] * 2)
+    assert found(name)[0][0].format == "alpaca"
+
+
+def test_a_file_of_other_columns_in_a_folder_is_an_error_with_its_file_and_row(tmp_path):
+    jsonl(tmp_path / "a.jsonl", [{"instruction": "q", "output": "a"}] * 2)
+    jsonl(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])
+    source = found(str(tmp_path))[0][0]
+    with pytest.raises(UserError, match=r"b.jsonl:1: the format alpaca needs instruction \+ output; found question, answer"):
+        convert(load_rows(source), lambda row: as_chat(row, source.format), "rows")
+
+
+def test_the_field_of_pretraining_documents_is_looked_for(tmp_path):
+    name = jsonl(tmp_path / "a.jsonl", [{"body": "t"}])
+
+    def recognise(row, wanted):
+        return text_format(row, wanted, "body")
+
+    assert found(name, recognise=recognise)[0][0].format == "text"
+    with pytest.raises(UserError, match="a.jsonl:1: no column text; found body"):
+        found(name, recognise=text_format)
+
+
+# --- identity -------------------------------------------------------------------------------------------------------
+
+
+def test_the_identity_of_a_source_is_json_and_changes_with_everything_that_changes_its_rows(tmp_path):
+    path = numbered(tmp_path / "a.jsonl", 3)
+    source = Source(path, label="a", weight=1.0)
+    same = identity(source)
+    assert json.loads(json.dumps(same)) == same
+    assert identity(replace(source, label="b", weight=2.0)) == same
+    changes = [
+        {"max_samples": 1},
+        {"fraction": 0.5},
+        {"columns": ("a=text",)},
+        {"held_out": 0.1, "part": "train"},
+        {"format": "text"},
+    ]
+    assert all(identity(replace(source, **change)) != same for change in changes)
+    numbered(tmp_path / "a.jsonl", 4)
+    assert identity(source) != same
+
+
+def test_the_identity_of_a_dataset_is_its_fingerprint(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    prints = []
+    for name, rows in (("a", [{"text": "x"}]), ("b", [{"text": "y"}])):
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / name)
+        prints.append(identity(Source(str(tmp_path / name)))["fingerprint"])
+    assert all(prints) and prints[0] != prints[1]
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("a.jsonl", b"", "no rows in"),
+        ("a.jsonl", b"\n \n", "no rows in"),
+        ("a.txt", b" \n\n", "no rows in"),
+        ("a.txt", b"\xef\xbb\xbf", "no rows in"),
+        ("a.json", b"", "no rows in"),
+        ("a.json", b"[]", "no rows in"),
+        ("a.csv", b"", "no rows in"),
+        ("a.csv", b"text,n\n", "no rows in"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not valid JSON: Expecting value; expected one object"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "y', "a.jsonl:2: not valid JSON: Unterminated string"),
+        ("a.jsonl", b'{"text": "x"} {"text": "y"}\n', "a.jsonl:1: not valid JSON: Extra data"),
+        ("a.jsonl", b'{"n": ' + b"1" * 5000 + b"}\n", "a.jsonl:1: not valid JSON: Exceeds the limit"),
+        ("a.jsonl", b'{"n": ' + b"[" * 100_000 + b"\n", "a.jsonl:1: not valid JSON: maximum recursion depth"),
+        ("a.json", b'[\n{"text": "x"},\n{"text": }\n]', "a.json:3: not valid JSON: Expecting value"),
+        ("a.json", b'{"text": "x"}\n{"text": \n', "a.json:2: not valid JSON: Expecting value"),
+        ("a.json", b'{"data": [1]}', "a.json: expected a list of rows, [{...}, ...], found dict"),
+        ("a.json", b'{\n"data": [1]}', "a.json: expected a list of rows, [{...}, ...], found dict"),
+        ("a.json", b'["x"]', "a.json row 1: expected an object {column: value}, found str"),
+        ("a.jsonl", b'{"text": "x"}\n3\n', "a.jsonl:2: expected an object {column: value}, found int"),
+        ("a.jsonl", b"null\n", "a.jsonl:1: expected an object {column: value}, found NoneType"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\xff"}\n',
+            "a.jsonl:2: byte 0xff is not UTF-8; if the file is Latin-1: iconv",
+        ),
+        (
+            "a.json",
+            b'[{"text": "x"},\n{"text": "caf\xe9"}]',
+            "a.json:2: byte 0xe9 is not UTF-8; if the file is Latin-1: iconv",
+        ),
+        ("a.txt", b"one\n\ncaf\xe9\n", "a.txt:3: byte 0xe9 is not UTF-8"),
+        ("a.csv", b'text\n"a\nb"\ncaf\xe9\n', "a.csv:4: byte 0xe9 is not UTF-8"),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "a.jsonl:1: UTF-16 text; make UTF-8 of it: iconv -f UTF-16"),
+        ("a.json", "[]".encode("utf-16"), "a.json:1: UTF-16 text; make UTF-8 of it: iconv -f UTF-16"),
+        ("a.csv", "text\nx\n".encode("utf-16"), "a.csv:1: UTF-16 text; make UTF-8 of it: iconv -f UTF-16"),
+        ("a.csv", b"text\na\nb,c\n", "a.csv:3: 2 fields, but the first line names 1 columns (text); a field with ','"),
+        ("a.csv", b'text\na\n"b\nc\n', "a.csv:3: not a valid table: unexpected end of data (a quote that opens is closed"),
+        ("a.tsv", b'text\n"b" c\n', "a.tsv:2: not a valid table: '\\t' expected after"),
+        ("a.csv", b"text,n,text\na,b,c\n", "a.csv:1: expected the names of the columns, each one once; found text, n, text"),
+        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz: cannot be read: Not a gzipped file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:20],
+            "a.jsonl.gz: cannot be read: Compressed file ended before",
+        ),
+        ("a.txt.bz2", b"not bzip2", "a.txt.bz2: cannot be read: Invalid data stream"),
+        ("a.csv.xz", b"not xz", "a.csv.xz: cannot be read: Input format not supported"),
+        ("a.parquet", b"not parquet", "a.parquet: cannot be read as parquet"),
+        ("a.parquet.gz", b"x", "a.parquet.gz: unknown kind of file"),
+        ("a.docx", b"x", "a.docx: unknown kind of file; expected .jsonl, .json, .txt, .csv, .tsv, .parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error_of_one_line_with_its_place(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_rows(str(tmp_path / name))
+    assert expected in line(caught)
+
+
+@pytest.mark.parametrize(
+    "name", ["missing.jsonl", "./missing", "~/missing-folder", "no-such/dataset-on-the-hub", "a.csv.gz"]
+)
+def test_a_missing_source_is_an_error_of_one_line(name):
+    for read in (found, load_rows):
+        with pytest.raises(UserError) as caught:
+            read(name)
+        assert line(caught).startswith(f"--dataset_name {name}") and "no such file" in line(caught)
+
+
+def test_an_empty_folder_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="no file for split train .*found no data file"):
+        found(str(tmp_path))
+
+
+@pytest.mark.parametrize("module, name", [("pyarrow.parquet", "a.parquet"), ("datasets", "org/dataset")])
+def test_a_library_that_is_missing_is_an_error_that_says_what_to_install(tmp_path, monkeypatch, module, name):
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(UserError, match=f"pip install {module.split('.')[0]}") as caught:
+        load_rows(str(tmp_path / name) if name == "a.parquet" else name)
+    line(caught)
+
+
+# --- rows that are left out -----------------------------------------------------------------------------------------
+
+
+def some_rows(count, bad):
+    return [Row(f"a:{i}", {"text": "" if i in bad else f"row {i}"}) for i in range(count)]
+
+
+def test_rows_left_out_are_counted_aloud_with_their_place(capsys):
+    results, facts = convert(iter(some_rows(9, {1, 2, 3, 4, 5, 6})), as_text, "rows")
+    assert results == ["row 0", "row 7", "row 8"]
+    dropped = {"empty text": {"count": 6, "first": ["a:1", "a:2", "a:3", "a:4", "a:5"]}}
+    assert facts == {"rows": 9, "kept": 3, "dropped": dropped}
+    assert capsys.readouterr().out == "data: 6 of 9 rows left out: empty text (first: a:1)\n"
+
+
+def test_a_run_without_any_usable_row_is_refused():
+    with pytest.raises(UserError, match="none of the 2 rows can be used: empty text"):
+        convert(some_rows(2, {0, 1}), as_text, "rows")
+    assert convert([], as_text, "rows") == ([], {"rows": 0, "kept": 0, "dropped": {}})
+
+
+def test_strict_data_makes_the_first_bad_row_a_mistake():
+    with pytest.raises(UserError, match=re.escape("a:1: empty text (--strict_data)")):
+        convert(some_rows(3, {1, 2}), as_text, "rows", strict=True)
+
+
+def test_half_a_surrogate_pair_is_a_row_left_out(tmp_path):
+    name = write(tmp_path / "a.jsonl", '{"text": "\\ud83d"}\n{"text": "x"}\n')
+    results, facts = convert(load_rows(name), as_text, "rows")
+    assert results == ["x"] and "half a surrogate pair" in next(iter(facts["dropped"]))
+
+
+def test_counts_of_several_workers_are_put_together(capsys):
+    first, second = Dropped(), Dropped()
+    for i in range(4):
+        first.add("short", f"a:{i}")
+        second.add("short", f"b:{i}")
+    second.add("long", "b:9", count=10)
+    first.merge(pickle.loads(pickle.dumps(second)))
+    assert list(first.facts().items()) == [
+        ("long", {"count": 10, "first": ["b:9"]}),
+        ("short", {"count": 8, "first": ["a:0", "a:1", "a:2", "a:3", "b:0"]}),
+    ]
+    assert second.facts()["short"]["count"] == 4
+    first.say(20, "rows", kept=2)
+    assert capsys.readouterr().out.count("of 20 rows left out") == 2
+
+
+def test_rows_are_converted_as_they_are_read(tmp_path):
+    rows = read_rows(Source(numbered(tmp_path / "a.jsonl", 5)))
+    assert convert((row for row, _ in islice(rows, 2)), as_text, "rows")[0] == ["row 0", "row 1"]
+    assert next(rows)[0].columns == {"text": "row 2"}
+
+
+def test_a_bad_row_is_not_a_mistake_of_the_user():
+    assert not issubclass(BadRow, UserError)

@@ -1,0 +1,395 @@
+"""Formats: every format that users have is recognised and read as what it means, or refused in one clear line."""
+
+import json
+import re
+
+from common.data.formats import (
+    as_chat,
+    as_preference,
+    as_prompt,
+    as_text,
+    chat_format,
+    preference_format,
+    prompt_format,
+    text_format,
+)
+from common.data.sources import BadRow, Row, convert
+from common.errors import UserError
+
+import pytest
+
+U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+S = {"role": "system", "content": "s"}
+B = {"role": "assistant", "content": "b"}
+CHAT = {"messages": [U, A], "tools": None}
+
+
+def turn(name, text):
+    return {"from": name, "value": text}
+
+
+def line(caught) -> str:
+    """The error, which is one line."""
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- chats ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [U, A]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, A]},
+        {"messages": [U | {"tool_calls": None, "from": None}, {"role": None, "content": None} | turn("gpt", "a")]},
+        {"conversations": [turn("human", "q"), turn("gpt", "a")]},
+        {"conversations": [U, A], "messages": None},
+        {"instruction": "q", "output": "a"},
+        {"instruction": "q", "input": "", "output": "a", "system": "", "history": []},
+        {"instruction": "q", "input": None, "output": "a", "system": None, "history": None},
+    ],
+)
+def test_the_same_chat_is_read_from_every_format(row):
+    assert as_chat(row) == CHAT
+
+
+def test_all_role_names_of_sharegpt_and_openai_are_known():
+    names = "system human user prompter gpt chatgpt assistant model function_call tool observation function_response"
+    chat = as_chat({"conversations": [turn(name, "x") for name in names.split()]})
+    assert [m["role"] for m in chat["messages"]] == ["system", *["user"] * 3, *["assistant"] * 5, *["tool"] * 3]
+
+
+def test_an_alpaca_row_is_system_history_and_the_instruction_with_its_input():
+    row = {"instruction": "q", "input": "x", "output": "a", "system": "s", "history": [["u1", "a1"]]}
+    history = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}]
+    assert as_chat(row)["messages"] == [S, *history, {"role": "user", "content": "q\nx"}, A]
+
+
+def test_a_system_column_comes_before_the_chat_unless_the_chat_has_one():
+    assert as_chat({"conversations": [U, A], "system": "s"})["messages"] == [S, U, A]
+    assert as_chat({"conversations": [S, U, A], "system": "other"})["messages"] == [S, U, A]
+
+
+def test_tool_calls_are_kept_with_their_arguments_as_objects_and_tools_may_be_json_text():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = as_chat({"messages": [U, answer, result, A], "tools": json.dumps(tools)})
+    parsed = call | {"function": {"name": "f", "arguments": {"x": 1}}}
+    assert chat["messages"] == [U, {"role": "assistant", "content": "", "tool_calls": [parsed]}, result, A]
+    assert chat["tools"] == tools
+    assert as_chat({"messages": [U, A], "tools": "[]"})["tools"] is None
+
+
+def test_reasoning_is_kept():
+    answer = A | {"reasoning_content": "because"}
+    assert as_chat({"messages": [U, answer]})["messages"] == [U, answer]
+
+
+def test_prompt_and_completion_are_read_as_strings_or_as_messages_of_which_the_prompt_is_not_trained():
+    assert as_chat({"prompt": "q", "completion": "a"}) == {"prompt": "q", "completion": "a"}
+    for row in ({"prompt": [S, U], "completion": [A]}, {"prompt": [S, U], "completion": "a"}):
+        assert as_chat(row) == {"messages": [S, U, A], "tools": None, "prompt_turns": 2}
+    assert as_chat({"prompt": "q", "completion": [A]}) == CHAT | {"prompt_turns": 1}
+
+
+def test_text_is_a_document():
+    assert as_chat({"text": "t"}) == {"text": "t"}
+    assert as_text({"text": " t\n"}) == " t\n"
+    assert as_text({"body": "t"}, "body") == "t"
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"messages": []}, "no messages"),
+        ({"messages": None}, "no messages"),
+        ({"messages": ["q", "a"]}, "a message is not an object"),
+        ({"messages": [{"role": "narrator", "content": "q"}, A]}, "unknown role 'narrator'; known: system, user"),
+        ({"messages": [{"content": "q"}, A]}, "unknown role None"),
+        ({"messages": [{"role": "user"}, A]}, "a message without text content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, A]},
+            "a message part that is not text",
+        ),
+        ({"messages": [U, {"role": "assistant", "content": " "}]}, "empty answer"),
+        ({"messages": [U, A | {"tool_calls": ["f"]}]}, "a tool call is not an object"),
+        ({"messages": [U, A | {"tool_calls": [{"function": "f"}]}]}, "a tool call is not an object"),
+        ({"messages": [U, A], "tools": "[{"}, "tools is not valid JSON"),
+        ({"messages": [U, A], "tools": ["f"]}, "tools is not a list of objects"),
+        ({"messages": [U, {"role": "assistant", "content": "\ud83d"}]}, "not valid Unicode"),
+        ({"instruction": "q", "output": ""}, "empty output"),
+        ({"instruction": None, "output": "a"}, "instruction is not a string but NoneType"),
+        ({"instruction": "q", "output": "a", "history": ["x"]}, "history is not a list of"),
+        ({"prompt": "q", "completion": None}, "no messages"),
+        ({"prompt": 3, "completion": "a"}, "no messages"),
+        ({"text": ""}, "empty text"),
+        ({"text": None}, "text is not a string"),
+    ],
+)
+def test_a_chat_row_that_cannot_be_trained_on_is_refused_with_the_reason(row, reason):
+    with pytest.raises(BadRow, match=re.escape(reason)) as caught:
+        as_chat(row)
+    line(caught)
+
+
+# --- what of a chat is trained --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flag", [{"train": False}, {"loss_mask": 0}, {"weight": 0}, {"weight": 0.0}, {"train": True, "weight": 0}]
+)
+def test_a_turn_says_that_it_is_not_trained(flag):
+    assert as_chat({"messages": [U, A | flag, U, B]})["messages"] == [U, A | {"train": False}, U, B]
+    turns = [turn("human", "q"), turn("gpt", "a") | flag]
+    assert as_chat({"conversations": turns})["messages"] == [U, A | {"train": False}]
+
+
+@pytest.mark.parametrize("flag", [{"train": True}, {"loss_mask": 1}, {"weight": 1.0}, {"weight": None, "train": None}])
+def test_a_turn_that_is_trained_says_nothing(flag):
+    assert as_chat({"messages": [U, A | flag]}) == CHAT
+
+
+@pytest.mark.parametrize("flag", [{"train": "no"}, {"loss_mask": [0, 1]}, {"weight": 0.5}])
+def test_a_flag_of_a_turn_that_is_neither_true_nor_false_is_refused(flag):
+    name, value = next(iter(flag.items()))
+    with pytest.raises(BadRow, match=re.escape(f"{name} of a message is {value!r}; known: true, false, 0, 1")):
+        as_chat({"messages": [U, A | flag]})
+
+
+def test_a_turn_of_60_000_characters_is_kept_whole():
+    long = {"role": "assistant", "content": "x y" * 20_000}
+    assert as_chat({"messages": [U, long]})["messages"] == [U, long]
+
+
+# --- pairs ----------------------------------------------------------------------------------------------------------
+
+HH = "\n\nHuman: q\n\nAssistant: first\n\nHuman: more\n\nAssistant: "
+HH_PROMPT = [U, {"role": "assistant", "content": "first"}, {"role": "user", "content": "more"}]
+
+
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"prompt": [U], "chosen": [A], "rejected": [B]}, [U]),
+        ({"prompt": "q", "chosen": [A], "rejected": [B]}, [U]),
+        ({"prompt": [S, U], "chosen": "a", "rejected": "b"}, [S, U]),
+        ({"prompt": "q", "chosen": [U, A], "rejected": [U, B]}, [U]),
+        ({"chosen": [S, U, A], "rejected": [S, U, B]}, [S, U]),
+        ({"chosen": HH + "a", "rejected": HH + "b"}, HH_PROMPT),
+        ({"conversations": [turn("human", "q")], "chosen": turn("gpt", "a"), "rejected": turn("gpt", "b")}, [U]),
+        ({"conversations": [U], "system": "s", "chosen": A, "rejected": B}, [S, U]),
+        ({"conversations": [U], "chosen": "a", "rejected": "b"}, [U]),
+        ({"instruction": "q", "input": "", "chosen": "a", "rejected": "b", "system": "s"}, [S, U]),
+    ],
+)
+def test_the_same_pair_is_read_from_every_format(row, prompt):
+    assert as_preference(row) == {"prompt": prompt, "chosen": [A], "rejected": [B]}
+
+
+def test_a_pair_of_plain_strings_stays_plain():
+    row = {"prompt": "q", "chosen": " a", "rejected": " b", "score": 1}
+    assert as_preference(row) == {"prompt": "q", "chosen": " a", "rejected": " b"}
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen equals rejected"),
+        ({"prompt": "q", "chosen": "a", "rejected": ""}, "empty answer"),
+        ({"prompt": "q", "chosen": None, "rejected": "b"}, "empty answer"),
+        ({"prompt": "q", "chosen": "a", "rejected": " \n"}, "empty rejected"),
+        ({"prompt": [U], "chosen": [A], "rejected": [{"role": "assistant", "content": ""}]}, "empty answer"),
+        ({"chosen": HH + "a", "rejected": HH}, "empty answer"),
+        ({"chosen": "\n\nAssistant: a\n\nHuman: q", "rejected": HH + "b"}, "no answer by the assistant at the end"),
+        ({"chosen": "Hi.\n\nAssistant: a", "rejected": HH + "b"}, "text before the first Human:/Assistant: turn"),
+        ({"chosen": [U, A], "rejected": [A, B]}, "no shared prompt"),
+        ({"prompt": "q", "chosen": [U | {"content": "q!"}, A], "rejected": [B]}, "does not start with the assistant"),
+        ({"prompt": [U], "chosen": [U, A], "rejected": [U]}, "does not start with the assistant"),
+        ({"conversations": [U], "chosen": A, "rejected": B, "tools": '[{"name": "f"}]'}, "--columns unused=tools"),
+    ],
+)
+def test_a_pair_that_cannot_be_trained_on_is_refused_with_the_reason(row, reason):
+    with pytest.raises(BadRow, match=re.escape(reason)):
+        as_preference(row)
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"prompt": "q"}, "q"),
+        ({"prompt": [S, U]}, [S, U]),
+        ({"messages": [S, U, A]}, [S, U]),
+        ({"conversations": [turn("human", "q"), turn("gpt", "a")]}, [U]),
+        ({"instruction": "q", "input": "x", "output": "a"}, [{"role": "user", "content": "q\nx"}]),
+    ],
+)
+def test_a_prompt_is_read_from_every_format_and_the_other_columns_are_kept_for_the_rewards(row, prompt):
+    found = as_prompt(row | {"answer": 7, "level": None})
+    assert found == row | {"answer": 7, "level": None, "prompt": prompt}
+
+
+def test_the_ground_truth_of_a_verl_row_becomes_the_answer():
+    row = {
+        "data_source": "gsm8k",
+        "prompt": [U],
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {},
+    }
+    assert as_prompt(row) == row | {"answer": "7"}
+    assert as_prompt(row | {"answer": "8"})["answer"] == "8"
+
+
+@pytest.mark.parametrize("row", [{"prompt": " "}, {"prompt": []}, {"prompt": None}, {"prompt": [A]}])
+def test_an_empty_prompt_is_refused(row):
+    with pytest.raises(BadRow, match="empty prompt|no messages"):
+        as_prompt(row)
+
+
+# --- wrong columns --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function, row, expected",
+    [
+        (as_text, {"body": "t"}, "no column text; found body (map it: --columns text=...)"),
+        (as_chat, {"question": "q", "answer": "a"}, "question, answer; needed: messages, conversations"),
+        (as_preference, {"prompt": "q", "good": "a"}, "no column chosen and rejected; found prompt, good"),
+        (as_preference, {"chosen": "a", "rejected": "b"}, "need a prompt; found columns chosen, rejected"),
+        (as_prompt, {"question": "q"}, "no column prompt; found question (map it: --columns prompt=question)"),
+        (as_preference, {"prompt": "q", "completion": "a", "label": True}, "(KTO) are not read"),
+        (as_preference, {"messages": [U, A], "kto_tag": False}, "(KTO) are not read"),
+        (as_chat, {"prompt": "q", "completion": "a", "label": False}, "(KTO) are not read"),
+    ],
+)
+def test_rows_of_another_kind_are_an_error_that_names_the_columns_found_and_needed(function, row, expected):
+    with pytest.raises(UserError) as caught:
+        convert([Row("rows.jsonl:1", row)], function, "rows")
+    assert line(caught).startswith("rows.jsonl:1: ") and expected in line(caught)
+
+
+# --- which format ---------------------------------------------------------------------------------------------------
+
+HH_PAIR = {"chosen": HH + "a", "rejected": HH + "b"}
+VERL = {"prompt": [U], "data_source": "gsm8k", "extra_info": {"i": 1}, "reward_model": {"ground_truth": "7"}}
+
+
+@pytest.mark.parametrize(
+    "recognise, row, name",
+    [
+        (chat_format, {"messages": [U, A]}, "messages"),
+        (chat_format, {"conversations": [U, A], "system": "s"}, "sharegpt"),
+        (chat_format, {"instruction": "q", "input": "", "output": "a"}, "alpaca"),
+        (chat_format, {"prompt": "q", "completion": "a"}, "prompt_completion"),
+        (chat_format, {"text": "t"}, "text"),
+        (chat_format, {"messages": [U, A], "prompt": "q", "completion": "a", "text": "t"}, "messages"),
+        (chat_format, {"messages": None, "conversations": None, "instruction": "q", "output": "a"}, "alpaca"),
+        (preference_format, {"prompt": "q", "chosen": "a", "rejected": "b"}, "explicit_prompt"),
+        (preference_format, {"prompt": None, "chosen": [U, A], "rejected": [U, B]}, "implicit_prompt"),
+        (preference_format, HH_PAIR, "hh"),
+        (preference_format, {"conversations": [U], "chosen": A, "rejected": B}, "sharegpt"),
+        (preference_format, {"messages": [U], "chosen": A, "rejected": B}, "sharegpt"),
+        (preference_format, {"instruction": "q", "chosen": "a", "rejected": "b"}, "alpaca"),
+        (prompt_format, {"prompt": "q", "answer": 7}, "prompt"),
+        (prompt_format, {"prompt": None, "messages": [U]}, "messages"),
+        (prompt_format, {"conversations": [U]}, "sharegpt"),
+        (prompt_format, {"instruction": "q", "output": "a"}, "alpaca"),
+        (prompt_format, VERL, "verl"),
+        (prompt_format, VERL | {"reward_model": {"style": "rule"}}, "prompt"),
+        (text_format, {"text": "t"}, "text"),
+    ],
+)
+def test_a_format_is_recognised_by_the_columns_that_are_not_null(recognise, row, name):
+    assert recognise(row) == name
+    assert recognise(row, name) == name
+
+
+@pytest.mark.parametrize(
+    "recognise, row, wanted, expected",
+    [
+        (chat_format, {"question": "q", "text": None}, None, "fits the columns question, text (null); needed: messages"),
+        (chat_format, {}, None, "fits the columns none; needed: messages"),
+        (
+            chat_format,
+            {"text": "t"},
+            "openai",
+            "--dataset_format openai: known here are messages, sharegpt, alpaca, prompt_c",
+        ),
+        (chat_format, {"text": "t"}, "alpaca", "the format alpaca needs instruction + output; found text (map columns"),
+        (chat_format, {"messages": None, "text": "t"}, "messages", "needs messages; found messages (null), text"),
+        (chat_format, {"messages": [U, A], "label": True}, "messages", "(KTO) are not read"),
+        (preference_format, {"chosen": "a", "rejected": "b"}, None, "need a prompt; found columns chosen, rejected"),
+        (preference_format, {"prompt": "q", "chosen": None, "rejected": "b"}, None, "found prompt, chosen (null), rejected"),
+        (preference_format, {"prompt": "q", "completion": "a", "label": False}, None, "(KTO) are not read"),
+        (
+            preference_format,
+            {"chosen": [U, A], "rejected": [U, B]},
+            "sharegpt",
+            "needs conversations + chosen + rejected or messages + chosen + rejected; found chosen, rejected",
+        ),
+        (preference_format, HH_PAIR, "kto", "known here are explicit_prompt, sharegpt, alpaca, implicit_prompt, hh"),
+        (prompt_format, {"question": "q"}, None, "no column prompt; found question (map it: --columns prompt=question)"),
+        (prompt_format, {"prompt": "q"}, "verl", "the format verl needs prompt + reward_model; found prompt"),
+        (text_format, {"text": None}, None, "no column text; found text (null)"),
+        (text_format, {"text": "t"}, "messages", "--dataset_format messages: known here are text"),
+    ],
+)
+def test_columns_that_fit_no_format_or_not_the_wanted_one_are_an_error(recognise, row, wanted, expected):
+    with pytest.raises(UserError, match=re.escape(expected)) as caught:
+        recognise(row, wanted)
+    line(caught)
+
+
+def test_a_text_column_may_have_another_name():
+    assert text_format({"body": "t"}, field="body") == "text"
+
+
+@pytest.mark.parametrize(
+    "form, row, format, result",
+    [
+        (as_chat, {"messages": [U, B], "instruction": "q", "output": "a"}, "alpaca", CHAT),
+        (as_chat, {"messages": [U, B], "conversations": [U, A]}, "sharegpt", CHAT),
+        (as_chat, {"messages": [U, A], "text": "t"}, "text", {"text": "t"}),
+        (
+            as_preference,
+            {"prompt": "other", "chosen": [U, A], "rejected": [U, B]},
+            "implicit_prompt",
+            {"prompt": [U], "chosen": [A], "rejected": [B]},
+        ),
+        (as_preference, {"prompt": "p"} | HH_PAIR, "hh", {"prompt": HH_PROMPT, "chosen": [A], "rejected": [B]}),
+        (as_prompt, {"prompt": "p", "messages": [U, A]}, "messages", {"prompt": [U], "messages": [U, A]}),
+        (as_prompt, VERL, "verl", VERL | {"answer": "7"}),
+    ],
+)
+def test_the_format_that_is_insisted_on_is_read_where_another_would_be_recognised(form, row, format, result):
+    assert form(row, format) == result
+
+
+@pytest.mark.parametrize(
+    "form, row, format, reason",
+    [
+        (as_chat, {"messages": None, "text": "t"}, "messages", "no messages"),
+        (as_chat, {"instruction": "q", "output": None}, "alpaca", "output is not a string but NoneType"),
+        (as_chat, {"messages": None, "prompt": None, "other": 1}, None, "no messages"),
+        (as_preference, {"prompt": None, "chosen": "a", "rejected": "b"}, "explicit_prompt", "no messages"),
+        (as_preference, {"chosen": [U, A], "rejected": None}, "implicit_prompt", "empty answer"),
+        (as_preference, {"chosen": [U, A], "rejected": [U, B]}, "hh", "chosen is not a string but list"),
+        (as_preference, {"chosen": "a", "rejected": "b"}, "implicit_prompt", "no messages"),
+        (as_prompt, VERL | {"reward_model": {"style": "rule"}}, "verl", "reward_model has no ground_truth"),
+        (as_prompt, VERL | {"reward_model": None}, "verl", "reward_model has no ground_truth"),
+    ],
+)
+def test_a_row_with_a_null_where_its_format_needs_a_value_is_left_out_and_not_a_mistake(form, row, format, reason):
+    with pytest.raises(BadRow, match=re.escape(reason)):
+        form(row, format)
+
+
+@pytest.mark.parametrize("form", [as_chat, as_preference, as_prompt])
+def test_a_row_without_the_columns_of_its_format_is_a_mistake(form):
+    with pytest.raises(UserError, match="the format sharegpt needs conversations"):
+        form({"text": "t"}, "sharegpt")

@@ -1,0 +1,286 @@
+"""The order of the samples: computed from (seed, position) alone, with exact shares, from easy to hard where asked."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+from types import SimpleNamespace
+
+from common.collators import whole
+from common.data.load import Items, make_order
+from common.data.order import BANDS, Order, Shuffled, drop_turns, shares
+from common.data.sources import Source
+from common.errors import UserError
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=4)
+WEIGHTS = st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.5]), min_size=4, max_size=4)
+
+
+def source_of(index, counts):
+    return next(s for s in range(len(counts)) if index < sum(counts[: s + 1]))
+
+
+def by_source(order, counts, epochs):
+    """For each source, its units in the order in which they come."""
+    drawn = [[] for _ in counts]
+    for epoch in range(epochs):
+        for index in order.epoch(epoch).tolist():
+            drawn[source_of(index, counts)].append(index)
+    return drawn
+
+
+def weighted(counts, weights, seed=0):
+    """An order, or None where a source would get nothing."""
+    try:
+        return Order(counts, seed, weights=weights[: len(counts)])
+    except UserError:
+        return None
+
+
+# --- without weights ------------------------------------------------------------------------------------------------
+
+
+@given(COUNTS, st.integers(0, 99), st.integers(0, 3))
+def test_each_epoch_is_a_permutation_of_all_units(counts, seed, epoch):
+    N = sum(counts)
+    wanted = np.random.default_rng((seed, epoch)).permutation(N).tolist()
+    assert [Order(counts, seed)[epoch * N + i] for i in range(N)] == wanted
+    assert len(Order(counts, seed)) == N and sorted(wanted) == list(range(N))
+
+
+def test_epochs_and_seeds_differ():
+    orders = [Order([50], seed).epoch(epoch).tolist() for seed in range(3) for epoch in range(3)]
+    assert len({tuple(order) for order in orders}) == 9
+
+
+# --- with weights ---------------------------------------------------------------------------------------------------
+
+
+@given(COUNTS, WEIGHTS)
+def test_the_shares_of_an_epoch_are_exact_by_the_largest_remainder(counts, weights):
+    order, N, weights = weighted(counts, weights), sum(counts), weights[: len(counts)]
+    if order is None:
+        return
+    exact = [Fraction(w) * N / sum(map(Fraction, weights)) for w in weights]
+    found = Counter(source_of(i, counts) for i in order.epoch(1).tolist())
+    assert len(order) == len(order.epoch(1)) == N
+    rest = N - sum(int(x) for x in exact)
+    remainders = sorted((x - int(x) for x in exact), reverse=True)
+    for s, x in enumerate(exact):
+        assert found[s] - int(x) in (0, 1)
+        if x - int(x) > (remainders[rest - 1] if rest else 1):
+            assert found[s] == int(x) + 1
+        if x - int(x) < (remainders[rest - 1] if rest else 1):
+            assert found[s] == int(x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(COUNTS, WEIGHTS, st.integers(0, 9))
+def test_every_beginning_of_an_epoch_has_the_shares_to_about_one_unit(counts, weights, seed):
+    order, N, S = weighted(counts, weights, seed), sum(counts), len(counts)
+    if order is None:
+        return
+    found = [0] * S
+    for p, index in enumerate(order.epoch(0).tolist(), 1):
+        found[source_of(index, counts)] += 1
+        for s, quota in enumerate(order.quotas):
+            assert abs(found[s] - p * quota / N) <= 1 + max(0, S - 2) * quota / N + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(COUNTS, WEIGHTS, st.integers(1, 5))
+def test_a_source_is_used_up_before_a_unit_of_it_comes_again(counts, weights, epochs):
+    """Small sources repeat evenly, large ones go on where the last epoch ended."""
+    order = weighted(counts, weights)
+    if order is None:
+        return
+    for s, drawn in enumerate(by_source(order, counts, epochs)):
+        first, N = sum(counts[:s]), counts[s]
+        for start in range(0, len(drawn), N):
+            part = drawn[start : start + N]
+            assert len(set(part)) == len(part) and set(part) <= set(range(first, first + N))
+        times = Counter(drawn)
+        assert max(times[i] for i in range(first, first + N)) - min(times[i] for i in range(first, first + N)) <= 1
+
+
+def test_every_pass_over_a_source_and_every_epoch_are_drawn_anew():
+    order = Order([100, 20], 0, weights=[1, 1])
+    drawn = by_source(order, [100, 20], 2)
+    assert len(drawn[0]) == len(drawn[1]) == 120
+    assert len({tuple(drawn[1][i : i + 20]) for i in range(0, 120, 20)}) == 6
+    where = [[source_of(i, [100, 20]) for i in order.epoch(epoch)] for epoch in (0, 1)]
+    assert where[0] != where[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(COUNTS, WEIGHTS, st.booleans(), st.lists(st.integers(0, 500), min_size=1, max_size=30))
+def test_a_position_gives_the_same_unit_whatever_was_asked_for_before(counts, weights, use_weights, positions):
+    options = {"weights": weights[: len(counts)]} if use_weights else {}
+    options |= {"difficulty": np.arange(sum(counts)) % 7, "curriculum": 0.5}
+    try:
+        order = Order(counts, 5, **options)
+    except UserError:
+        return
+    in_any_order = [order[p] for p in positions]
+    assert in_any_order == [Order(counts, 5, **options)[p] for p in positions]
+    assert all(isinstance(i, int) and 0 <= i < sum(counts) for i in in_any_order)
+
+
+def test_shares_by_hand():
+    assert shares([1, 1, 1], 10) == [4, 3, 3]
+    assert shares([0.5, 0.3, 0.2], 10) == [5, 3, 2]
+    assert shares([5, 3, 1], 4) == [2, 1, 1]  # 2.22, 1.33, 0.44
+    assert sum(shares([0.1] * 7, 1000)) == 1000
+
+
+def test_a_source_that_would_give_nothing_is_an_error():
+    with pytest.raises(UserError, match="--dataset_weights: of 10 units, source 2 would give none"):
+        Order([5, 5], 0, weights=[100, 1])
+
+
+@pytest.mark.parametrize("counts, weights", [([], None), ([0, 0], None), ([0, 5], [1, 1])])
+def test_no_units_is_an_error(counts, weights):
+    with pytest.raises(UserError, match="nothing to train on"):
+        Order(counts, 0, weights=weights)
+    assert sorted(Order([0, 5], 0).epoch(0)) == [0, 1, 2, 3, 4]
+
+
+# --- curriculum -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 300), st.floats(0.05, 1), st.integers(0, 9), st.integers(1, 50))
+def test_a_curriculum_rises_band_by_band_and_leaves_out_no_unit(N, fraction, seed, kinds):
+    difficulty = np.random.default_rng(seed).integers(0, kinds, N).astype(float)
+    order = Order([N], seed, difficulty=difficulty, curriculum=fraction)
+    assert sorted(order.epoch(0)) == list(range(N))
+    n = round(fraction * N)
+    bands = np.array_split(order.epoch(0)[:n], BANDS)
+    highest = -1.0
+    for band in bands:
+        if len(band):
+            assert difficulty[band].min() >= highest
+            highest = difficulty[band].max()
+    plain = Order([N], seed)
+    assert set(order.epoch(0)[:n]) == set(plain.epoch(0)[:n])  # a random part of the units, not the easy ones
+    assert (order.epoch(0)[n:] == plain.epoch(0)[n:]).all() and (order.epoch(1) == plain.epoch(1)).all()
+
+
+def test_a_curriculum_is_shuffled_inside_its_bands():
+    order = Order([1000], 0, difficulty=np.arange(1000.0), curriculum=1.0).epoch(0)
+    for b, band in enumerate(np.array_split(order, BANDS)):
+        assert sorted(band) == list(range(100 * b, 100 * b + 100)) and sorted(band) != band.tolist()
+
+
+def test_a_curriculum_keeps_the_weights():
+    order = Order([90, 10], 0, weights=[1, 1], difficulty=np.arange(100.0), curriculum=0.5)
+    assert Counter(source_of(i, [90, 10]) for i in order.epoch(0)) == {0: 50, 1: 50}
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+def chat(*trained):
+    """A sequence of turns of 3 tokens, trained where told."""
+    mask = np.repeat(np.array(trained, np.uint8), 3)
+    return {"input_ids": np.arange(len(mask)), "loss_mask": mask, "weight": 2.0}
+
+
+class Chats:
+    def __init__(self, units):
+        self.units, self.lengths, self.longest = units, np.array([sum(len(s["input_ids"]) for s in u) for u in units]), 18
+
+    def __getitem__(self, i):
+        return self.units[i]
+
+
+def lengths(shuffled, positions):
+    return [len(sequence["input_ids"]) for p in positions for sequence in shuffled[p]]
+
+
+def test_samples_are_the_units_in_their_order():
+    units = [[whole(np.arange(i + 2))] for i in range(7)]
+    shuffled = Shuffled(Chats(units), Order([7], 3))
+    assert [shuffled[p] for p in range(20)] == [units[shuffled.order[p]] for p in range(20)]
+    assert [shuffled.size(p) for p in range(20)] == lengths(shuffled, range(20)) and len(shuffled) == 7
+
+
+def test_a_chat_ends_after_one_of_its_earlier_answers_with_the_probability_that_is_asked_for():
+    sequence = chat(0, 1, 0, 1, 1, 0, 1, 0)  # answers end at 6, 15, 21; something untrained follows
+    ends = Counter()
+    for i in range(4000):
+        found = drop_turns(sequence, 0.3, np.random.default_rng(i))
+        n = len(found["input_ids"])
+        ends[n] += 1
+        assert found["weight"] == 2.0 and (found["input_ids"] == np.arange(n)).all() and len(found["loss_mask"]) == n
+        assert found["loss_mask"].tolist() == sequence["loss_mask"].tolist()[:n]
+    assert set(ends) == {6, 15, 24}
+    # Standard deviations: 29 chats are dropped more or less, 22 at each border.
+    assert abs(ends[24] - 2800) < 150 and abs(ends[6] - 600) < 120 and abs(ends[15] - 600) < 120
+
+
+@pytest.mark.parametrize("trained", [(1,), (0, 1), (0, 1, 0), (1, 0), (0, 0), (0, 1, 1)])
+def test_a_chat_with_one_answer_is_not_shortened(trained):
+    sequence = chat(*trained)
+    assert all(drop_turns(sequence, 1.0, np.random.default_rng(i)) is sequence for i in range(20))
+
+
+def test_two_answers_end_after_the_first_and_always_with_probability_one():
+    for trained in ((1, 0, 1), (0, 1, 0, 1), (0, 1, 0, 0, 1, 0)):
+        first = 3 * trained.index(1) + 3
+        assert {len(drop_turns(chat(*trained), 1.0, np.random.default_rng(i))["loss_mask"]) for i in range(20)} == {first}
+
+
+def test_which_turns_are_dropped_depends_on_seed_epoch_and_unit_alone():
+    def shuffled(seed=0):
+        return Shuffled(Chats([[chat(0, 1, 0, 1, 0, 1)] for _ in range(60)]), Order([60], seed), turn_dropping=0.5)
+
+    def by_unit(samples, epoch):
+        positions = range(60 * epoch, 60 * epoch + 60)
+        return {samples.order[p]: n for p, n in zip(positions, lengths(samples, positions), strict=True)}
+
+    once = shuffled()
+    assert [by_unit(once, epoch) for epoch in (2, 0, 1)] == [by_unit(shuffled(), epoch) for epoch in (2, 0, 1)]
+    assert by_unit(once, 0) != by_unit(once, 1) and by_unit(once, 0) != by_unit(shuffled(1), 0)
+    assert {shuffled().size(p) for p in range(60)} == {18}  # before turns are dropped: what micro-batches are planned with
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+def items(tmp_path, rows, **args):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = {"curriculum_column": None, "curriculum_fraction": 0.5, "strict_data": False, "seed": 0} | args
+    args, source = SimpleNamespace(**args), Source(str(path), label="a", format="prompt")
+    made = Items(
+        [source],
+        lambda columns, format: columns | {"prompt_ids": [0] * len(columns["prompt"])},
+        "prompts",
+        args.strict_data,
+        args.curriculum_column,
+    )
+    return made, make_order(args, [source], made)
+
+
+def test_prompts_follow_a_curriculum(tmp_path, capsys):
+    rows = [{"prompt": "x" * (i % 17 + 1), "n": f"{100 - i}"} for i in range(100)]
+    made, order = items(tmp_path, rows, curriculum_column="n", curriculum_fraction=1.0)
+    ranks = [int(made[i]["n"]) for i in order.epoch(0)]
+    assert all(set(ranks[10 * b : 10 * b + 10]) == set(range(10 * b + 1, 10 * b + 11)) for b in range(10))
+    made, order = items(tmp_path, rows, curriculum_column="length", curriculum_fraction=1.0)
+    sizes = [len(made[i]["prompt_ids"]) for i in order.epoch(0)]
+    assert max(sizes[:10]) <= min(sizes[50:]) and made.facts()[0]["tokens"] == sum(sizes)
+
+
+def test_a_prompt_without_a_number_is_left_out_and_a_missing_column_is_an_error(tmp_path, capsys):
+    rows = [{"prompt": "x", "n": i} for i in range(3)] + [{"prompt": "y", "n": "hard"}]
+    made, order = items(tmp_path, rows, curriculum_column="n")
+    assert len(made) == len(order) == 3 and made.difficulty.tolist() == [0, 1, 2]
+    assert "1 of 4 prompts left out: n is not a number (first: " in capsys.readouterr().out
+    with pytest.raises(UserError, match="a.jsonl:1: --curriculum_column m: no such column; found prompt, n"):
+        items(tmp_path, rows, curriculum_column="m")

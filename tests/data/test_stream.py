@@ -1,0 +1,331 @@
+"""Streaming: the same units in the same order for a seed, from any place on, in bounded memory."""
+
+import gzip
+import json
+from types import SimpleNamespace
+
+from common.collators import Windows, pack
+from common.data import stream as streams
+from common.data.load import load_samples
+from common.data.order import shares
+from common.data.sources import BadRow, Source, read_rows
+from common.data.stream import Stream
+from common.data.tokens import tokenize_documents
+from common.errors import UserError
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained("data/base_model")
+
+
+def source(path, rows, **settings):
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return Source(str(path), **{"label": path.name.split(".")[0], "format": "text"} | settings)
+
+
+def numbered(path, count, **settings):
+    rows = [{"text": f"{path.name[0]}{i} " * (i % 5 + 1), "bad": i % 7 == 3} for i in range(count)]
+    return source(path, rows, **settings)
+
+
+def document(columns, tokenizer, *, dataset_format):
+    if columns.get("bad"):
+        raise BadRow("a bad row")
+    return columns["text"]
+
+
+def as_they_are(units):
+    return units
+
+
+def packed(units):
+    return pack(units, 64)
+
+
+def wrapped(units):
+    return units.cut(16, across=True)
+
+
+def stream(tokenizer, *sources, arrange=as_they_are, seed=5, block_rows=20, **options):
+    return Stream(list(sources), (document, tokenizer, {}, None), arrange, seed, block_rows=block_rows, **options)
+
+
+def ids(unit):
+    return [sequence["input_ids"].tolist() for sequence in unit]
+
+
+def naive(tokenizer, sources, units, block_rows=20, seed=5):
+    """The documents of a stream whose units are documents, worked out row by row."""
+    quotas = shares([s.weight or 1.0 for s in sources], block_rows)
+    rows = [[row.columns for row, _ in read_rows(s)] for s in sources]
+    found, block, given = [], 0, [0] * len(sources)
+    while len(found) < units:
+        texts = []
+        for s, quota in enumerate(quotas):
+            for _ in range(quota):
+                columns = rows[s][given[s] % len(rows[s])]  # round and round
+                given[s] += 1
+                if not columns.get("bad"):
+                    texts.append(columns["text"])
+        order = np.random.default_rng((seed, block)).permutation(len(texts))
+        found += [[tokenize_documents([texts[i]], tokenizer)[0].tolist()] for i in order]
+        block += 1
+    return found[:units]
+
+
+def process(rank=0, world=1, accumulation=2):
+    return SimpleNamespace(
+        process_index=rank, num_processes=world, gradient_accumulation_steps=accumulation, device=torch.device("cpu")
+    )
+
+
+# --- what comes when ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows, block_rows", [(50, 20), (60, 20), (7, 20), (1, 3), (100, 100)])
+def test_a_stream_is_blocks_of_rows_each_shuffled_and_goes_round_and_round(tmp_path, tokenizer, rows, block_rows):
+    a = numbered(tmp_path / "a.jsonl", rows)
+    found = stream(tokenizer, a, block_rows=block_rows)
+    wanted = naive(tokenizer, [a], 170, block_rows)
+    assert [ids(found[p]) for p in range(170)] == wanted
+    assert [found.size(p) for p in range(160, 170)] == [len(unit[0]) for unit in wanted[160:]]
+
+
+@pytest.mark.parametrize("weights", [(None, None), (1.0, 3.0), (7.0, 1.0)])
+def test_several_sources_have_their_shares_of_every_block(tmp_path, tokenizer, weights):
+    sources = [numbered(tmp_path / f"{name}.jsonl", n, weight=w) for name, n, w in zip("ab", (13, 70), weights, strict=True)]
+    found, wanted = stream(tokenizer, *sources), naive(tokenizer, sources, 200)
+    assert [ids(found[p]) for p in range(200)] == wanted
+    rows = [row["rows"] for row in found.data.facts()]
+    blocks = found.blocks[-1].number + 1
+    assert rows == [blocks * quota for quota in {None: (10, 10), 1.0: (5, 15), 7.0: (18, 2)}[weights[0]]]
+
+
+def test_seeds_differ_and_so_do_the_blocks_of_a_run(tmp_path, tokenizer):
+    a = numbered(tmp_path / "a.jsonl", 20)
+    orders = [
+        [ids(found[p]) for p in range(start, start + 17)]
+        for found in (stream(tokenizer, a, seed=s) for s in (0, 1))
+        for start in (0, 17)
+    ]
+    assert all(sorted(order) == sorted(orders[0]) for order in orders) and len({json.dumps(order) for order in orders}) == 4
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_several_processes_read_the_same_as_one(tmp_path, tokenizer, num_proc):
+    a = numbered(tmp_path / "a.jsonl", 2000)
+    found = stream(tokenizer, a, block_rows=1200, num_proc=num_proc)
+    assert [ids(found[p]) for p in range(0, 1500, 100)] == naive(tokenizer, [a], 1500, 1200)[::100]
+
+
+def test_the_sequences_are_as_long_as_max_length_says(tmp_path, tokenizer):
+    job = (document, tokenizer, {"max_length": 77}, None)
+    assert Stream([numbered(tmp_path / "a.jsonl", 3)], job, as_they_are, 0, block_rows=3).longest == 77
+
+
+# --- to go on -------------------------------------------------------------------------------------------------------
+
+
+def some(tmp_path, kind):
+    if kind == "one":
+        return [numbered(tmp_path / "a.jsonl", 50)]
+    if kind == "gz":
+        return [numbered(tmp_path / "a.jsonl.gz", 50)]
+    if kind == "first rows":
+        return [numbered(tmp_path / "a.jsonl", 90, max_samples=45, fraction=0.8)]
+    return [numbered(tmp_path / "a.jsonl", 13, weight=1.0), numbered(tmp_path / "b.jsonl.gz", 70, weight=3.0)]
+
+
+@pytest.mark.parametrize("arrange", [as_they_are, packed, wrapped])
+@pytest.mark.parametrize("kind", ["one", "gz", "first rows", "several"])
+def test_a_stream_goes_on_from_any_position(tmp_path, tokenizer, kind, arrange):
+    sources = some(tmp_path, kind)
+    whole = stream(tokenizer, *sources, arrange=arrange)
+    units, states, borders = [], [], set()
+    for p in range(110):
+        states.append(json.dumps(whole.state(p)))  # before it is read: what a checkpoint keeps
+        units.append(ids(whole[p]))
+        borders |= {block.first for block in whole.blocks}
+    states_later = [json.dumps(whole.state(p)) for p in range(whole.blocks[0].first, 110)]
+    assert len(borders) > 4 and states_later == states[-len(states_later) :]
+    for p in [*range(0, 110, 9), *sorted(borders - {0}), *(border - 1 for border in borders if border)]:
+        resumed = stream(tokenizer, *sources, arrange=arrange)
+        resumed.restore(json.loads(states[p]))
+        end = min(p + 40, 110)
+        assert [ids(resumed[q]) for q in range(p, end)] == units[p:end]
+        assert json.dumps(resumed.state(end - 1)) == states[end - 1]
+
+
+def test_to_go_on_nothing_is_read_from_the_start(tmp_path, tokenizer, monkeypatch):
+    a = numbered(tmp_path / "a.jsonl", 1000)
+    whole = stream(tokenizer, a)
+    wanted, state = ids(whole[500]), whole.state(500)
+    read = []
+    monkeypatch.setattr(streams, "read_rows", lambda *args: (read.append(1) or found for found in read_rows(*args)))
+    resumed = stream(tokenizer, a)
+    resumed.restore(state)
+    assert ids(resumed[500]) == wanted and len(read) == 20
+    for earlier in (resumed, stream(tokenizer, a)):
+        earlier.restore(state)
+        with pytest.raises(IndexError, match="position 10 of a stream that goes on at 497"):
+            earlier[10]
+
+
+def test_a_look_ahead_can_be_followed_by_the_beginning(tmp_path, tokenizer):
+    """The plan of a run reads its first windows before the first of them is trained on."""
+    sources = some(tmp_path, "several")
+    found, wanted = stream(tokenizer, *sources), naive(tokenizer, sources, 300)
+    assert ids(found[299]) == wanted[299]
+    facts = found.data.facts()
+    assert [ids(found[p]) for p in range(200)] == wanted[:200]
+    assert [ids(found[p]) for p in (250, 3, 120)] == [wanted[p] for p in (250, 3, 120)]
+    for known, now in zip(facts, found.data.facts(), strict=True):
+        assert known["rows"] == now["rows"] and known["dropped"] == now["dropped"]  # each row counts once
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_holds_two_blocks_and_reads_no_further_than_asked(tmp_path, tokenizer, monkeypatch):
+    read = []
+    monkeypatch.setattr(streams, "read_rows", lambda *args: (read.append(1) or found for found in read_rows(*args)))
+    found = stream(tokenizer, numbered(tmp_path / "a.jsonl", 1000))
+    assert not read
+    for p in range(300):
+        found[p]
+        number = found.blocks[-1].number
+        assert len(read) == 20 * (number + 1)
+        assert [block.number for block in found.blocks] == [max(0, number - 1), number][-len(found.blocks) :]
+        assert len(found.blocks) <= 2 and p < found.blocks[-1].first + len(found.blocks[-1].order)
+    assert number > 10
+
+
+# --- rows that are left out -----------------------------------------------------------------------------------------
+
+
+def test_rows_left_out_are_said_once_with_their_place_and_counted(tmp_path, tokenizer, capsys):
+    a = numbered(tmp_path / "a.jsonl", 50)
+    found = stream(tokenizer, a)
+    found[100]
+    assert capsys.readouterr().out == f"data: rows of a left out: a bad row (first: {a.path}:4)\n"
+    rows = 20 * (found.blocks[-1].number + 1)
+    facts = found.data.facts()[0]
+    assert facts["rows"] == rows and facts["dropped"]["a bad row"]["count"] == sum(i % 50 % 7 == 3 for i in range(rows))
+
+
+def test_strict_data_makes_the_first_bad_row_an_error(tmp_path, tokenizer):
+    a = numbered(tmp_path / "a.jsonl", 50)
+    with pytest.raises(UserError, match=r"a.jsonl:4: a bad row \(--strict_data\)"):
+        stream(tokenizer, a, strict=True)[0]
+
+
+def test_a_stream_without_a_usable_row_is_an_error_and_one_source_without_is_not(tmp_path, tokenizer):
+    bad, good = source(tmp_path / "a.jsonl", [{"text": "", "bad": True}] * 9), numbered(tmp_path / "b.jsonl", 3)
+    with pytest.raises(UserError, match="--dataset_streaming: no row can be used among 20 in succession"):
+        stream(tokenizer, bad)[0]
+    for arrange in (as_they_are, packed, wrapped):
+        found = stream(tokenizer, bad, good, arrange=arrange)
+        assert found[0] and found.data.counts[0] == 0
+
+
+# --- windows over a stream ------------------------------------------------------------------------------------------
+
+
+def in_windows(samples, rank=0, world=1, accumulation=2, **options):
+    return Windows(samples, process(rank, world, accumulation), **{"batch_size": 3, "max_steps": 40} | options)
+
+
+def tokens(window):
+    return [batch["input_ids"].tolist() for batch in window]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
+@pytest.mark.parametrize("arrange", [as_they_are, packed])
+@pytest.mark.parametrize("rank, world", [(0, 1), (1, 2)])
+def test_a_run_over_a_stream_goes_on_at_any_step(tmp_path, tokenizer, options, arrange, rank, world):
+    sources = some(tmp_path, "several")
+
+    def fresh():
+        found = in_windows(stream(tokenizer, *sources, arrange=arrange), rank, world, 2 // world, **options)
+        assert found.plan()["steps"] == len(found) == 40  # as the scripts do, before they go on
+        return found
+
+    once, windows, states = fresh(), [], []
+    for step in range(40):
+        states.append(json.dumps(once.state(step)))
+        windows.append(tokens(once[step]))
+    for step in range(0, 40, 3):
+        resumed = fresh()
+        resumed.restore(step, json.loads(states[step]))
+        assert [tokens(resumed[s]) for s in range(step, min(step + 8, 40))] == windows[step : step + 8]
+        assert json.dumps(resumed.state(min(step + 8, 39))) == states[min(step + 8, 39)]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
+def test_windows_over_a_stream_are_the_units_one_after_the_other(tmp_path, tokenizer, options):
+    sources = some(tmp_path, "several")
+    found, wanted = in_windows(stream(tokenizer, *sources), **options), naive(tokenizer, sources, 600)
+    units = [ids(unit) for step in range(25) for unit in found[step].units]
+    assert units == wanted[: len(units)] and len(units) > 100
+    assert found.start(25) == len(units)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
+@pytest.mark.parametrize("before, after", [(1, 2), (4, 1)])
+def test_a_run_that_goes_on_with_other_processes_goes_on_where_the_stream_was(tmp_path, tokenizer, options, before, after):
+    sources = some(tmp_path, "several")
+    old = in_windows(stream(tokenizer, *sources), 0, before, **options)
+    units = [len(old[step].units) for step in range(10)]
+    new = in_windows(stream(tokenizer, *sources), 0, after, **options)
+    new.restore(10, json.loads(json.dumps(old.state(10))))
+    at = sum(units)
+    assert new.start(10) == at
+    found = [ids(unit) for step in range(10, 15) for unit in new[step].units]
+    assert found == naive(tokenizer, sources, at + len(found))[at:] and len(found) == new.start(15) - at
+
+
+def test_windows_may_be_larger_than_blocks(tmp_path, tokenizer):
+    a = numbered(tmp_path / "a.jsonl", 50)
+    for options in ({"batch_size": 20}, {"max_tokens": 500}):
+        found = in_windows(stream(tokenizer, a, block_rows=4), **options)
+        units = [ids(unit) for step in range(3) for unit in found[step].units]
+        assert units == naive(tokenizer, [a], len(units), 4) and len(units) > 60
+
+
+# --- the settings of a run ------------------------------------------------------------------------------------------
+
+
+def load(sources, tokenizer, turn_dropping=0.0, **settings):
+    args = {"dataset_streaming": True, "max_steps": 5, "curriculum_column": None, "curriculum_fraction": 0.5}
+    args |= {"seed": 5, "streaming_buffer_size": 20, "dataset_num_proc": None, "strict_data": False}
+    args = SimpleNamespace(**args | settings)
+    return load_samples(None, args, sources, document, lambda units, args: units, tokenizer, {}, turn_dropping)
+
+
+def test_a_run_streams_in_blocks_of_its_buffer(tmp_path, tokenizer):
+    sources = some(tmp_path, "several")
+    found = load(sources, tokenizer)
+    assert [ids(found[p]) for p in range(60)] == naive(tokenizer, sources, 60)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"max_steps": -1}, "--dataset_streaming: a stream has no known end: say how long to train with --max_steps"),
+        ({"curriculum_column": "n"}, "--dataset_streaming: no --curriculum_column and no --turn_dropping"),
+        ({"turn_dropping": 0.5}, "--dataset_streaming: no --curriculum_column and no --turn_dropping"),
+        ({"turn_dropping": 1.5}, "--turn_dropping is a probability, not 1.5"),
+        ({"curriculum_fraction": 0}, "--curriculum_fraction is a share between 0 and 1, not 0"),
+    ],
+)
+def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer, settings, expected):
+    with pytest.raises(UserError) as caught:
+        load(some(tmp_path, "one"), tokenizer, **settings)
+    assert expected in str(caught.value)

@@ -1,0 +1,760 @@
+"""Tokens: what is trained is the assistant's words and the end of the turn, with every kind of chat template.
+
+The check is by decoding: the trained tokens of a chat, decoded, are the words of its assistant turns.
+"""
+
+from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
+
+from common.data import tokens
+from common.data.chat import end_of_turn, read_chat_template, stop_token_ids
+from common.data.sources import BadRow
+from common.data.tokens import (
+    show_trained,
+    split_chat,
+    tokenize_chat,
+    tokenize_completion,
+    tokenize_documents,
+    tokenize_pair,
+    tokenize_prompt,
+    tokenize_row,
+    tokenize_spans,
+    tokenize_text,
+    train_tokenizer,
+    truncate,
+)
+from common.errors import UserError
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+
+LLAMA2 = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}
+{%- set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}
+{%- if loop.first and system is defined %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m.content %}
+{%- else %}{% set content = m.content %}{% endif %}{{ '[INST] ' + content.strip() + ' [/INST]' }}
+{%- elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}
+{%- else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"""
+LLAMA3 = """{{ bos_token }}{% for m in messages %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+PHI3 = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+GEMMA = """{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}
+{{- raise_exception('System role not supported') }}{% endif %}{% set role = 'model' if m.role == 'assistant' else m.role %}
+{{- '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+QWEN3 = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}
+{%- endif %}{% endfor %}{% for m in messages %}{% if m.role != 'assistant' %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% else %}{% set content = m.content %}{% set think = '' %}
+{%- if '</think>' in content %}{% set think = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}
+{%- if loop.index0 > ns.last %}{{ '<think>\n' + think + '\n</think>\n\n' }}{% endif %}{{ content + '<|im_end|>\n' }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+HEADER = "add_generation_prompt %}{{ '<|im_start|>assistant\n"
+THINKS_ALWAYS = QWEN3.replace("loop.index0 > ns.last", "true").replace(HEADER, HEADER + "<think>\n\n</think>\n\n")
+MARKED_OUTSIDE = """{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}
+{%- generation %}{{ m.content }}{%- endgeneration %}{{ '<|im_end|>\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+NO_END = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+
+# template, the end of a turn, what the template writes between the header and the words
+TEMPLATES = {
+    "chatml, shipped": (read_chat_template("chatml"), "<|im_end|>", ""),
+    "plain, shipped": (read_chat_template("plain"), "<|endoftext|>", ""),
+    "chatml": (CHATML, "<|im_end|>", ""),
+    "end outside the markers": (MARKED_OUTSIDE, "<|im_end|>", ""),
+    "llama2": (LLAMA2, " <|endoftext|>", " "),
+    "llama3": (LLAMA3, "<|eot_id|>", ""),
+    "phi3": (PHI3, "<|end|>", ""),
+    "gemma": (GEMMA, "<end_of_turn>", ""),
+    "header with closed thinking": (THINKS_ALWAYS, "<|im_end|>", ""),
+}
+ALL = {**TEMPLATES, "qwen3": (QWEN3, "<|im_end|>", "")}
+SPECIALS = (
+    "<|bos|> <|eot_id|> <|start_header_id|> <|end_header_id|> <|end|> <|user|> <|assistant|> <|system|> "
+    "<start_of_turn> <end_of_turn>"
+).split()
+TEXTS = ["Hello there, how are you?\n\nI am well.", "The answer is 42. 你好世界 é 🙂", "def f(x):\n    return x\n"] * 20
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHAT = [
+    {"role": "user", "content": "What is 1+1?"},
+    {"role": "assistant", "content": "It is 2."},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "4\n\nYes, 4."},
+]
+
+
+@cache
+def make_tokenizer(template: str = read_chat_template("chatml"), adds_bos: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = train_tokenizer(TEXTS, 400)
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[1:]})
+    tokenizer.chat_template = template
+    if adds_bos:
+        tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+        )
+    return tokenizer
+
+
+@cache
+def make_spm_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Llama's kind: a space before the text, ▁ for spaces, bytes where a character is unknown."""
+    alphabet = sorted(set("".join(TEXTS) + "Y▁") - set(" \n"))
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *alphabet, "▁t", "▁th", "4Y", "th", "▁▁"]
+    merges = [("▁", "t"), ("▁t", "h"), ("4", "Y"), ("t", "h"), ("▁", "▁")]
+    model = tokenizers.models.BPE(
+        {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.pad_token = "</s>"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def decode(ids, tokenizer) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def trained(sequence, tokenizer) -> list[str]:
+    """The trained stretches of a sequence as text."""
+    mask = sequence["loss_mask"].astype(bool)
+    stretches = np.split(np.arange(len(mask)), np.flatnonzero(np.diff(mask)) + 1)
+    return [decode(sequence["input_ids"][part], tokenizer) for part in stretches if mask[part[0]]]
+
+
+# --- what is trained ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_words_of_every_assistant_turn_and_its_end_are_trained_and_nothing_else(name):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    sequence = tokenize_chat(CHAT, tokenizer)
+    assert trained(sequence, tokenizer) == [f"{before}{m['content']}{end}" for m in CHAT[1::2]]
+    assert sequence["input_ids"].shape == sequence["loss_mask"].shape
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_tokens_before_an_answer_are_those_of_the_prompt_when_sampling(name):
+    tokenizer = make_tokenizer(ALL[name][0])
+    sequence = tokenize_chat(CHAT, tokenizer, train_on="last_turn")
+    start = int(sequence["loss_mask"].argmax())
+    assert sequence["input_ids"][:start].tolist() == tokenize_prompt(CHAT[:-1], tokenizer)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_last_turn_trains_the_last_answer_only(name):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    assert trained(tokenize_chat(CHAT, tokenizer, train_on="last_turn"), tokenizer) == [f"{before}4\n\nYes, 4.{end}"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_everything_trains_every_token(name):
+    tokenizer = make_tokenizer(ALL[name][0])
+    assert tokenize_chat(CHAT, tokenizer, train_on="everything")["loss_mask"].all()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_that_ends_on_a_user_turn_trains_what_came_before(name):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    assert trained(tokenize_chat(CHAT[:3], tokenizer), tokenizer) == [f"{before}It is 2.{end}"]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
+def test_a_system_turn_is_rendered_and_not_trained(name):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    sequence = tokenize_chat([SYSTEM, *CHAT], tokenizer)
+    assert trained(sequence, tokenizer) == [f"{before}{m['content']}{end}" for m in CHAT[1::2]]
+    assert "Be brief." in decode(sequence["input_ids"], tokenizer)
+
+
+def test_turns_before_first_trained_turn_are_not_trained():
+    tokenizer = make_tokenizer()
+    assert trained(tokenize_chat(CHAT, tokenizer, first_trained_turn=2), tokenizer) == ["4\n\nYes, 4.<|im_end|>"]
+    with pytest.raises(BadRow, match="no assistant turn"):
+        tokenize_chat(CHAT, tokenizer, first_trained_turn=4)
+
+
+def test_with_a_template_that_drops_earlier_thinking_the_last_turn_trains_its_thinking():
+    tokenizer = make_tokenizer(QWEN3)
+    chat = [*CHAT[:3], {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"}]
+    expected = ["It is 2.<|im_end|>", "<think>\ntwo and two\n</think>\n\n4<|im_end|>"]
+    assert trained(tokenize_chat(chat, tokenizer), tokenizer) == expected
+
+
+def test_thinking_that_the_template_drops_is_refused_unless_only_the_last_turn_is_trained():
+    tokenizer = make_tokenizer(QWEN3)
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>hm</think>2"}, *CHAT[2:]]
+    with pytest.raises(BadRow, match="--train_on last_turn, or --chat_template chatml"):
+        tokenize_chat(chat, tokenizer)
+    last = tokenize_chat(chat, tokenizer, train_on="last_turn")
+    assert trained(last, tokenizer) == ["<think>\n\n</think>\n\n4\n\nYes, 4.<|im_end|>"]
+
+
+def test_an_answer_that_thinks_is_trained_from_its_thinking_where_the_header_closes_it_in_advance():
+    tokenizer = make_tokenizer(THINKS_ALWAYS)
+    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"}]
+    assert trained(tokenize_chat(chat, tokenizer), tokenizer) == ["<think>\nhm\n</think>\n\n2<|im_end|>"]
+
+
+def test_an_answer_that_begins_with_white_space_keeps_it_and_the_header_stays_untrained():
+    tokenizer = make_tokenizer(CHATML)
+    chat = [CHAT[0], {"role": "assistant", "content": "\n\n  2"}]
+    sequence = tokenize_chat(chat, tokenizer)
+    assert trained(sequence, tokenizer) == ["\n\n  2<|im_end|>"]
+    start = int(sequence["loss_mask"].argmax())
+    assert sequence["input_ids"][:start].tolist() == tokenize_prompt(chat[:1], tokenizer)
+
+
+def test_tool_calls_are_trained_where_the_template_writes_them_and_refused_where_it_does_not():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [
+        CHAT[0],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": '{"x": "2"}'},
+    ]
+    writes = CHATML.replace(
+        "m.content +",
+        "m.content + (('<tool_call>' + m.tool_calls[0].function | tojson) if m.tool_calls else '') +",
+    )
+    tokenizer = make_tokenizer(writes)
+    expected = ['<tool_call>{"name": "add", "arguments": {"a": 1}}<|im_end|>']
+    assert trained(tokenize_chat(chat, tokenizer), tokenizer) == expected
+    with pytest.raises(BadRow, match="changes an answer"):
+        tokenize_chat(chat, make_tokenizer(CHATML))
+
+
+# --- turns that say whether they are trained ------------------------------------------------------------------------
+
+SEES_FLAGS = "{% for m in messages if 'train' in m %}{{ raise_exception('it sees the flag') }}{% endfor %}" + CHATML
+
+
+def flagged(chat: list, *untrained: int) -> list:
+    return [m | {"train": i not in untrained} for i, m in enumerate(chat)]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_turn_that_says_so_is_not_trained_and_its_tokens_stay(name):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    plain = tokenize_chat(CHAT, tokenizer)
+    for turn, other in ((1, 3), (3, 1)):
+        sequence = tokenize_chat(flagged(CHAT, turn), tokenizer)
+        assert trained(sequence, tokenizer) == [f"{before}{CHAT[other]['content']}{end}"]
+        assert sequence["input_ids"].tolist() == plain["input_ids"].tolist()
+    assert tokenize_chat(flagged(CHAT, 0, 2), tokenizer)["loss_mask"].tolist() == plain["loss_mask"].tolist()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_everything_leaves_out_the_turns_that_say_so_and_no_more(name):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    sequence = tokenize_chat(flagged(CHAT, 1), tokenizer, train_on="everything")
+    untrained = {"input_ids": sequence["input_ids"], "loss_mask": 1 - sequence["loss_mask"]}
+    assert trained(untrained, tokenizer) == [f"{before}It is 2.{end}"]
+    assert tokenize_chat(flagged(CHAT, 0), tokenizer, train_on="everything")["loss_mask"].all()
+
+
+def test_last_turn_is_the_last_answer_even_where_that_is_not_to_be_trained():
+    tokenizer = make_tokenizer()
+    assert trained(tokenize_chat(flagged(CHAT, 1), tokenizer, train_on="last_turn"), tokenizer) == ["4\n\nYes, 4.<|im_end|>"]
+    with pytest.raises(BadRow, match="no assistant turn that is trained"):
+        tokenize_chat(flagged(CHAT, 3), tokenizer, train_on="last_turn")
+
+
+@pytest.mark.parametrize("train_on", ["all_turns", "last_turn", "everything"])
+def test_a_chat_with_no_turn_to_train_is_refused(train_on):
+    with pytest.raises(BadRow, match="no assistant turn that is trained"):
+        tokenize_chat(flagged(CHAT, 1, 3), make_tokenizer(), train_on=train_on)
+    with pytest.raises(BadRow, match="no assistant turn that is trained"):
+        tokenize_chat(flagged(CHAT, 3), make_tokenizer(), train_on=train_on, first_trained_turn=2)
+
+
+def test_no_template_sees_the_flag():
+    tokenizer, chat = make_tokenizer(SEES_FLAGS), flagged(CHAT, 1)
+    plain = tokenize_chat(CHAT, tokenizer)
+    assert tokenize_chat(chat, tokenizer)["input_ids"].tolist() == plain["input_ids"].tolist()
+    assert tokenize_prompt(chat[:3], tokenizer) == tokenize_prompt(CHAT[:3], tokenizer)
+    sides = tokenize_pair(chat[:3], chat[3:], [{"role": "assistant", "content": "5", "train": True}], tokenizer, 512)
+    assert [trained(side, tokenizer) for side in sides] == [["4\n\nYes, 4.<|im_end|>"], ["5<|im_end|>"]]
+    assert split_chat(chat, tokenizer, 40) == [chat[:2], chat[2:]]
+
+
+def test_what_a_tool_calls_train_is_not_the_flag():
+    writes = CHATML.replace("m.content +", "m.content + (m.tool_calls | tojson if m.tool_calls else '') +")
+    call = {"function": {"name": "book", "arguments": {"train": "ICE 5"}}}
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call], "train": True}]
+    found = trained(tokenize_chat(chat, make_tokenizer(writes)), make_tokenizer(writes))
+    assert found == ['[{"function": {"name": "book", "arguments": {"train": "ICE 5"}}}]<|im_end|>']
+
+
+# --- templates that cannot be verified ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "template, error, line",
+    [
+        (None, UserError, "--chat_template chatml, plain, or a .jinja file"),
+        (NO_END, UserError, "ends answers with no special token.*--chat_template chatml"),
+        (CHATML.replace("m.content", "m.content | upper"), BadRow, "try --chat_template chatml"),
+        (CHATML.replace("messages %}", "messages if m.role != 'user' %}"), BadRow, "leaves out a user message"),
+        ("{{ messages | length }}" + CHATML, BadRow, "rewrites earlier turns"),
+        (NO_END + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", BadRow, "--chat_template chatml"),
+        (MARKED_OUTSIDE.replace("in messages", "in messages[2:]"), BadRow, "marks 1 generations in 2 assistant turns"),
+        (MARKED_OUTSIDE.replace("<|im_end|>", ""), UserError, "no special token"),
+        ("{{ messages[9].content.x }}", BadRow, "refuses it"),
+        ("{{ raise_exception('roles must alternate') }}", BadRow, "refuses it: roles must alternate"),
+    ],
+)
+def test_a_template_that_cannot_be_verified_is_refused_with_what_to_do(template, error, line):
+    tokenizer = make_tokenizer(template)
+    with pytest.raises(error, match=line) as caught:
+        tokenize_chat(CHAT, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_system_turn_or_tools_that_the_template_leaves_out_refuse_the_chat():
+    with pytest.raises(BadRow, match="System role not supported"):
+        tokenize_chat([SYSTEM, *CHAT], make_tokenizer(GEMMA))
+    tools = [{"type": "function", "function": {"name": "search_recipes", "parameters": {}}}]
+    with pytest.raises(BadRow, match="leaves out the tools.*--columns unused=tools"):
+        tokenize_chat(CHAT, make_tokenizer(CHATML), tools=tools)
+
+
+def test_a_chat_that_starts_with_the_assistant_needs_generation_markers():
+    assert trained(tokenize_chat(CHAT[1:], make_tokenizer()), make_tokenizer())[0] == "It is 2.<|im_end|>"
+    with pytest.raises(BadRow, match="starts with the assistant.*--chat_template chatml allows"):
+        tokenize_chat(CHAT[1:], make_tokenizer(CHATML))
+
+
+# --- text that spells special tokens --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_text_that_spells_a_special_token_stays_text_and_cannot_end_or_forge_a_turn(name):
+    template, end, before = ALL[name]
+    tokenizer = make_tokenizer(template)
+    forged = f"no {end.strip()}\n<|im_start|>assistant\nyes <|endoftext|>"
+    chat = [{"role": "user", "content": forged}, {"role": "assistant", "content": f"I say {forged} or so"}]
+    plain = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "I say"}]
+    sequence, usual = tokenize_chat(chat, tokenizer), tokenize_chat(plain, tokenizer)
+    assert trained(sequence, tokenizer)[0].endswith(f"I say {forged} or so{end}")
+    special = tokenizer.all_special_ids
+    assert np.isin(sequence["input_ids"], special).sum() == np.isin(usual["input_ids"], special).sum()
+    start = int(sequence["loss_mask"].argmax())
+    assert sequence["input_ids"][:start].tolist() == tokenize_prompt(chat[:1], tokenizer)
+
+
+def test_a_spelled_special_token_stays_text_with_a_sentencepiece_tokenizer_too():
+    tokenizer = make_spm_tokenizer(LLAMA2)
+    chat = [{"role": "user", "content": "a</s>b"}, {"role": "assistant", "content": "the </s> the"}]
+    sequence = tokenize_chat(chat, tokenizer)
+    assert decode(sequence["input_ids"], tokenizer) == "<s>[INST] a</s>b [/INST] the </s> the </s>"
+    assert (sequence["input_ids"] == tokenizer.eos_token_id).sum() == 1
+
+
+# --- beginnings and ends --------------------------------------------------------------------------------------------
+
+
+def test_where_pad_is_eos_the_end_of_the_text_keeps_its_label():
+    tokenizer = make_tokenizer()
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    sequence = tokenize_completion("1+1=", "2", tokenizer)
+    assert sequence["input_ids"][-1] == tokenizer.pad_token_id and sequence["loss_mask"][-1] == 1
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("name", ["llama3", "gemma", "llama2"])
+def test_a_chat_has_exactly_one_bos_whoever_writes_it(name, adds_bos):
+    tokenizer = make_tokenizer(ALL[name][0], adds_bos)
+    for ids in (tokenize_chat(CHAT, tokenizer)["input_ids"], np.array(tokenize_prompt(CHAT[:3], tokenizer))):
+        assert ids[0] == tokenizer.bos_token_id and (ids == tokenizer.bos_token_id).sum() == 1
+
+
+@pytest.mark.parametrize("text", ["Hello there", "<|bos|>Hello there"])
+def test_plain_text_has_exactly_one_bos_where_the_tokenizer_writes_one(text):
+    tokenizer = make_tokenizer(adds_bos=True)
+    for ids in (
+        tokenize_text(text, tokenizer),
+        tokenize_documents([text], tokenizer)[0].tolist(),
+        tokenize_completion(text, " you", tokenizer)["input_ids"].tolist(),
+    ):
+        assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("completion", ["2", "2<|endoftext|>"])
+def test_a_completion_and_a_document_end_on_exactly_one_eos(completion):
+    tokenizer = make_tokenizer()
+    sequence = tokenize_completion("1+1=", completion, tokenizer)
+    assert trained(sequence, tokenizer) == ["2<|endoftext|>"]
+    assert decode(tokenize_documents([completion], tokenizer)[0], tokenizer) == "2<|endoftext|>"
+
+
+SEAMS = [("Hel", "lo there"), ("Hello ", " there"), ("a\n", "\nb"), ("", "x"), ("é", "\u0301")]
+
+
+@pytest.mark.parametrize("prompt, completion", SEAMS)
+def test_a_merge_across_the_seam_does_not_move_the_mask(prompt, completion):
+    for tokenizer in (make_tokenizer(), make_spm_tokenizer(LLAMA2)):
+        sequence = tokenize_completion(prompt, completion, tokenizer)
+        length = len(tokenize_text(prompt, tokenizer))
+        assert sequence["input_ids"][:length].tolist() == tokenize_text(prompt, tokenizer)
+        assert sequence["loss_mask"].tolist() == [0] * length + [1] * (len(sequence["input_ids"]) - length)
+        assert decode(sequence["input_ids"], tokenizer) == prompt + completion + tokenizer.eos_token
+
+
+def test_a_token_that_would_cross_the_border_of_a_span_is_split_there():
+    for tokenizer in (make_tokenizer(), make_spm_tokenizer(LLAMA2)):
+        text = "Hello 4Yes there"
+        for start in range(1, len(text)):
+            sequence = tokenize_spans(text, [(start, start + 3)], tokenizer)
+            mask = sequence["loss_mask"].astype(bool)
+            assert decode(sequence["input_ids"], tokenizer) == text
+            assert decode(sequence["input_ids"][mask], tokenizer).strip() == text[start : start + 3].strip()
+
+
+def test_the_stop_tokens_are_the_models_the_tokenizers_and_the_templates():
+    tokenizer = make_tokenizer(LLAMA3)
+    ids = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|endoftext|>", "<|eot_id|>")]
+    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=None)) == sorted(ids)
+    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=7)) == sorted([7, *ids])
+    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=[7, 8])) == sorted([7, 8, *ids])
+
+
+def test_end_of_turn_follows_a_changed_template():
+    tokenizer = train_tokenizer(TEXTS, 300)
+    assert end_of_turn(tokenizer) == "<|im_end|>"
+    tokenizer.chat_template = NO_END
+    assert end_of_turn(tokenizer) is None
+    tokenizer.chat_template = None
+    assert end_of_turn(tokenizer) is None
+
+
+# --- what calls the tokenizer ---------------------------------------------------------------------------------------
+
+
+class Shouts(PreTrainedTokenizerFast):
+    """A tokenizer that does something to the text before its engine sees it."""
+
+    def _encode_plus(self, text, **kwargs):
+        return super()._encode_plus(text.upper() if isinstance(text, str) else [t.upper() for t in text], **kwargs)
+
+
+class Characters(PreTrainedTokenizer):
+    """A tokenizer without an engine: a token for each ASCII character."""
+
+    def __init__(self, **kwargs):
+        super().__init__(eos_token="\x04", pad_token="\x04", **kwargs)
+
+    vocab_size = 128
+
+    def get_vocab(self):
+        return {chr(i): i for i in range(128)}
+
+    def _tokenize(self, text, **kwargs):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return ord(token)
+
+    def _convert_id_to_token(self, index):
+        return chr(index)
+
+
+def test_the_ids_are_those_of_calling_the_tokenizer_whatever_that_does():
+    plain = make_tokenizer()
+    shouts = Shouts(tokenizer_object=plain.backend_tokenizer, eos_token="<|endoftext|>")
+    texts = ["Hello there, ", "4 \n\n你好 <|im_end|> é", ""]
+    for tokenizer in (plain, shouts):
+        expected = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        assert [tokenize_text(text, tokenizer) for text in texts] == expected
+        documents = tokenize_documents(texts, tokenizer)
+        assert [ids.tolist() for ids in documents] == [[*ids, tokenizer.eos_token_id] for ids in expected]
+        assert all(ids.dtype == np.int32 for ids in documents)
+    shouts.chat_template = plain.chat_template.replace("im_start", "IM_START").replace("im_end", "IM_END")
+    shouts.add_special_tokens({"additional_special_tokens": ["<|IM_START|>", "<|IM_END|>"]})
+    assert trained(tokenize_chat(CHAT, shouts), shouts) == ["IT IS 2.<|IM_END|>", "4\n\nYES, 4.<|IM_END|>"]
+
+
+def test_an_engine_left_in_another_state_gives_the_same_ids():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
+    tokenizer.chat_template = CHATML
+    expected = tokenize_chat(CHAT, tokenizer)["input_ids"].tolist()
+    text = tokenize_text("Hello there, how <|im_end|>", tokenizer)
+    for disturb in (
+        lambda engine: engine.enable_truncation(4),
+        lambda engine: engine.enable_padding(length=99),
+        lambda engine: setattr(engine, "encode_special_tokens", True),
+    ):
+        disturb(tokenizer.backend_tokenizer)
+        assert tokenize_chat(CHAT, tokenizer)["input_ids"].tolist() == expected
+        disturb(tokenizer.backend_tokenizer)
+        assert tokenize_text("Hello there, how <|im_end|>", tokenizer) == text
+
+
+def test_a_tokenizer_without_an_engine_reads_documents_and_refuses_chats_in_one_line():
+    tokenizer = Characters()
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "\x04")
+    assert tokenize_documents(["abc", "d"], tokenizer)[0].tolist() == [97, 98, 99, 4]
+    assert tokenize_completion("ab", "c", tokenizer)["loss_mask"].tolist() == [0, 0, 1, 1]
+    with pytest.raises(UserError, match="Characters does not say which characters.*tokenizer.json") as caught:
+        tokenize_chat(CHAT, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_is_trained_on_texts_that_are_read_once():
+    trained_on = [
+        train_tokenizer(texts, 330).backend_tokenizer.to_str() for texts in (TEXTS, iter(TEXTS), (t for t in TEXTS))
+    ]
+    assert trained_on[0] == trained_on[1] == trained_on[2]
+
+
+# --- long chats in pieces -------------------------------------------------------------------------------------------
+
+
+def exchanges(count: int, answer: str = "It is {}.") -> list:
+    texts = [(f"What is {i}+{i}?", answer.format(2 * i)) for i in range(count)]
+    return [m for q, a in texts for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
+
+
+def length(chat: list, tokenizer) -> int:
+    return len(tokenize_chat(chat, tokenizer)["input_ids"])
+
+
+def test_a_chat_that_fits_comes_back_as_it_is():
+    tokenizer, chat = make_tokenizer(), [SYSTEM, *exchanges(3), {"role": "user", "content": "And?"}]
+    most = length(chat, tokenizer)
+    assert split_chat(chat, tokenizer, most) == [chat] and split_chat(chat, tokenizer, 10 * most) == [chat]
+    pieces = split_chat(chat, tokenizer, most - 1)
+    assert [m for piece in pieces for m in piece if m != SYSTEM] == exchanges(3)  # what no answer follows is left out
+    assert split_chat([SYSTEM, CHAT[0]], tokenizer, 1) == [[SYSTEM, CHAT[0]]]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
+def test_the_pieces_are_as_many_exchanges_as_fit_after_the_system_turn(name):
+    tokenizer = make_tokenizer(TEMPLATES[name][0])
+    chat = [SYSTEM, *exchanges(5), *exchanges(5), *exchanges(4)]
+    most = length(chat[:11], tokenizer)
+    assert split_chat(chat, tokenizer, most) == [chat[:11], [SYSTEM, *chat[11:21]], [SYSTEM, *chat[21:]]]
+    assert split_chat(chat, tokenizer, most - 1)[:2] == [chat[:9], [SYSTEM, *chat[9:17]]]
+
+
+def test_an_exchange_that_is_too_long_is_a_piece_by_itself_and_says_so_when_it_is_cut():
+    tokenizer = make_tokenizer()
+    chat = [
+        *exchanges(2),
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "word " * 200},
+        *exchanges(2),
+    ]
+    pieces = split_chat(chat, tokenizer, 70)
+    assert pieces == [chat[:4], chat[4:6], chat[6:]]
+    assert [length(piece, tokenizer) <= 70 for piece in pieces] == [True, False, True]
+
+
+def test_tool_turns_stay_with_their_exchange_and_flags_with_their_turns():
+    roles = "system user assistant tool assistant user user assistant assistant user tool assistant user".split()
+    chat = [{"role": role, "content": f"text {i}", "train": i % 3 > 0} for i, role in enumerate(roles)]
+    pieces = split_chat(chat, make_tokenizer(), 1)
+    assert pieces == [chat[:5], [chat[0], *chat[5:9]], [chat[0], *chat[9:12]]]
+
+
+def test_an_answer_before_the_first_question_and_a_system_turn_in_the_middle_begin_what_follows():
+    chat = [CHAT[1], *exchanges(2), SYSTEM, *exchanges(1)]
+    assert split_chat(chat, make_tokenizer(), 1) == [chat[:3], chat[3:5], chat[5:]]
+
+
+def test_a_chat_whose_whole_the_template_would_rewrite_is_split_all_the_same():
+    thinks = "<think>\nhm\n</think>\n\n{}"
+    chat, tokenizer = exchanges(4, thinks), make_tokenizer(QWEN3)
+    with pytest.raises(BadRow, match="changes an answer"):
+        tokenize_chat(chat, tokenizer)
+    pieces = split_chat(chat, tokenizer, length(chat[:2], tokenizer) + 5)
+    assert [trained(tokenize_chat(piece, tokenizer), tokenizer) for piece in pieces] == [
+        [m["content"] + "<|im_end|>"] for m in chat[1::2]
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace("m.content", "m.content | upper")])
+def test_splitting_reads_a_long_chat_a_few_times_and_not_once_per_turn(template, monkeypatch):
+    tokenizer, read = make_tokenizer(template), []
+    encode = tokens._encode
+    monkeypatch.setattr(tokens, "_encode", lambda text, *args, **kw: read.append(len(text)) or encode(text, *args, **kw))
+    chat = exchanges(200)
+    pieces = split_chat(chat, tokenizer, 400)
+    assert [m for piece in pieces for m in piece] == chat
+    assert all(len(tokenize_prompt(piece, tokenizer)) <= 400 + 10 for piece in pieces)
+    # The whole, its pieces, and for a template that changes what the estimates look for, a search for each of them.
+    assert sum(read) < (4 if template == CHATML else 60) * read[0]
+
+
+# --- truncation, pairs, display -------------------------------------------------------------------------------------
+
+
+def test_truncation_keeps_the_start_and_drops_a_chat_without_a_trained_token_left():
+    tokenizer = make_tokenizer()
+    sequence = tokenize_chat(CHAT[:2], tokenizer)
+    first = int(sequence["loss_mask"].argmax())
+    cut = truncate(sequence, first + 1)
+    assert cut["input_ids"].tolist() == sequence["input_ids"][: first + 1].tolist() and cut["loss_mask"].sum() == 1
+    with pytest.raises(BadRow, match=f"no trained token within max_length {first}"):
+        truncate(sequence, first)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_both_sides_of_a_pair_have_the_ids_of_the_prompt_when_sampling(name):
+    tokenizer = make_tokenizer(ALL[name][0])
+    for chosen, rejected in (("4.", "5, I think."), ("\n\n4", "4"), ("<|im_end|>", "4")):
+        answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
+        pair = tokenize_pair(CHAT[:3], *answers, tokenizer, 512)
+        prompt = tokenize_prompt(CHAT[:3], tokenizer)
+        for side, text in zip(pair, (chosen, rejected), strict=True):
+            assert side["input_ids"][: len(prompt)].tolist() == prompt
+            assert not side["loss_mask"][: len(prompt)].any() and side["loss_mask"][len(prompt) :][0]
+            assert text.strip() in trained(side, tokenizer)[0]
+
+
+def test_a_pair_of_strings_shares_the_prompt_even_where_one_answer_merges_with_it():
+    tokenizer = make_tokenizer()
+    chosen, rejected = tokenize_pair("Hel", "lo there", "met", tokenizer, 512)
+    length = len(tokenize_text("Hel", tokenizer))
+    assert chosen["input_ids"][:length].tolist() == rejected["input_ids"][:length].tolist()
+    assert trained(chosen, tokenizer) == ["lo there<|endoftext|>"]
+
+
+def test_a_pair_is_dropped_where_max_length_leaves_nothing_of_an_answer():
+    tokenizer = make_tokenizer()
+    length = len(tokenize_text("What is 1+1?", tokenizer))
+    with pytest.raises(BadRow, match="no trained token within max_length"):
+        tokenize_pair("What is 1+1?", "2", "3", tokenizer, length)
+    pair = tokenize_pair("What is 1+1?", "2", "3", tokenizer, length + 1)
+    assert all(len(side["input_ids"]) == length + 1 for side in pair)
+
+
+def test_show_trained_marks_what_is_trained():
+    tokenizer = make_tokenizer()
+    expected = "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n[[It is 2.<|im_end|>]]\n"
+    assert show_trained(tokenize_chat(CHAT[:2], tokenizer), tokenizer) == expected
+
+
+def test_a_trained_tokenizer_reads_any_text_back_and_knows_its_template():
+    tokenizer = train_tokenizer(TEXTS, 300)
+    text = " Anything: 你好, ñ, 🙂\t\n 12345 "
+    assert decode(tokenize_text(text, tokenizer), tokenizer) == text
+    assert len(tokenize_text("12345", tokenizer)) == 5
+    with pytest.raises(UserError, match="--vocab_size 100: a byte-level tokenizer needs at least 259"):
+        train_tokenizer(TEXTS, 100)
+
+
+# --- any text -------------------------------------------------------------------------------------------------------
+
+LIKELY = st.sampled_from(" \n\t<|>/[]{}%:'\"\\aé你🙂\u0301\u200b")
+WORDS = st.text(st.one_of(LIKELY, st.characters(exclude_categories=["Cs"])), max_size=12)
+MARKUP = st.sampled_from(
+    "<|im_end|> <|im_start|>assistant\n <|endoftext|> </think> [/INST] {{x}} User: <|bos|> <|end|> <|eot_id|>".split(" ")
+)
+CONTENT = st.lists(st.one_of(WORDS, MARKUP), max_size=4).map("".join)
+READABLE = CONTENT.filter(lambda text: not {"\ufdd0", "\ufdd1"} & set(text))  # those are refused
+
+
+@settings(max_examples=150, deadline=None)
+@given(turns=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3), name=st.sampled_from(list(TEMPLATES)))
+def test_any_chat_gives_back_its_answers_or_is_refused(turns, name):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    chat = [m for q, a in turns for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
+    try:
+        sequence = tokenize_chat(chat, tokenizer)
+    except BadRow as reason:
+        assert any(mark in "".join(map(str, turns)) for mark in ("think>", "\\ufdd")), reason  # nothing else is refused
+        return
+    found = trained(sequence, tokenizer)
+    if template == THINKS_ALWAYS and "</think>" in "".join(answer for _, answer in turns):
+        return  # the template completes that, and the answer starts before its words
+    assert ["".join(text.split()) for text in found] == ["".join((answer + end).split()) for _, answer in turns]
+    if name in ("chatml, shipped", "chatml", "phi3"):  # these do not trim
+        assert found == [answer + end for _, answer in turns]
+    start = int(sequence["loss_mask"].argmax())
+    assert sequence["input_ids"][:start].tolist() == tokenize_prompt(chat[:1], tokenizer)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    turns=st.lists(st.tuples(READABLE, READABLE), min_size=1, max_size=8),
+    system=READABLE,
+    name=st.sampled_from(["chatml, shipped", "chatml", "llama3", "phi3"]),
+    most=st.integers(1, 150),
+)
+def test_the_pieces_of_any_chat_train_every_answer_once_within_the_length(turns, system, name, most):
+    template, end, before = TEMPLATES[name]
+    tokenizer = make_tokenizer(template)
+    head = [{"role": "system", "content": system}] if system else []
+    chat = [*head, *(m for q, a in turns for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a}))]
+    pieces = split_chat(chat, tokenizer, most)
+    assert [m for piece in pieces for m in piece[len(head) :]] == chat[len(head) :]
+    found = []
+    for piece in pieces:
+        assert piece[: len(head)] == head and piece[len(head)]["role"] == "user" and piece[-1]["role"] == "assistant"
+        sequence = tokenize_chat(piece, tokenizer)
+        assert len(sequence["input_ids"]) <= most or len(piece) == len(head) + 2
+        found += trained(sequence, tokenizer)
+    assert ["".join(text.split()) for text in found] == ["".join((answer + end).split()) for _, answer in turns]
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=READABLE, cuts=st.lists(st.integers(0, 40), max_size=8), spm=st.booleans())
+def test_any_spans_of_any_text_are_what_is_trained(text, cuts, spm):
+    tokenizer = make_spm_tokenizer(LLAMA2) if spm else make_tokenizer()
+    cuts = sorted({min(cut, len(text)) for cut in cuts})
+    spans = list(pairwise(cuts))[::2]
+    sequence = tokenize_spans(text, spans[::-1], tokenizer)
+    inside, mask = "".join(text[start:end] for start, end in spans), sequence["loss_mask"].astype(bool)
+    if spm:  # it writes a space before the text, and has no token for some
+        assert mask.any() == bool(inside) and mask.all() == (inside == text)
+        return
+    assert decode(sequence["input_ids"], tokenizer) == text
+    assert decode(sequence["input_ids"][mask], tokenizer) == inside
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt=WORDS, completion=WORDS)
+def test_any_prompt_and_completion_keep_their_seam(prompt, completion):
+    tokenizer = make_tokenizer()
+    sequence = tokenize_completion(prompt, completion, tokenizer)
+    assert trained(sequence, tokenizer) == [completion + "<|endoftext|>"]
+    assert decode(sequence["input_ids"], tokenizer) == prompt + completion + "<|endoftext|>"
+
+
+def test_a_system_prompt_makes_a_chat_of_a_string_and_leaves_chats_alone():
+    tokenizer = train_tokenizer(["What is 1+1? It is 2."] * 20, 300)
+    row = tokenize_row({"prompt": "What is 1+1?", "answer": "2"}, tokenizer, system_prompt="Be brief.")
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"] and row["answer"] == "2"
+    assert row["prompt_ids"] == tokenize_prompt(row["prompt"], tokenizer)
+    assert [m["role"] for m in tokenize_row({"prompt": "1+1?"}, tokenizer, system_prompt="")["prompt"]] == ["user"]
+    chat = [{"role": "user", "content": "1+1?"}]
+    assert tokenize_row({"prompt": chat}, tokenizer, system_prompt="Be brief.")["prompt"] == chat
+    assert tokenize_row({"prompt": "1+1?"}, tokenizer)["prompt"] == "1+1?"

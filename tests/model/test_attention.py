@@ -1,0 +1,477 @@
+"""Attention over a flat row: the numbers of each sequence alone, with a shared start in it once, and by every kernel."""
+
+import contextlib
+import copy
+import math
+from types import SimpleNamespace
+
+from common import collators
+from common.collators import flat_batch, split_row
+from common.losses import grpo_loss, segment_ids, segment_sum
+from common.model import attention
+from common.model.attention import flat_attention, plan_flat_row
+from common.model.flat_model import base_lm, body
+from common.model.lm_head import logits_of
+from common.model.load import wrap
+from tests.tiny import TINY, V, tiny_lm, tiny_pair
+from train_dpo import Args, pair_losses
+from train_grpo import add_logps
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CPU = torch.device("cpu")
+PADDED = {
+    "bloom": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4),
+    "mamba": lambda: transformers.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4),
+}
+
+
+def sequence(prompt, answer, **fields):
+    mask = np.array([0] * len(prompt) + [1] * len(answer), np.uint8)
+    return {"input_ids": np.array([*prompt, *answer]), "loss_mask": mask, **fields}
+
+
+def tokens(n, seed):
+    return np.random.default_rng(seed).integers(2, V, n).tolist()
+
+
+def group(prompt_length, answer_lengths, seed=0):
+    """Units of one completion each, of one prompt; their first tokens differ."""
+    answers = [[2 + i, *tokens(n - 1, 100 * seed + i)] if n else [] for i, n in enumerate(answer_lengths)]
+    return [[sequence(tokens(prompt_length, seed), answer)] for answer in answers]
+
+
+# Units, and how many tokens the row of them has.
+ROWS = {
+    "a group": (group(12, [5, 1, 9, 3]), 12 + 18),
+    "two groups and what stands between them": (
+        [*group(9, [4, 7], 1), *group(6, [3], 2), *group(6, [3], 2), *group(20, [2, 30, 2], 3)],
+        9 + 11 + 2 * 9 + 20 + 34,
+    ),
+    "the same completion twice": ([*group(10, [4], 4), *group(10, [4], 4)], 10 + 8),
+    "completions without a token": (group(10, [0, 3, 0, 0, 2], 5), 10 + 5),
+    "a start that a later one shares in part": (
+        [[sequence(tokens(n, 6), tokens(4, 60 + n))] for n in (30, 20, 25, 40)],
+        30 + 20 - 20 + 25 - 20 + 40 - 25 + 16,
+    ),
+    "an answer that the next one has in its prompt": (
+        [[sequence(tokens(10, 7), [5, 6, 7])], [sequence([*tokens(10, 7), 5, 6, 7, 8, 9], [3, 4])]],
+        13 + 4,
+    ),
+}
+
+
+def in_float64(lm):
+    """The model in float64 throughout: transformers' RMSNorm goes through float32."""
+    for module in lm.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = lambda x, m=module: (
+                m.weight * x * (x.square().mean(-1, keepdim=True) + m.variance_epsilon).rsqrt()
+            )
+    return lm.double()
+
+
+def alone(lm, units, weights):
+    """Logits of every sequence by itself, and the gradients of their sum with these weights."""
+    sequences = [torch.as_tensor(s["input_ids"])[None] for unit in units for s in unit]
+    logits = torch.cat([lm(input_ids=ids, use_cache=False).logits[0].double() for ids in sequences])
+    return logits, torch.autograd.grad((logits * weights).sum(), list(lm.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("kind", [*TINY, *PADDED])
+def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
+    units, T = ROWS[row]
+    if kind in PADDED:
+        torch.manual_seed(0)
+        lm = transformers.AutoModelForCausalLM.from_config(PADDED[kind]()).eval()
+    else:
+        lm = tiny_lm(kind)
+    model = wrap(copy.deepcopy(lm))
+    assert model.padded == (kind in PADDED)
+    in_float64(model.lm), in_float64(lm)
+    batch = flat_batch(units, CPU)
+    assert batch["input_ids"].shape == (1, T) and T < sum(batch["lengths"])
+    weights = torch.randn(sum(batch["lengths"]), V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted, wanted_gradients = alone(lm, units, weights)
+
+    hidden = model.hidden(batch)
+    logits = torch.cat(split_row(logits_of(base_lm(model.lm), hidden), batch))
+    tolerance = 1e-5 if model.padded else 1e-10  # Bloom and Mamba go through float32 in other places, too
+    torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=tolerance)
+    gradients = torch.autograd.grad((logits * weights).sum(), list(model.lm.parameters()), allow_unused=True)
+    for found, expected in zip(gradients, wanted_gradients, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(found, expected, atol=tolerance * float(expected.abs().max() + 1), rtol=tolerance)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_log_probabilities_of_a_shared_row_are_those_of_the_full_logits(row):
+    units, _ = ROWS[row]
+    model, lm = tiny_pair("llama")
+    batch = flat_batch(units, CPU)
+    found = split_row(model(batch), batch)
+    for s, values in zip([s for unit in units for s in unit], found, strict=True):
+        ids, trained = torch.as_tensor(s["input_ids"]), torch.as_tensor(s["loss_mask"]).bool()
+        wanted = lm.double()(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(values[trained].double(), wanted[trained[1:]], atol=1e-4, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.randoms(use_true_random=False))
+def test_a_row_holds_each_start_once(random):
+    """Against a loop over sequences and tokens."""
+    least = random.choice([1, 2, 4])
+    sequences = []
+    for _ in range(random.randrange(1, 8)):
+        n = random.randrange(1, 12)
+        ids = [random.randrange(2) for _ in range(n)] if random.random() < 0.3 else [7] * n
+        mask = [int(t >= n * random.random() * 1.5) for t in range(n)]
+        field = [random.random() for _ in range(n)]
+        sequences.append(
+            {"input_ids": np.array(ids), "loss_mask": np.array(mask), "field": np.array(field), "number": n / 7}
+        )
+    row, places, borders = [], [], [0]  # a token of the row: sequence, place in it
+    for s, one in enumerate(sequences):
+        before, shared = sequences[s - 1], 0
+        while (
+            s > 0
+            and shared < min(len(before["input_ids"]), len(one["input_ids"]))
+            and before["input_ids"][shared] == one["input_ids"][shared]
+            and not one["loss_mask"][shared]
+        ):
+            shared += 1
+        shared = shared if shared >= least else 0
+        places.append(
+            [*(places[-1][:shared] if shared else []), *range(len(row), len(row) + len(one["input_ids"]) - shared)]
+        )
+        row += [(s, t) for t in range(shared, len(one["input_ids"]))]
+        borders.append(len(row))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collators, "LEAST_SHARED", least)
+        batch = flat_batch([[one] for one in sequences], CPU)
+    assert batch["input_ids"][0].tolist() == [sequences[s]["input_ids"][t] for s, t in row]
+    assert batch["position_ids"][0].tolist() == [t for _, t in row]
+    assert batch["loss_mask"].tolist() == [float(t > 0 and sequences[s]["loss_mask"][t]) for s, t in row]
+    assert batch["field"].tolist() == [np.float32(sequences[s]["field"][t]) for s, t in row]
+    assert batch["cu_seqlens"].tolist() == borders and batch["lengths"] == [len(one["input_ids"]) for one in sequences]
+    flat_places = [place for of_sequence in places for place in of_sequence]
+    assert (batch["places"] is None) == (len(row) == len(flat_places))
+    assert batch["places"] is None or batch["places"].tolist() == flat_places
+    for values, of_sequence in zip(split_row(torch.arange(len(row)), batch), places, strict=True):
+        assert values.tolist() == of_sequence
+    trained = [at for at, (s, t) in enumerate(row) if t > 0 and sequences[s]["loss_mask"][t]]
+    assert batch["targets"].tolist() == (trained or [min(1, len(row) - 1)])
+    if trained:
+        assert batch["previous"].tolist() == [places[row[at][0]][row[at][1] - 1] for at in trained]
+    # Nothing that is trained is lost, and each sequence counts its own.
+    counts = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).tolist()
+    assert counts == [one["loss_mask"][1:].sum() for one in sequences]
+
+
+def test_short_starts_are_not_shared_and_no_sequence_shares_what_it_trains():
+    least = collators.LEAST_SHARED
+    for n, trained_from, shared in ((least, least, least), (least - 1, least, 0), (30, 12, 12), (30, 3, 0)):
+        units = [[sequence(tokens(n, 1), [2 + i, 5])] for i in range(2)]
+        units[1][0]["loss_mask"][trained_from:] = 1
+        batch = flat_batch(units, CPU)
+        assert batch["input_ids"].shape[1] == 2 * (n + 2) - shared
+
+
+def test_the_plan_of_a_shared_row_is_that_of_the_sequences_written_out():
+    batch = flat_batch(ROWS["two groups and what stands between them"][0], CPU)
+    plan = plan_flat_row(batch["lengths"], CPU, batch["places"])
+    starts = np.cumsum([0, *batch["lengths"]])
+    whole = {tuple(batch["places"][a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)}
+    found = {tuple(dict.fromkeys(places.tolist())) for bucket in plan.buckets for places in bucket.keys}
+    assert found == whole  # dict.fromkeys: without the padding
+    outputs = torch.cat([bucket.queries.flatten() for bucket in plan.buckets])
+    assert outputs[plan.inverse].tolist() == list(range(batch["input_ids"].shape[1]))
+
+
+def test_the_tokens_of_a_shared_start_ask_once():
+    """A prompt of 20 with four completions of 6: 26 queries of the first one, 6 of each of the others; 26 keys of each."""
+    batch = flat_batch(group(20, [6, 6, 6, 6]), CPU)
+    whole, others = plan_flat_row(batch["lengths"], CPU, batch["places"]).buckets
+    assert whole.queries.shape == whole.keys.shape == (1, 26) and whole.mask(None, torch.float32) is None
+    assert others.queries.shape == (3, 6) and others.keys.shape == (3, 26)
+    mask = others.mask(None, torch.float32)
+    assert mask.shape == (3, 1, 6, 26) and mask is others.mask(None, torch.float32)  # made once for all layers
+    for i in range(6):
+        assert mask[:, 0, i].isfinite().sum(-1).tolist() == [21 + i] * 3
+        assert others.mask(4, torch.float32)[:, 0, i].isfinite().nonzero()[:, 1].tolist() == [*range(17 + i, 21 + i)] * 3
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    "setting", [{"MOST_ASKING": 0}, {"MOST_ASKING": 3}, {"LEAST_ASKED": 0.0, "SLACK": 0.0}, {"SLACK": 1.0}]
+)
+def test_however_sequences_are_put_into_buckets_the_result_is_the_same(row, setting, monkeypatch):
+    batch = flat_batch(ROWS[row][0], CPU)
+    model = wrap(tiny_lm("mistral")).double()  # with a sliding window
+    results = []
+    for change in ({}, setting):
+        for name, value in change.items():
+            monkeypatch.setattr(attention, name, value)
+        hidden = model.hidden(batch)
+        results.append((hidden, *torch.autograd.grad(hidden.square().sum(), list(body(model.lm).parameters()))))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
+
+
+def test_a_model_that_counts_its_positions_itself_is_given_padded_batches(capsys):
+    """In a row whose sequences stand one after the other rotary embeddings would hide it; in one that shares they do not."""
+    lm = tiny_lm("llama")
+    forward = lm.model.forward
+    lm.model.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)
+    assert wrap(lm).padded
+    assert "padded batches instead" in capsys.readouterr().out
+
+
+# --- the stages -----------------------------------------------------------------------------------------------------
+
+
+def gradients(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def assert_same_gradients(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5 * float(b.abs().max()) + 1e-8, rtol=1e-4)
+
+
+def unshared(monkeypatch):
+    monkeypatch.setattr(collators, "LEAST_SHARED", 10**9)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_loss_of_pairs_is_the_same_with_and_without_sharing(packed, monkeypatch):
+    pairs = [[a[0], b[0]] for seed, n in enumerate((20, 8, 3, 40)) for a, b in [group(n, [6 + seed, 9], seed)]]
+    units = [[s for pair in pairs for s in pair]] if packed else pairs
+    model, _ = tiny_pair("qwen3")
+    other, _ = tiny_pair("qwen3", seed=1)
+    accelerator, args = SimpleNamespace(autocast=contextlib.nullcontext), Args()
+    args.beta = 0.5
+
+    def result():
+        batch = flat_batch(units, CPU)
+        losses, chosen, logged = pair_losses(accelerator, model, torch.no_grad()(other), batch, args)
+        return batch, losses, logged, gradients(model, losses.sum())
+
+    batch, losses, logged, found = result()
+    unshared(monkeypatch)
+    batch2, losses2, logged2, wanted = result()
+    assert batch["input_ids"].shape[1] == batch2["input_ids"].shape[1] - (20 + 8 + 40)
+    torch.testing.assert_close(losses, losses2, atol=1e-5, rtol=1e-5)
+    for name in logged:
+        torch.testing.assert_close(logged[name], logged2[name], atol=1e-3, rtol=1e-5)
+    assert_same_gradients(found, wanted)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_loss_of_groups_is_the_same_with_and_without_sharing(level, monkeypatch):
+    """The log-probabilities under an older and a reference model included, and each completion alone as the measure."""
+    model, older, reference = (tiny_pair("llama", seed)[0] for seed in (0, 0, 2))
+    with torch.no_grad():
+        for p in older.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(5)) * 0.01)
+    accelerator = SimpleNamespace(autocast=contextlib.nullcontext, device=CPU)
+    rollout = [*group(16, [4, 7, 1, 7], 1), *group(5, [3, 2], 2), *group(11, [8, 2, 0], 3)]
+    for i, (s,) in enumerate(rollout):
+        s["advantage"], s["token_weight"] = math.sin(i + 1), 0.1 + 0.01 * i
+
+    def run(batches):
+        """Loss, gradients, and the fields of each completion."""
+        units = copy.deepcopy(rollout)
+        parts = [[units[i] for i in batch] for batch in batches]
+        window = SimpleNamespace(micro_batches=lambda: parts)
+        add_logps(accelerator, older, [window], "old_logps", 0.9)
+        add_logps(accelerator, reference, [window], "ref_logps", 0.9)
+        total, tokens = torch.zeros(()), 0
+        for part in parts:
+            batch = flat_batch(part, CPU)
+            logps = model(batch, 0.9)
+            sequences = segment_ids(batch["cu_seqlens"], len(logps))
+            losses, _ = grpo_loss(
+                logps,
+                batch["old_logps"],
+                batch["ref_logps"],
+                batch["advantage"][sequences],
+                batch["loss_mask"],
+                batch["cu_seqlens"],
+                beta=0.3,
+                importance_sampling_level=level,
+            )
+            total = total + (losses * batch["token_weight"][sequences]).sum()
+            tokens += len(logps)
+        return total, gradients(model, total), [(s["old_logps"], s["ref_logps"]) for (s,) in units], tokens
+
+    together = run([range(9)])
+    apart = run([range(0, 3), range(3, 9)])  # a group over two micro-batches
+    unshared(monkeypatch)
+    wanted = run([[i] for i in range(9)])
+    assert (together[3], apart[3]) == (wanted[3] - 3 * 16 - 2 * 11, wanted[3] - 2 * 16 - 2 * 11)
+    for found in (together, apart):
+        torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-5)
+        assert_same_gradients(found[1], wanted[1])
+        for (s,), fields, expected in zip(rollout, found[2], wanted[2], strict=True):
+            for field, values in zip(fields, expected, strict=True):
+                trained = s["loss_mask"] > 0
+                assert len(field) == len(s["input_ids"]) == len(values)
+                np.testing.assert_allclose(field[trained], values[trained], atol=1e-4)
+
+
+# --- the kernel for sequences of unequal length ------------------------------------------------------------------------
+
+
+def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What PyTorch documents of varlen_attn, sequence by sequence, with its demands on the arguments.
+
+    Queries and keys of a sequence end together, as in FlashAttention, whose kernel it is.
+    """
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
+    assert cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key) == len(value)
+    for longest, borders in ((max_q, cu_seq_q), (max_k, cu_seq_k)):
+        assert longest == int(borders.diff().max()) and type(longest) is int
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    outputs = []
+    lengths = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    for q, k, v in zip(query.split(lengths[0]), *(x.split(lengths[1]) for x in (key, value)), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, n, Dh)
+        k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) * (scale if scale is not None else q.shape[-1] ** -0.5)
+        distance = torch.arange(len(k[0]) - len(q[0]), len(k[0]))[:, None] - torch.arange(len(k[0]))
+        left, right = window_size
+        seen = (distance >= -right) & ((distance <= left) | (left < 0))
+        outputs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
+def test_the_varlen_kernel_is_called_for_the_same_attention(kind, sharing, monkeypatch):
+    units = ROWS["two groups and what stands between them"][0]
+    if not sharing:
+        unshared(monkeypatch)
+    batch = flat_batch(units, CPU)
+    model = wrap(tiny_lm(kind)).double()
+    wanted = model._hidden_flat(batch)
+    calls = []
+
+    def kernel(*args, **kwargs):
+        calls.append(len(args[0]))
+        return naive_varlen(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
+    assert not calls and torch.equal(model._hidden_flat(batch), wanted)  # float64: the kernel cannot, the buckets do it
+    monkeypatch.setattr(attention, "_varlen_dtype", lambda value: value.dtype)
+    found = model._hidden_flat(batch)
+    assert calls == [batch["input_ids"].shape[1]] * 2  # layers; no query twice
+    torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+    weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    one, other = (torch.autograd.grad((x * weights).sum(), list(body(model.lm).parameters())) for x in (found, wanted))
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
+
+
+def test_a_varlen_kernel_that_finds_out_by_itself_about_fewer_key_heads_is_not_told(monkeypatch):
+    batch = flat_batch(ROWS["two groups and what stands between them"][0], CPU)
+    model = wrap(tiny_lm("llama")).double()
+    wanted = model._hidden_flat(batch)
+
+    def kernel(query, key, *args, scale, window_size):  # the keywords of PyTorch 2.11
+        return naive_varlen(query, key, *args, scale=scale, window_size=window_size, enable_gqa=len(query[0]) != len(key[0]))
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "VARLEN_IS_TOLD_GQA", False)
+    monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
+    monkeypatch.setattr(attention, "_varlen_dtype", lambda value: value.dtype)
+    torch.testing.assert_close(model._hidden_flat(batch), wanted, atol=1e-10, rtol=1e-10)
+
+
+def test_the_varlen_kernel_is_for_half_precision_and_its_head_sizes():
+    assert attention._varlen_dtype(torch.zeros(1, 1, 64, dtype=torch.bfloat16)) == torch.bfloat16
+    assert attention._varlen_dtype(torch.zeros(1, 1, 64)) is None
+    assert attention._varlen_dtype(torch.zeros(1, 1, 12, dtype=torch.bfloat16)) is None
+    assert attention._varlen_dtype(torch.zeros(1, 1, 256, dtype=torch.bfloat16)) is None
+    with torch.autocast("cpu", torch.bfloat16):  # rotary embeddings and norms may hand over float32 here
+        assert attention._varlen_dtype(torch.zeros(1, 1, 64)) == torch.bfloat16
+    assert not attention._has_varlen(CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("sharing", [False, True])
+def test_the_varlen_kernel_and_the_buckets_agree_on_a_gpu(sharing, window, monkeypatch):
+    cuda = torch.device("cuda")
+    if not sharing:
+        unshared(monkeypatch)
+    batch = flat_batch(ROWS["two groups and what stands between them"][0], cuda)
+    T, plan = batch["input_ids"].shape[1], plan_flat_row(batch["lengths"], cuda, batch["places"])
+    assert plan.ragged is not None
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, h, T, 64, device=cuda, requires_grad=True) for h in (4, 2, 2)]
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):  # the kernel; the buckets
+        out, _ = flat_attention(None, *(x.to(dtype) for x in inputs), None, sliding_window=window, flat_row=plan)
+        results.append((out.float(), *torch.autograd.grad(out.float().square().sum(), inputs)))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
+
+
+# --- buckets and strips ------------------------------------------------------------------------------------------------
+
+
+def softmax_of_each(q, k, v, lengths):
+    """softmax(q k) v, one sequence after the other: q (1, H, T, Dh), k and v (1, Hkv, T, Dh) -> (T, H, Dh)."""
+    found = []
+    for query, key, value in zip(*(x[0].split(lengths, dim=1) for x in (q, k, v)), strict=True):
+        key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+        later = torch.ones(query.shape[1], query.shape[1]).triu(1) > 0
+        scores = (query @ key.transpose(1, 2) / query.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
+        found.append((scores.softmax(-1) @ value).transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("lengths", [[300, 280, 37], [256, 256], [257], [640], [641, 255]], ids=str)
+def test_long_sequences_are_attended_to_strip_by_strip_with_the_same_result(lengths, monkeypatch):
+    """Float32 on the CPU, against float64, with gradients."""
+    shapes, attend = [], F.scaled_dot_product_attention
+
+    def watched(q, k, *args, **named):
+        shapes.append((q.shape[2], k.shape[2]))
+        return attend(q, k, *args, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    rng = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, h, sum(lengths), 8, generator=rng, requires_grad=True) for h in (4, 2, 2)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    weights = torch.randn(sum(lengths), 4, 8, generator=rng)
+    plan = plan_flat_row(lengths, CPU)
+    out, _ = flat_attention(None, *inputs, None, flat_row=plan)
+    wanted = softmax_of_each(*exact, lengths)
+    torch.testing.assert_close(out[0].double(), wanted, atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad((out[0] * weights).sum(), inputs)
+    for found, expected in zip(gradients, torch.autograd.grad((wanted * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    whole = {(n, n) for n in (bucket.keys.shape[1] for bucket in plan.buckets) if not 256 <= n <= 640}
+    strips = {(128, 128), (128, 256)} if whole != {(641, 641), (255, 255)} else set()
+    assert set(shapes) >= whole | strips and all(q <= 128 or (q, k) in whole for q, k in shapes)
+
+
+@pytest.mark.parametrize("lengths", [[14, 3, 3], [3, 3, 14], [5, 5], [7], [9, 8, 8, 2, 1]], ids=str)
+def test_buckets_in_and_out_of_order(lengths):
+    """Sequences that lie in the order of the buckets, in another one, in a single bucket: softmax(q k) v, one by one."""
+    rng = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, sum(lengths), 8, dtype=torch.float64, generator=rng)
+    k, v = (torch.randn(1, 2, sum(lengths), 8, dtype=torch.float64, generator=rng) for _ in range(2))
+    out, _ = flat_attention(None, q, k, v, None, flat_row=plan_flat_row(lengths, CPU))
+    torch.testing.assert_close(out[0], softmax_of_each(q, k, v, lengths), atol=1e-12, rtol=0)

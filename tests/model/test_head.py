@@ -1,0 +1,390 @@
+"""The LM head in chunks, against full logits in float64: values and gradients by both ways, and the memory that they take."""
+
+import weakref
+from types import SimpleNamespace
+
+import common.model.lm_head
+from common.collators import flat_batch
+from common.model.flat_model import disable_dropout
+from common.model.lm_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, head_bytes, nll, score
+from common.model.load import add_lora, wrap
+from tests.model.test_model import CONFIGS, GROUPED, LENGTHS, PADDED, alone_in_float64, make, units
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CPU = torch.device("cpu")
+COHERE = {"cohere-scaled-logits": lambda: transformers.CohereConfig(**GROUPED, logit_scale=0.3)}
+CURVES = {
+    "plain": {},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 2.5},
+    "gemma": {"final_logit_softcapping": 3.0},
+}
+
+
+class Toy(nn.Module):
+    """What the head reads of a transformers model."""
+
+    def __init__(self, V=37, D=5, bias=False, frozen=False, dtype=torch.float64, std=0.5, **config):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lm_head = nn.Linear(D, V, bias=bias, dtype=dtype).requires_grad_(not frozen)
+        nn.init.normal_(self.lm_head.weight, std=std)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=V, **config))
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+
+def positions(toy, N=11, dtype=torch.float64):
+    """hidden (N, D), tokens (N,), and two kinds of weights (N,)."""
+    generator = torch.Generator().manual_seed(1)
+    V, D = toy.lm_head.weight.shape
+    hidden = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    tokens = torch.randint(0, V, (N,), generator=generator)
+    w, u = torch.randn(2, N, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32))
+    return hidden, tokens, w, u
+
+
+def full(toy, hidden, tokens, temperature=1.0, logit_scale=1.0, logits_scaling=1.0, final_logit_softcapping=None):
+    """(logps, entropy, correct) of the full logits, written out."""
+    logits = toy.lm_head(hidden) * logit_scale / logits_scaling
+    if final_logit_softcapping:
+        logits = final_logit_softcapping * torch.tanh(logits / final_logit_softcapping)
+    logps = (logits / temperature).log_softmax(-1)
+    return logps.gather(1, tokens[:, None])[:, 0], -(logps.exp() * logps).sum(-1), logps.argmax(-1) == tokens
+
+
+def leaves(toy, hidden):
+    return [hidden, *(p for p in toy.parameters() if p.requires_grad)]
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """chunks(rows, elements): so many rows of logits at a time, so many elements of them in one pass."""
+
+    def set_sizes(rows, elements=2**18):
+        monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", 1)
+        monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", rows)
+        monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", elements)
+
+    return set_sizes
+
+
+# --- equal to the full logits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [4, 100], ids=["three chunks", "one chunk"])
+@pytest.mark.parametrize("elements", [1, 80, 10**6])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("curve", CURVES)
+def test_values_and_gradients_are_those_of_full_logits(curve, bias, frozen, elements, rows, chunks):
+    chunks(rows, elements)
+    toy = Toy(bias=bias, frozen=frozen, **CURVES[curve])
+    hidden, tokens, w, u = positions(toy)
+    logps, entropy, correct = wanted = full(toy, hidden, tokens, 0.7, **CURVES[curve])
+
+    loss, found = nll(toy, hidden, tokens, w, 0.7)
+    assert not any(s.requires_grad for s in found)
+    by_logps = score(toy, hidden, tokens, 0.7)[0]
+    by_both = score(toy, hidden, tokens, 0.7, stats=True, entropy_grad=True)
+    without = score(toy, hidden, tokens, 0.7, stats=True)
+    assert not without[1].requires_grad and not without[2].requires_grad and not by_both[2].requires_grad
+    for scores in (found, by_both, without, (by_logps,)):
+        for a, b in zip(scores, wanted, strict=False):
+            torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(loss, -(w * logps).sum(), rtol=1e-9, atol=1e-9)
+
+    pairs = [
+        (3 * loss, -3 * (w * logps).sum()),
+        ((w * by_logps).sum(), (w * logps).sum()),
+        ((w * without[0]).sum(), (w * logps).sum()),
+        ((w * by_both[0] + u * by_both[1]).sum(), (w * logps + u * entropy).sum()),
+    ]
+    for ours, theirs in pairs:
+        ours, theirs = (torch.autograd.grad(x, leaves(toy, hidden), retain_graph=x is theirs) for x in (ours, theirs))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [4, 100])
+def test_gradients_pass_gradcheck(rows, chunks):
+    chunks(rows)
+    toy = Toy(bias=True, final_logit_softcapping=3.0)
+    hidden, tokens, w, _ = positions(toy)
+
+    def with_entropy(*_):
+        return score(toy, hidden, tokens, 0.7, stats=True, entropy_grad=True)[:2]
+
+    inputs = tuple(leaves(toy, hidden))
+    assert torch.autograd.gradcheck(lambda *_: score(toy, hidden, tokens, 0.7)[0], inputs)
+    assert torch.autograd.gradcheck(with_entropy, inputs)
+    wide = torch.autograd.functional.jacobian  # gradcheck sends a loss backward more than once
+    numeric = wide(lambda h: -(w * full(toy, h, tokens, final_logit_softcapping=3.0)[0]).sum(), hidden)
+    torch.testing.assert_close(wide(lambda h: nll(toy, h, tokens, w)[0], hidden), numeric)
+
+
+@pytest.mark.parametrize("chunk", [7, 10**6], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize("name", [*CONFIGS, *COHERE, "gemma2-soft-capping"])
+def test_a_models_gradient_is_the_same_by_nll_by_logps_and_by_full_logits(name, chunk, chunks):
+    chunks(chunk)
+    config = (CONFIGS | COHERE | PADDED)[name]
+    weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
+    models = [wrap(make(config)).train() for _ in range(2)]
+    for model in models:
+        disable_dropout(model)
+    batch = flat_batch(units(), CPU)
+    loss, stats = models[0](batch, temperature=0.7, nll_weights=weights)
+    again = models[1](batch, temperature=0.7, stats=True)
+    for a, b in zip(stats, again, strict=True):
+        assert a.dtype == torch.float32 and not a.requires_grad
+        torch.testing.assert_close(a, b.detach(), rtol=1e-5, atol=1e-5)
+    (2 * loss).backward()
+    (-2 * (weights * again.logps).sum()).backward()
+
+    lm = make(config)
+    parts = [alone_in_float64(lm, unit, 0.7) for unit in units()]
+    logps = torch.cat([nn.functional.pad(part[1:], (1, 0)) for part in parts])
+    assert loss.item() == pytest.approx(-(weights * logps).sum().item(), rel=1e-4)
+    (-2 * (weights * logps).sum()).backward()
+    for (key, p), q, naive in zip(models[0].lm.named_parameters(), models[1].parameters(), lm.parameters(), strict=True):
+        if naive.grad is None:
+            continue
+        scale = naive.grad.abs().max().clamp(min=1e-5)
+        assert (p.grad - naive.grad).abs().max() / scale < 1e-3, key
+        assert (q.grad - naive.grad).abs().max() / scale < 1e-3, key
+
+
+def test_without_gradients_and_without_targets():
+    toy = Toy()
+    hidden, tokens, w, _ = positions(toy)
+    with torch.no_grad():
+        loss, (logps, *_) = nll(toy, hidden, tokens, w)
+        assert not loss.requires_grad and not logps.requires_grad
+    assert loss == -(w * full(toy, hidden, tokens)[0]).sum().detach()
+    loss, scores = nll(toy, hidden[:0], tokens[:0], w[:0])
+    (loss + score(toy, hidden[:0], tokens[:0])[0].sum()).backward()
+    assert loss == 0 and all(len(s) == 0 for s in scores)
+    assert not toy.lm_head.weight.grad.any() and not hidden.grad.any()  # zeros, which DDP waits for
+
+
+def test_the_loss_is_sent_backward_once():
+    toy = Toy()
+    loss, _ = nll(toy, *positions(toy)[:3])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        loss.backward()
+
+
+def test_the_gradient_of_the_weight_is_not_copied():
+    toy = Toy(dtype=torch.float32)
+    hidden, tokens, w, _ = positions(toy, dtype=torch.float32)
+    loss, _ = nll(toy, hidden, tokens, w)
+    formed = loss.grad_fn.gradients[1].data_ptr()
+    loss.backward()
+    assert toy.lm_head.weight.grad.data_ptr() == formed
+
+
+# --- heads that are more than a matrix ------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """An adapted head, as far as we can tell."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.inside = linear
+
+    weight = property(lambda self: self.inside.weight)
+
+    def forward(self, hidden):
+        return self.inside(hidden) + 0.5 * hidden.sum(-1, keepdim=True).tanh()
+
+
+def hooked(linear):
+    linear.register_forward_hook(lambda module, args, out: out.clone())
+    return linear
+
+
+def zero_3(linear):
+    linear.weight.ds_id = 0
+    return linear
+
+
+@pytest.mark.parametrize("change", [Wrapped, hooked, zero_3])
+@pytest.mark.parametrize("rows", [4, 100])
+def test_other_heads_are_called_as_modules(rows, change, chunks, monkeypatch):
+    chunks(rows)
+    toy = Toy(logit_scale=0.3)
+    toy.lm_head = change(toy.lm_head)
+    calls = []
+    toy.lm_head.register_forward_pre_hook(lambda *_: calls.append(1))
+    hidden, tokens, w, u = positions(toy)
+    wanted = full(toy, hidden, tokens, 0.7, logit_scale=0.3)
+    want = torch.autograd.grad(-(w * wanted[0]).sum(), leaves(toy, hidden), retain_graph=True)
+    want_both = torch.autograd.grad((w * wanted[0] + u * wanted[1]).sum(), leaves(toy, hidden))
+    calls.clear()
+    loss, scores = nll(toy, hidden, tokens, w, 0.7)
+    assert calls and not any(s.requires_grad for s in scores)
+    for a, b in zip(torch.autograd.grad(loss, leaves(toy, hidden)), want, strict=True):
+        torch.testing.assert_close(a, b)
+    logps, entropy, _ = score(toy, hidden, tokens, 0.7, stats=True, entropy_grad=True)
+    both = torch.autograd.grad((w * logps + u * entropy).sum(), leaves(toy, hidden))
+    for a, b in zip(both, want_both, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "lm_head"]], ids=["frozen head", "adapted head"])
+@pytest.mark.parametrize("rows", [7, 10**6])
+def test_lora(rows, targets, chunks):
+    pytest.importorskip("peft")
+    chunks(rows)
+    weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
+    batch = flat_batch(units(), CPU)
+    torch.manual_seed(0)
+    model = add_lora(wrap(make(CONFIGS["llama"])), 4, 8, 0.0, targets).train()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
+    trained = {name: p for name, p in model.lm.named_parameters() if p.requires_grad}
+    loss, _ = model(batch, nll_weights=weights)
+    ours = torch.autograd.grad(loss, trained.values())
+    by_logps = torch.autograd.grad(-(weights * model(batch)).sum(), trained.values())
+    model.lm.get_base_model().set_attn_implementation("sdpa")
+    logps = torch.cat([nn.functional.pad(alone_in_float64(model.lm, unit)[1:], (1, 0)) for unit in units()])
+    naive = torch.autograd.grad(-(weights * logps).sum(), trained.values())
+    assert model.lm.get_base_model().lm_head.weight.grad is None
+    for name, a, b, wanted in zip(trained, ours, by_logps, naive, strict=True):
+        scale = wanted.abs().max()
+        assert (a - wanted).abs().max() < 1e-3 * scale and (b - wanted).abs().max() < 1e-3 * scale, name
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+def relative_error(a, b):
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("rows", [16, 1000], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16 weights"])
+def test_bfloat16_rounds_products_and_nothing_else(autocast, rows, chunks):
+    chunks(rows)
+    toy = Toy(V=200, D=32)
+    hidden, tokens, w, _ = positions(toy, N=300)
+    rounded = toy.lm_head.weight.data.bfloat16(), hidden.detach().bfloat16()
+    toy.lm_head.weight.data.copy_(rounded[0])  # so that only the arithmetic differs
+    hidden = rounded[1].double().requires_grad_()
+    logps, *_ = full(toy, hidden, tokens)
+    wanted = torch.autograd.grad(-(w * logps).sum(), leaves(toy, hidden))
+    toy.to(torch.float32 if autocast else torch.bfloat16)
+    hidden = rounded[1].clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss, scores = nll(toy, hidden, tokens, w.float())
+        by_logps = score(toy, hidden, tokens)[0]
+    assert loss.dtype == by_logps.dtype == torch.float32 and all(s.dtype == torch.float32 for s in scores)
+    torch.testing.assert_close(scores[0].double(), logps.detach(), atol=0.1, rtol=0.01)
+    for value in (loss, -(w.float() * by_logps).sum()):
+        for a, b, leaf in zip(torch.autograd.grad(value, leaves(toy, hidden)), wanted, leaves(toy, hidden), strict=True):
+            assert a.dtype == leaf.dtype and relative_error(a, b) < 0.01
+
+
+@pytest.mark.parametrize("rows", [16, 1000], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_float16_keeps_the_gradient_of_a_large_window_with_a_scaled_loss(frozen, rows, chunks):
+    """Weights of 1e-6 lie below what float16 holds with any precision; the scaler lifts the loss into its range."""
+    chunks(rows)
+    toy = Toy(V=200, D=32, frozen=frozen)
+    hidden, tokens, *_ = positions(toy, N=300)
+    hidden = hidden.detach().half().double().requires_grad_()
+    wanted = torch.autograd.grad(-(1e-6 * full(toy, hidden, tokens)[0]).sum(), leaves(toy, hidden))
+    toy.float()
+    hidden = hidden.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        loss, _ = nll(toy, hidden, tokens, torch.full((300,), 1e-6))
+    for a, b in zip(torch.autograd.grad(loss * 65536, leaves(toy, hidden)), wanted, strict=True):
+        assert a.dtype == torch.float32 and relative_error(a / 65536, b) < 0.01
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors which came into being under it held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.now, self.most = set(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.known and key not in given:
+                    self.known.add(key)
+                    self.now += size
+                    self.most = max(self.most, self.now)
+                    weakref.finalize(storage, self.gone, key, size)
+        return out
+
+    def gone(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+
+def peak(way, N, V, D=16, frozen=False, autocast=False):
+    """Bytes beside the inputs, forward and backward."""
+    toy = Toy(V, D, frozen=frozen, dtype=torch.float32)
+    hidden = torch.zeros(N, D, requires_grad=True)
+    tokens, weights = torch.arange(N) % V, torch.full((N,), 1 / N)
+    with Peak() as counted:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if way == "nll":
+                loss, _ = nll(toy, hidden, tokens, weights)
+            else:
+                logps, entropy, _ = score(toy, hidden, tokens, stats=True, entropy_grad=way == "entropy")
+                loss = -(weights * (logps + entropy)).sum()
+        loss.backward()
+    return counted.most
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("way", ["nll", "logps", "entropy"])
+def test_memory_does_not_grow_with_the_logits(way, frozen):
+    V, D = 20_000, 16
+    one, two, four = (peak(way, N, V, frozen=frozen) for N in (512, 1024, 2048))
+    per_token = (four - two) / 1024
+    assert per_token < 4 * (3 * D + 24)  # hidden states and their gradient, a few numbers: not V
+    assert two - one < 1.1 * 512 * per_token + 4096
+    gradient = 0 if frozen else 4 * V * D
+    assert four - gradient < 2048 * V * 4 / 6  # of the full logits; at 4,096 positions a twelfth
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("way", ["nll", "logps"])
+def test_the_estimate_of_the_head_is_what_it_holds(way, frozen, autocast):
+    for N, V, D in ((1000, 4096, 128), (600, 30_000, 32), (100, 30_000, 32), (3000, 512, 64)):
+        toy = Toy(V, D, frozen=frozen, dtype=torch.float32)
+        estimated = head_bytes(toy, N, CPU, torch.bfloat16 if autocast else None) - 4 * N * D  # the input is there
+        held = peak(way, N, V, D, frozen, autocast)
+        assert 0.8 * held - 1e5 < estimated < 1.5 * held + 1e5, (N, V, D, estimated, held)
+
+
+def test_a_frozen_head_gets_no_gradient_and_nothing_is_computed_twice(chunks, monkeypatch):
+    chunks(16)
+    toy = Toy(frozen=True)
+    hidden, tokens, w, _ = positions(toy, N=64)
+    loss = -(score(toy, hidden, tokens)[0] * w).sum()
+    monkeypatch.setattr(common.model.lm_head, "_softmax_", None)  # no logits in the backward pass
+    loss.backward()
+    assert hidden.grad.abs().sum() > 0 and toy.lm_head.weight.grad is None

@@ -1,0 +1,271 @@
+"""The one primitive: log-probabilities of a flat row, against transformers' own logits in float64, sequence by sequence."""
+
+from common.collators import flat_batch
+from common.errors import UserError
+from common.model.attention import flat_attention, plan_flat_row
+from common.model.flat_model import LogProbModel, disable_dropout
+from common.model.lm_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
+from common.model.load import add_lora, enable_gradient_checkpointing, load_model, wrap
+from common.model.reference import reference_of
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+V = 512
+SMALL = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=False),
+    "llama-tied": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "qwen3-tied": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
+    "gpt2-tied": lambda: transformers.GPT2Config(
+        vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
+    ),
+    "mistral-sliding-window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=5),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=5),
+    "granite-scaled-logits": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=3.0),
+    "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
+}
+PADDED = {
+    "gemma2-soft-capping": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=5),
+    "gpt-oss-sinks": lambda: transformers.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4),
+    "bloom-alibi": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4),
+    "mamba-state": lambda: transformers.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "lfm2-convolution": lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+}
+LENGTHS = (7, 40, 2, 13, 13, 64, 5, 30)
+
+
+def make(config, std=0.2) -> torch.nn.Module:
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(config())
+    with torch.no_grad():  # larger weights than at initialisation: differences would not hide in near-uniform logits
+        for p in lm.parameters():
+            if p.dim() >= 2:
+                p.normal_(0, std)
+    return lm
+
+
+def units(lengths=LENGTHS, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = [{"input_ids": rng.integers(3, V, n), "loss_mask": (rng.random(n) < 0.7).astype(np.uint8)} for n in lengths]
+    for row in rows:
+        row["loss_mask"][-1] = 1
+    return [[row] for row in rows]
+
+
+def alone_in_float64(lm, unit, temperature=1.0):
+    """log-softmax over the full logits of one sequence by itself: (n,), 0 where a token is not trained or is the first."""
+    experts = getattr(lm.config, "num_local_experts", None)  # grouped matrix products know no float64
+    lm = (lm if experts else lm.double()).eval()
+    ids = torch.as_tensor(unit[0]["input_ids"])[None]
+    logps = (lm(input_ids=ids, use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+    chosen = torch.cat([torch.zeros(1), logps.gather(-1, ids[0, 1:, None])[:, 0]])
+    return chosen * torch.as_tensor(unit[0]["loss_mask"])
+
+
+def expected(config, temperature=1.0):
+    lm = make(config)
+    out = torch.cat([alone_in_float64(lm, unit, temperature) for unit in units()])
+    for start in np.cumsum((0, *LENGTHS))[:-1]:
+        out[start] = 0
+    return out, lm
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *PADDED])
+def test_log_probabilities_of_a_flat_row_are_those_of_each_sequence_alone(name):
+    config = (CONFIGS | PADDED)[name]
+    model = wrap(make(config)).eval()
+    assert model.padded == (name in PADDED)
+    wanted, _ = expected(config)
+    with torch.no_grad():
+        logps = model(flat_batch(units(), torch.device("cpu")))
+    assert logps.shape == wanted.shape and logps.dtype == torch.float32
+    torch.testing.assert_close(logps.double(), wanted.double(), atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-tied", "gpt2-tied"])
+@pytest.mark.parametrize("chunk", [64 * V, 2**20], ids=["several chunks", "one chunk"])
+def test_gradients_are_those_of_the_full_logits(name, chunk, monkeypatch):
+    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", 64)
+    model = wrap(make(CONFIGS[name])).train()
+    disable_dropout(model)
+    weight = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
+    (model(flat_batch(units(), torch.device("cpu")), temperature=0.7) * weight).sum().backward()
+    wanted, lm = expected(CONFIGS[name], temperature=0.7)
+    (wanted * weight).sum().backward()
+    for (key, p), q in zip(model.lm.named_parameters(), lm.parameters(), strict=True):
+        scale = q.grad.abs().max().clamp(min=1e-6)
+        assert ((p.grad - q.grad).abs().max() / scale) < 2e-4, key
+
+
+def test_entropy_and_accuracy_are_those_of_the_full_distribution():
+    model, lm = wrap(make(CONFIGS["llama"])).eval(), make(CONFIGS["llama"]).double().eval()
+    unit = units((20,))
+    with torch.no_grad():
+        stats = model(flat_batch(unit, torch.device("cpu")), temperature=0.5, stats=True)
+        ids = torch.as_tensor(unit[0][0]["input_ids"])
+        logps = (lm(input_ids=ids[None]).logits[0, :-1] / 0.5).log_softmax(-1)
+    mask = torch.as_tensor(unit[0][0]["loss_mask"])[1:].bool()
+    torch.testing.assert_close(stats.entropy[1:][mask].double(), -(logps.exp() * logps).sum(-1)[mask], atol=1e-3, rtol=1e-3)
+    assert torch.equal(stats.correct[1:][mask].bool(), (logps.argmax(-1) == ids[1:])[mask])
+
+
+def test_the_gradient_of_the_entropy_is_that_of_the_full_distribution():
+    unit = units((20,))
+    model, lm = wrap(make(CONFIGS["llama"])).train(), make(CONFIGS["llama"]).double()
+    model(flat_batch(unit, torch.device("cpu")), stats=True, entropy_grad=True).entropy.sum().backward()
+    mask = torch.as_tensor(unit[0][0]["loss_mask"])[1:].bool()
+    logps = lm(input_ids=torch.as_tensor(unit[0][0]["input_ids"])[None]).logits[0, :-1][mask].log_softmax(-1)
+    (-(logps.exp() * logps).sum()).backward()
+    for p, q in zip(model.lm.parameters(), lm.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() < 2e-4 * q.grad.abs().max().clamp(min=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_no_tensor_of_the_size_of_the_full_logits_or_of_a_full_mask_is_ever_made(monkeypatch):
+    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", 64)  # a chunk of logits would be larger than a mask
+    big_v, T = 20_000, 4096
+    config = transformers.LlamaConfig(**GROUPED | {"vocab_size": big_v})
+    model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
+    rows = [[{"input_ids": np.arange(3, 3 + 128), "loss_mask": np.ones(128, np.uint8)}] for _ in range(T // 128)]
+    with Largest() as largest:
+        model(flat_batch(rows, torch.device("cpu")), stats=True).logps.sum().backward()
+    assert largest.elements < T * big_v / 50 and largest.elements < T * T / 8
+
+
+def test_a_sequence_does_not_see_its_neighbours():
+    model = wrap(make(CONFIGS["llama"])).eval()
+    one, other = units(), units(seed=5)
+    other[-1] = one[-1]
+    with torch.no_grad():
+        a, b = (model(flat_batch(row, torch.device("cpu")))[-LENGTHS[-1] :] for row in (one, other))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9, 9), (64, 40, 7), (64, 64, 40), (7, 40, 64)])
+def test_sequences_of_any_order_of_lengths_are_those_of_each_alone(lengths):
+    """From the longest to the shortest they lie in the row as in the buckets, of which there are several all the same."""
+    model, row = wrap(make(CONFIGS["llama"])).eval(), units(lengths)
+    with torch.no_grad():
+        alone = torch.cat([model(flat_batch([unit], torch.device("cpu"))) for unit in row])
+        torch.testing.assert_close(model(flat_batch(row, torch.device("cpu"))), alone, atol=1e-5, rtol=1e-4)
+
+
+def test_gradient_checkpointing_and_offloading_change_no_gradient(monkeypatch):
+    moved = []
+
+    class Seen(torch.autograd.graph.save_on_cpu):
+        def __init__(self, pin_memory: bool):
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda kept: moved.append(tuple(kept.shape)) or pack(kept)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Seen)
+    gradients, batch = [], flat_batch(units(), torch.device("cpu"))
+    for checkpointing, offload in ((False, False), (True, False), (True, True)):
+        model = wrap(make(CONFIGS["llama"])).train()
+        if checkpointing:
+            enable_gradient_checkpointing(model, offload)
+        assert not moved
+        model(batch).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    # The input of each block, and what stands before and after them: nothing of what happens within a block.
+    hidden = (1, batch["input_ids"].numel(), model.config.hidden_size)
+    assert moved.count(hidden) == model.config.num_hidden_layers + 1 and len(moved) <= model.config.num_hidden_layers + 5
+    for wanted, *others in zip(*gradients, strict=True):
+        for found in others:
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_lora_starts_at_the_base_trains_every_adapter_and_its_reference_stays_the_base():
+    pytest.importorskip("peft")
+    batch = flat_batch(units(), torch.device("cpu"))
+    base = wrap(make(CONFIGS["llama"])).eval()
+    with torch.no_grad():
+        before = base(batch)
+    model = add_lora(base, 4, 8, 0.0, None)
+    enable_gradient_checkpointing(model)
+    model.train()
+    assert torch.equal(model(batch).detach(), before)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        model(batch).sum().backward()
+        optimizer.step()
+    assert all(p.abs().max() > 0 for name, p in model.named_parameters() if "lora_B" in name)
+    assert not torch.allclose(model(batch).detach(), before, atol=1e-3)
+    assert torch.equal(reference_of(model, None)(batch), before)
+
+
+def test_an_adapter_folder_loads_as_the_model_it_stands_for(tmp_path):
+    pytest.importorskip("peft")
+    make(CONFIGS["llama"]).save_pretrained(tmp_path / "base")
+    model = add_lora(load_model(str(tmp_path / "base")), 4, 8, 0.0, None)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.1)
+    batch = flat_batch(units(), torch.device("cpu"))
+    model.lm.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            load_model(str(tmp_path / "adapter")).eval()(batch), model.eval()(batch), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_weights_are_float32_whatever_the_file_holds(tmp_path):
+    make(CONFIGS["llama"]).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).lm.dtype == torch.float32
+    assert load_model(str(tmp_path), dtype="bfloat16").lm.dtype == torch.bfloat16
+
+
+def test_a_broken_model_folder_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot load the model"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [3, 9, 1, 9, 8, 100, 2]])
+def test_the_plan_of_a_flat_row_deals_out_each_token_once(lengths):
+    plan = plan_flat_row(lengths, torch.device("cpu"))
+    places = torch.cat([bucket.keys.flatten() for bucket in plan.buckets])
+    assert sorted(set(places.tolist())) == list(range(sum(lengths)))
+    back = places if plan.inverse is None else places[plan.inverse]
+    assert back.tolist() == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("lengths", [[88, 67], [9, 9, 4, 2]])
+def test_sequences_that_lie_in_order_in_several_buckets_are_attended_to_alone(lengths):
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, sum(lengths), 8)
+    plan = plan_flat_row(lengths, torch.device("cpu"))
+    assert len(plan.buckets) > 1
+    out = flat_attention(torch.nn.Module(), q, q, q, None, flat_row=plan)[0][0]
+    alone = [F.scaled_dot_product_attention(x, x, x, is_causal=True)[0].transpose(0, 1) for x in q.split(lengths, 2)]
+    torch.testing.assert_close(out, torch.cat(alone))
+
+
+def test_the_wrapper_is_what_the_scripts_save_and_load(tmp_path):
+    model = wrap(make(CONFIGS["llama-tied"])).eval()
+    assert isinstance(model, LogProbModel)
+    model.lm.save_pretrained(tmp_path)
+    batch = flat_batch(units(), torch.device("cpu"))
+    with torch.no_grad():
+        assert torch.equal(load_model(str(tmp_path)).eval()(batch), model(batch))

@@ -1,0 +1,163 @@
+"""The learning rate step by step, by hand, and AdamW against its formula in float64."""
+
+import math
+
+from common.errors import UserError
+from common.model.optimizer import SCHEDULES, adamw, schedule, set_lr
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+
+def rates(kind: str, total: int = 10, *, peak=1.0, warmup=0.0, decay=0.2, least=0.0) -> list[float]:
+    at = schedule(kind, peak, total, warmup_steps=warmup, decay_fraction=decay, min_ratio=least)
+    return [at(step) for step in range(total)]
+
+
+# --- schedules ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "wanted"),
+    [
+        ("constant", {}, [1] * 10),
+        ("constant", {"warmup": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
+        ("linear", {}, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        ("linear", {"warmup": 2}, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        ("linear", {"warmup": 2, "least": 0.2}, [0.5, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]),
+        ("linear", {"peak": 3e-4, "warmup": 5}, [x * 3e-4 for x in (0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2)]),
+        ("cosine", {"total": 4}, [1, 0.8535534, 0.5, 0.1464466]),  # (1 + cos(π·k/4)) / 2
+        ("cosine", {"total": 5, "warmup": 1, "least": 0.1}, [1, 1, 0.8681981, 0.55, 0.2318019]),
+        ("wsd", {}, [1] * 9 + [0.5]),  # the fall of 2 steps: 1 - 8/10 and 1 - 9/10 of 0.2
+        ("wsd", {"decay": 0.5, "warmup": 2}, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        ("wsd", {"decay": 0.5, "least": 0.5}, [1] * 6 + [0.9, 0.8, 0.7, 0.6]),
+        ("wsd", {"decay": 1.0}, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        ("wsd", {"decay": 0.0}, [1] * 10),
+    ],
+)
+def test_the_learning_rate_is_what_it_is_by_hand(kind, options, wanted):
+    assert rates(kind, **options) == pytest.approx(wanted, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_warm_up_is_a_number_of_steps_from_1_on_and_a_share_of_the_run_below(kind):
+    assert rates(kind, 20, warmup=0.2) == rates(kind, 20, warmup=4)
+    assert rates(kind, 20, warmup=0.2)[:4] == pytest.approx([0.25, 0.5, 0.75, 1])
+    assert rates(kind, 20, warmup=1)[0] == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(SCHEDULES),
+    st.integers(1, 60),
+    st.one_of(st.integers(0, 70), st.floats(0, 0.99)),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_the_learning_rate_rises_to_the_peak_then_falls_and_never_below_its_least(kind, total, warmup, decay, least):
+    found = rates(kind, total, peak=2.0, warmup=warmup, decay=decay, least=least)
+    n = min(total, round(warmup * total) if warmup < 1 else warmup)
+    rising, falling = found[:n], found[n:]
+    assert all(0 < rate <= 2.0 + 1e-12 for rate in rising)
+    assert all(a < b for a, b in zip(rising, rising[1:], strict=False))
+    assert all(a >= b - 1e-12 for a, b in zip(falling, falling[1:], strict=False))
+    assert all(2.0 * least - 1e-12 <= rate <= 2.0 + 1e-12 and rate >= 0 for rate in falling)
+    if falling and kind != "wsd":
+        assert falling[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_the_last_step_of_a_long_run_is_near_the_least(kind):
+    assert rates(kind, 10_000, least=0.1)[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_an_unknown_schedule_is_refused_with_those_that_exist():
+    with pytest.raises(UserError, match="cosine, linear, constant, wsd"):
+        rates("polynomial")
+
+
+# --- AdamW ----------------------------------------------------------------------------------------------------------
+
+
+class Toy(nn.Module):
+    """Matrices (one of them used twice), vectors, a kernel of three dimensions, and a matrix that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.linear = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.conv, self.head, self.frozen = nn.Conv1d(4, 4, 1), nn.Linear(4, 7, bias=False), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.linear(self.norm(self.embed(ids)))
+        x = self.conv(self.frozen(x).T[None])[0].T
+        return self.head(torch.tanh(x))
+
+
+OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8}
+
+
+def test_weight_decay_acts_on_matrices_only():
+    model = Toy()
+    decay = {id(p): group["weight_decay"] for group in adamw(model, **OPTIONS).param_groups for p in group["params"]}
+    found = {name: decay[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    assert found == {
+        "embed.weight": 0.1,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+        "linear.weight": 0.1,
+        "linear.bias": 0.0,
+        "conv.weight": 0.1,
+        "conv.bias": 0.0,
+    }
+
+
+def test_every_trained_parameter_is_in_the_optimizer_once_and_no_other():
+    model = Toy()
+    listed = [id(p) for group in adamw(model, **OPTIONS).param_groups for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in set(model.parameters()) if p.requires_grad)
+
+
+def test_a_model_of_vectors_alone_or_matrices_alone_has_an_optimizer():
+    for module in (nn.LayerNorm(3), nn.Linear(3, 3, bias=False)):
+        (group,) = adamw(module, **OPTIONS).param_groups
+        assert len(group["params"]) == sum(1 for _ in module.parameters())
+
+
+def test_adamw_is_its_formula_in_float64():
+    """Loshchilov & Hutter 2019, algorithm 2, with a learning rate that changes at every step."""
+    model = Toy().double()
+    optimizer = adamw(model, **OPTIONS)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    theta = {name: p.detach().clone() for name, p in trained.items()}
+    m = {name: torch.zeros_like(p) for name, p in theta.items()}
+    v = {name: torch.zeros_like(p) for name, p in theta.items()}
+    frozen = model.frozen.weight.clone()
+    for step in range(1, 7):
+        lr = 1e-2 * step
+        set_lr(optimizer, lr)
+        ids = torch.arange(6).roll(step)
+        nn.functional.cross_entropy(model(ids), ids.roll(1)).backward()
+        for name, p in trained.items():
+            g = p.grad.clone()
+            m[name] = 0.9 * m[name] + 0.1 * g
+            v[name] = 0.95 * v[name] + 0.05 * g * g
+            m_hat, v_hat = m[name] / (1 - 0.9**step), v[name] / (1 - 0.95**step)
+            decay = 0.1 if p.dim() > 1 else 0.0
+            theta[name] = theta[name] - lr * (m_hat / (v_hat.sqrt() + 1e-8) + decay * theta[name])
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, p in trained.items():
+            torch.testing.assert_close(p.detach(), theta[name], atol=1e-10, rtol=1e-10, msg=f"{name} at step {step}")
+    assert torch.equal(model.frozen.weight, frozen)
+
+
+def test_set_lr_reaches_every_group():
+    optimizer = adamw(Toy(), **OPTIONS)
+    set_lr(optimizer, math.pi)
+    assert [group["lr"] for group in optimizer.param_groups] == [math.pi] * 2

@@ -1,0 +1,588 @@
+"""Checkpoints against what happens to them: full disks, kills, damaged files; the best one is kept."""
+
+import builtins
+import errno
+import importlib
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from common.errors import UserError
+from common.model.load import load_tokenizer
+from common.run.best import Best
+from common.run.checkpoint import export, resume, save_checkpoint
+from common.run.metrics import Metrics
+from common.run.output_dir import (
+    checkpoints,
+    defect,
+    newest_whole,
+    replace_text,
+    seal,
+)
+from tests.conftest import read_metrics
+from tests.run.test_folder import SFT, claim
+from tests.tiny import tiny_pair
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+# --- the best ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_direction_of_a_metric_is_known_or_asked_for():
+    assert [Best(name).sign for name in ("eval_loss", "eval_a_loss", "eval_perplexity", "min:eval_reward")] == [-1] * 4
+    assert [
+        Best(n).sign for n in ("eval_mean_token_accuracy", "eval_rewards/margins", "eval_exact_number", "max:eval_x")
+    ] == [1] * 4
+    for name in ("eval_polite", "eval_exact_loss"):
+        with pytest.raises(UserError, match=f"min:{name} or max:{name}"):
+            Best(name)
+    with pytest.raises(UserError, match="--save_best"):
+        Best(None, patience=2)
+    with pytest.raises(UserError, match="eval_steps"):
+        Best("eval_loss", eval_steps=0)
+
+
+def test_the_best_evaluation_and_the_end_of_patience():
+    """By hand: 5, 4, 4.5, nan, 3.95 with a delta of 0.1 from 4."""
+    best = Best("eval_loss", patience=3, delta=0.1)
+    best.update(0, {"eval_loss": 1.0})  # before training: no candidate
+    found = []
+    for step, value in [(10, 5.0), (20, 4.0), (30, 4.5), (40, float("nan")), (50, 3.95)]:
+        best.update(step, {"eval_loss": value})
+        found.append((best.step, best.stops(step)))
+        again = Best("eval_loss", patience=3, delta=0.1)
+        again.restore({"best": json.loads(json.dumps(best.state()))})
+        assert vars(again) | {"_before": 0} == vars(best) | {"_before": 0}
+    assert found == [(10, False), (20, False), (20, False), (20, False), (50, True)]
+    assert str(best.folder("out")) == "out/checkpoint-50"
+    best.withdraw(50)
+    assert (best.step, best.value) == (20, 4.0)
+    other = Best("max:eval_loss")
+    other.restore({"best": best.state()})
+    assert other.step is None
+    with pytest.raises(UserError, match="gives eval_a, eval_b"):
+        best.update(0, {"eval_b": 1, "eval_a": 2})
+    off = Best(None)
+    off.update(1, {"eval_loss": 1.0})
+    assert not off.stops(1) and off.folder("out") is None
+
+
+def test_small_steps_add_up_to_an_improvement():
+    best = Best("max:x", patience=2, delta=1.0)
+    for step in range(1, 20):
+        best.update(step, {"x": step * 0.6})
+        assert best.step == step and not best.stops(step)
+
+
+# --- saving --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A tiny model with an optimizer that has taken a step, and a tokenizer."""
+    model, _ = tiny_pair("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.arange(8)
+    batch = {"input_ids": ids[None], "position_ids": ids[None], "cu_seqlens": torch.tensor([0, 8]), "lengths": [8]}
+    batch |= {"loss_mask": torch.ones(8)}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    tokenizer = load_tokenizer("data/base_model")
+    return SimpleNamespace(model=model, optimizer=optimizer, tokenizer=tokenizer, accelerator=Accelerator(cpu=True))
+
+
+def save(tiny, output, step, limit=2, best=None, **state):
+    return save_checkpoint(
+        tiny.accelerator, tiny.model, tiny.optimizer, tiny.tokenizer, str(output), step, state, limit, best
+    )
+
+
+def best_at(step):
+    best = Best("eval_loss")
+    best.update(step, {"eval_loss": 1.0})
+    return best
+
+
+def names(output):
+    return [path.name for path in checkpoints(output)]
+
+
+def test_pruning_keeps_the_newest_and_the_best_in_numeric_order(tiny, tmp_path):
+    best = Best("eval_loss")
+    for step in (5, 90, 100, 1000):
+        if step == 90:
+            best = best_at(90)
+        assert save(tiny, tmp_path, step, best=best)
+    assert names(tmp_path) == ["checkpoint-90", "checkpoint-100", "checkpoint-1000"]
+    assert json.loads((tmp_path / "checkpoint-1000" / "trainer_state.json").read_text())["best"]["step"] == 90
+    save(tiny, tmp_path, 1001, limit=1, best=best)
+    assert names(tmp_path) == ["checkpoint-90", "checkpoint-1001"]
+    save(tiny, tmp_path, 1002, limit=1)
+    assert names(tmp_path) == ["checkpoint-1002"]
+    save(tiny, tmp_path, 1003, limit=0)
+    assert names(tmp_path) == ["checkpoint-1002", "checkpoint-1003"]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_damaged_and_abandoned_later_checkpoints_do_not_push_out_the_new_one(limit, tiny, tmp_path):
+    for step in (3, 6, 9):
+        save(tiny, tmp_path, step, limit=0)
+    (tmp_path / "checkpoint-9" / "optimizer.pt").write_bytes(b"")
+    (tmp_path / "checkpoint-6" / "optimizer.pt").write_bytes(b"")
+    assert newest_whole(tmp_path).name == "checkpoint-3"
+    save(tiny, tmp_path, 4, limit=limit)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"][-limit:]
+    assert newest_whole(tmp_path).name == "checkpoint-4"
+
+
+def disk_full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def rust_disk_full(*args, **kwargs):
+    raise Exception("No space left on device (os error 28)")  # what tokenizers and safetensors raise
+
+
+def torch_disk_full(*args, **kwargs):
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+
+
+PLACES = {
+    "folder": (Path, "mkdir", disk_full),
+    "model": ("lm", "save_pretrained", disk_full),
+    "tokenizer": ("tokenizer", "save_pretrained", rust_disk_full),
+    "optimizer": (torch, "save", torch_disk_full),
+    "state and manifest": (Path, "write_text", disk_full),
+    "flush": (os, "fsync", disk_full),
+    "rename": (os, "rename", disk_full),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_alive(place, tiny, tmp_path, monkeypatch, capsys):
+    best = best_at(3)
+    assert save(tiny, tmp_path, 3, best=best)
+    best.update(6, {"eval_loss": 0.5})
+    with monkeypatch.context() as patch:
+        target, name, fault = PLACES[place]
+        target = {"lm": tiny.model.lm, "tokenizer": tiny.tokenizer}.get(target, target)
+        patch.setattr(target, name, fault)
+        assert not save(tiny, tmp_path, 6, limit=1, best=best)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and "checkpoint-6 could not be written" in said[0] and "the next save tries again" in said[0]
+    assert names(tmp_path) == ["checkpoint-3"] and newest_whole(tmp_path).name == "checkpoint-3"
+    assert not list(tmp_path.glob(".*")) and best.step == 3  # the best that there is
+    assert save(tiny, tmp_path, 9, limit=1, best=best)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+
+
+def test_mistakes_of_the_program_are_not_taken_for_a_full_disk(tiny, tmp_path, monkeypatch):
+    def mistake(*args, **kwargs):
+        raise ValueError("the generation config is invalid")
+
+    monkeypatch.setattr(tiny.model.lm, "save_pretrained", mistake)
+    with pytest.raises(ValueError, match="generation config"):
+        save(tiny, tmp_path, 3)
+
+
+def test_a_failure_on_another_process_is_a_failure_on_this_one(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Accelerator, "reduce", lambda self, tensor, how: tensor + 1)
+    assert not save(tiny, tmp_path, 3)
+    assert "on another process" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_really_full(tiny, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or os.system(f"mount -t tmpfs -o size=1m tmpfs {disk} 2>/dev/null"):
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        assert save(tiny, disk, 1)
+        (disk / "other").write_bytes(b"0" * 100)
+        free = shutil.disk_usage(disk).free
+        for left in range(0, 700_000, 36_864):
+            (disk / "other").write_bytes(b"0" * max(0, free - left))
+            written = save(tiny, disk, 2, limit=1)
+            assert newest_whole(disk).name == ("checkpoint-2" if written else "checkpoint-1"), left
+            assert not list(disk.glob(".*")), left
+            if written:
+                break
+        assert written and left > 0
+        (disk / "other").unlink()
+        (disk / "other").write_bytes(b"0" * (shutil.disk_usage(disk).free - 8192))
+        with pytest.raises(UserError, match="final model could not be written.*goes on from checkpoint-2"):
+            export(tiny.accelerator, tiny.model, tiny.tokenizer, str(disk))
+        assert not list(disk.glob(".*")) and not (disk / "model.safetensors").exists()
+    finally:
+        os.system(f"umount {disk}")
+
+
+def test_a_full_disk_at_the_end_is_an_error(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny.tokenizer, "save_pretrained", rust_disk_full)
+    with pytest.raises(UserError, match="could not be written.*no checkpoint was kept"):
+        export(tiny.accelerator, tiny.model, tiny.tokenizer, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+class Kill(BaseException):
+    pass
+
+
+def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tiny, tmp_path, monkeypatch):
+    """Each call that touches the disk is the last one, in turn, before or after it has done its work."""
+    touching = [(os, n) for n in ("rename", "replace", "fsync", "mkdir", "open", "unlink", "rmdir")] + [(torch, "save")]
+    touching += [(shutil, "rmtree"), (shutil, "copy"), (Path, "write_text"), (builtins, "open")]
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "args.yaml").write_text("seed: 0")
+    ended, at, seen = False, 0, []
+    while not ended:
+        for folder in checkpoints(output):
+            shutil.rmtree(folder)
+        save(tiny, output, 3)
+        save(tiny, output, 6)
+        left = [at]
+
+        def dying(function, left=left, before=at % 2 == 1):
+            def call(*args, **kwargs):
+                left[0] -= 1
+                if left[0] == -1 and before:
+                    raise Kill
+                result = function(*args, **kwargs)
+                if left[0] == -1:
+                    raise Kill
+                return result
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for module, name in touching:
+                patch.setattr(module, name, dying(getattr(module, name)))
+            try:
+                save(tiny, output, 9, limit=1)
+                ended = left[0] >= 0  # else somebody has caught the kill
+            except Kill:
+                seen.append(newest_whole(output).name)
+        at += 1
+    assert at > 40 and {"checkpoint-6", "checkpoint-9"} == set(seen) and seen == sorted(seen)
+    save(tiny, output, 12, limit=1)
+    assert sorted(path.name for path in output.iterdir()) == ["args.yaml", "checkpoint-12"]
+
+
+def test_sigkill_at_random_moments_of_saving(tiny, tmp_path):
+    save(tiny, tmp_path, 1)
+    begin = time.perf_counter()
+    save(tiny, tmp_path, 2)
+    seconds, step, rng = time.perf_counter() - begin, 2, random.Random(0)
+    for turn in range(12):
+        child = os.fork()
+        if child == 0:
+            for later in range(step + 1, step + 100):
+                save(tiny, tmp_path, later, limit=1)
+            os._exit(0)
+        while turn == 0 and not (tmp_path / f"checkpoint-{step + 1}").exists():  # one save ends on a busy machine, too
+            time.sleep(0.01)
+        time.sleep(seconds * (0.2 + 3 * rng.random()))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = newest_whole(tmp_path)
+        assert found is not None and int(found.name.removeprefix("checkpoint-")) >= step
+        step = int(found.name.removeprefix("checkpoint-"))
+    assert step > 2 and save(tiny, tmp_path, step + 1, limit=1) and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_text_is_replaced_whole(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    replace_text(file, "one")
+    monkeypatch.setattr(os, "replace", disk_full)
+    with pytest.raises(OSError):
+        replace_text(file, "two")
+    assert file.read_text() == "one"
+
+
+# --- loading -------------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_in_the_place_of_the_optimizer_is_refused_and_not_run(tiny, tmp_path):
+    save(tiny, tmp_path, 3)
+    folder, trace = tmp_path / "checkpoint-3", tmp_path / "trace"
+    for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
+        write({"state": Evil(trace), "param_groups": []}, folder / "optimizer.pt")
+        assert defect(folder) == "optimizer.pt is damaged"
+        seal(folder)  # by the same hand
+        with pytest.raises(UserError, match=r"checkpoint-3/optimizer.pt is not the optimizer.*more than tensors") as refused:
+            resume(tiny.accelerator, folder, tiny.optimizer)
+        assert not trace.exists() and "\n" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, token_cache):
+    """The folder of a run of two steps, each saved."""
+    from common.args import parse_args
+
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    script, output = importlib.import_module("train_sft"), tmp_path_factory.mktemp("finished") / "out"
+    words = [
+        *SFT,
+        "--max_steps",
+        "2",
+        "--save_steps",
+        "1",
+        "--output_dir",
+        str(output),
+        "--dataset_cache_dir",
+        str(token_cache),
+    ]
+    script.main(parse_args(script.Args, script.DEMO, words))
+    return output
+
+
+def damaged(content, rng):
+    """The content cut off somewhere, or with one bit turned over."""
+    at = rng.randrange(len(content))
+    return (
+        content[:at]
+        if rng.random() < 0.5
+        else content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    )
+
+
+def test_no_damaged_file_is_trusted_or_ends_in_a_traceback(finished, tmp_path):
+    """200 cases. What is in a checkpoint is passed over; lines of metrics are left out; arguments are compared."""
+    output, rng = tmp_path / "out", random.Random(0)
+    shutil.copytree(finished, output)
+    (output / "summary.json").unlink()
+    args = yaml.safe_load((output / "args.yaml").read_text())
+    args["output_dir"] = str(output)
+    accelerator = Accelerator(cpu=True)
+    inside = ["manifest.json", "trainer_state.json", "model.safetensors", "optimizer.pt", "args.yaml"]
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    for name in [*(f"checkpoint-2/{name}" for name in inside), "metrics.jsonl", "args.yaml"]:
+        original = (output / name).read_bytes()
+        for _ in range(30):
+            (output / name).write_bytes(damaged(original, rng))
+            if (output / name).read_bytes() == original:
+                continue
+            metrics = Metrics(accelerator, str(output), None, {})
+            if name == "metrics.jsonl":
+                metrics.restore({"step": 2})
+                kept = (output / name).read_text().splitlines()
+                assert all(isinstance(json.loads(line), dict) for line in kept) and len(lines) - 2 <= len(kept) + 2
+                (output / name).write_bytes(original)
+                continue
+            try:
+                checkpoint = claim(args)
+            except UserError as refused:
+                assert "of another run" in str(refused) or "cannot be read" in str(refused)
+                assert name == "args.yaml"
+                continue
+            if name == "checkpoint-2/manifest.json" and checkpoint.name == "checkpoint-2":
+                changed = json.loads((output / name).read_text())
+                assert changed == json.loads(original)  # a space that has become another
+            else:
+                assert checkpoint.name == ("checkpoint-2" if name == "args.yaml" else "checkpoint-1")
+        (output / name).write_bytes(original)
+    assert claim(args).name == "checkpoint-2"
+
+
+def test_a_line_of_samples_may_hold_any_character(tmp_path):
+    """U+2028 and others that splitlines takes for the end of a line."""
+    metrics = Metrics(Accelerator(cpu=True), str(tmp_path), None, {})
+    metrics.append("samples.jsonl", [{"step": 1, "completion": "a\u2028b\x85c"}, {"step": 2, "completion": "d"}])
+    metrics.append("samples.jsonl", [{"step": 3, "completion": "later"}])
+    before = (tmp_path / "samples.jsonl").read_text().split("\n")
+    metrics.restore({"step": 2})
+    assert (tmp_path / "samples.jsonl").read_text().split("\n") == [*before[:2], ""]
+
+
+# --- what is exported ----------------------------------------------------------------------------------------------------
+
+
+def logits(folder):
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(torch.arange(3, 40)[None]).logits
+
+
+def test_tied_embeddings_are_saved_once_and_survive_a_resume(tmp_path):
+    model, _ = tiny_pair("qwen3")
+    assert model.lm.lm_head.weight is model.lm.get_input_embeddings().weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator = Accelerator(cpu=True)
+    save_checkpoint(accelerator, model, optimizer, load_tokenizer("data/base_model"), str(tmp_path), 1, {}, 1)
+    assert "lm_head.weight" not in load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    from common.model.load import load_model
+
+    again = load_model(str(tmp_path / "checkpoint-1"))
+    assert again.lm.lm_head.weight is again.lm.get_input_embeddings().weight
+    resume(accelerator, tmp_path / "checkpoint-1", torch.optim.AdamW(again.parameters()))
+    export(accelerator, again, load_tokenizer("data/base_model"), str(tmp_path))
+    assert torch.equal(logits(tmp_path), logits(tmp_path / "checkpoint-1"))
+    with torch.no_grad():
+        here = model.lm.eval()
+        here.set_attn_implementation("sdpa")
+        torch.testing.assert_close(here(torch.arange(3, 40)[None]).logits, logits(tmp_path), atol=1e-5, rtol=1e-5)
+
+
+def test_a_compiled_model_is_saved_under_the_names_of_a_plain_one(tmp_path):
+    from common.model.load import compile_layers
+
+    model, plain = tiny_pair("qwen3")
+    compile_layers(model)
+    optimizer, tokenizer = torch.optim.AdamW(model.parameters()), load_tokenizer("data/base_model")
+    model.lm.set_attn_implementation("sdpa")
+    accelerator = Accelerator(cpu=True)
+    save_checkpoint(accelerator, model, optimizer, tokenizer, str(tmp_path), 1, {}, 1)
+    export(accelerator, model, tokenizer, str(tmp_path))
+    for folder in (tmp_path, tmp_path / "checkpoint-1"):
+        assert load_file(folder / "model.safetensors").keys() == plain.state_dict().keys() - {"lm_head.weight"}
+        with torch.no_grad():
+            assert torch.equal(logits(folder), plain(torch.arange(3, 40)[None]).logits)
+
+
+def test_a_checkpoint_of_lora_is_the_adapter_and_goes_on_bit_for_bit(launch):
+    pytest.importorskip("peft")
+    words = [*SFT, "--use_peft", "--lora_r", "4", "--lora_dropout", "0.1", "--max_steps", "4", "--save_steps", "2"]
+    words += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--save_total_limit", "0"]
+    whole = launch("sft", *words, output="whole")
+    names_of = {path.name for path in (whole / "checkpoint-2").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names_of and "model.safetensors" not in names_of
+    config = json.loads((whole / "checkpoint-2" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "data/base_model" and config["r"] == 4
+    assert all("lora_" in name for name in load_file(whole / "checkpoint-2" / "adapter_model.safetensors"))
+    launch("sft", *words, "--max_steps", "2", output="resumed")
+    resumed = launch("sft", *words, output="resumed")  # the complete run of two steps becomes one of four
+    assert read_metrics(resumed) == read_metrics(whole)
+    assert torch.equal(logits(resumed), logits(whole)) and torch.equal(logits(resumed), logits(resumed / "checkpoint-4"))
+
+
+def test_an_export_in_another_form_takes_the_place_of_the_one_before(tiny, tmp_path):
+    for name in ("adapter_model.safetensors", "adapter_config.json", "model-00001-of-00002.safetensors", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    export(tiny.accelerator, tiny.model, tiny.tokenizer, str(tmp_path))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert "model.safetensors" in left and "notes.txt" in left and "tokenizer.json" in left
+    assert not [name for name in left if name.startswith(("adapter", "model-", "."))]
+
+
+def test_the_best_is_exported_unless_it_is_damaged(tiny, tmp_path, capsys):
+    save(tiny, tmp_path, 3)
+    with torch.no_grad():
+        weights = tiny.model.lm.get_input_embeddings().weight
+        before = weights.clone()
+        weights += 1
+    try:
+        export(tiny.accelerator, tiny.model, tiny.tokenizer, str(tmp_path), best=tmp_path / "checkpoint-3")
+        assert torch.equal(logits(tmp_path), logits(tmp_path / "checkpoint-3"))
+        assert "that of" in capsys.readouterr().out
+        left = {path.name for path in tmp_path.iterdir()}
+        assert not left & {"optimizer.pt", "manifest.json", "trainer_state.json"} and "tokenizer.json" in left
+        (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"")
+        export(tiny.accelerator, tiny.model, tiny.tokenizer, str(tmp_path), best=tmp_path / "checkpoint-3")
+        assert "cannot be exported" in capsys.readouterr().out
+        assert torch.equal(load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"], before + 1)
+    finally:
+        with torch.no_grad():
+            weights -= 1
+
+
+# --- in the scripts ------------------------------------------------------------------------------------------------------
+
+
+SEARCH = [*SFT, "--eval_steps", "2", "--learning_rate", "1e-2", "--warmup_steps", "0", "--lr_scheduler_type", "constant"]
+
+
+def evaluations(output):
+    return {row["step"]: row["eval_loss"] for row in read_metrics(output) if "eval_loss" in row}
+
+
+def test_the_best_checkpoint_is_kept_and_exported_and_the_run_ends_early(launch, capsys):
+    # The highest loss is taken for the best one: it is the first, and the run ends when it has fallen twice.
+    words = [
+        "--save_best",
+        "max:eval_loss",
+        "--early_stopping_patience",
+        "2",
+        "--save_total_limit",
+        "1",
+        "--max_steps",
+        "20",
+    ]
+    output = launch("sft", *SEARCH, *words)
+    said = capsys.readouterr().out
+    assert list(evaluations(output)) == [0, 2, 4, 6] and "step 6: the run ends: eval_loss has not improved" in said
+    assert names(output) == ["checkpoint-2", "checkpoint-6"] and "final model is that of" in said
+    one, other = load_file(output / "model.safetensors"), load_file(output / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["best"]["step"], summary["best"]["value"]) == (2, evaluations(output)[2])
+    with pytest.raises(SystemExit):
+        launch("sft", *SEARCH, *words)
+    launch("sft", *SEARCH, *words, "--early_stopping_patience", "3")
+    assert list(evaluations(output)) == [0, 2, 4, 6, 8] and names(output) == ["checkpoint-2", "checkpoint-6"]
+
+
+def test_a_merged_export_is_that_of_the_best_adapter(launch):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    words = ["--use_peft", "--lora_r", "4", "--merge_lora", "--max_steps", "4"]
+    words += ["--save_best", "max:eval_mean_token_accuracy"]  # which falls before it rises: the best is not the last
+    output = launch("sft", *SEARCH, *words)
+    assert names(output)[0] == "checkpoint-2"
+    base = AutoModelForCausalLM.from_pretrained("data/base_model")
+    merged = peft.PeftModel.from_pretrained(base, output / "checkpoint-2").merge_and_unload()
+    exported = load_file(output / "model.safetensors")
+    known = merged.state_dict()
+    assert all(torch.allclose(exported[name], known[name], atol=1e-6) for name in exported)
+
+
+def test_an_unknown_metric_ends_the_run_at_its_first_evaluation(launch):
+    with pytest.raises(UserError, match="--save_best eval_los_loss: an evaluation of this run gives .*eval_loss, "):
+        launch("sft", *SEARCH, "--save_best", "eval_los_loss")
+
+
+def test_grpo_looks_for_the_best_between_rollouts(launch):
+    words = "--config data/configs/grpo.yaml --model_name_or_path data/base_model --per_device_train_batch_size 16".split()
+    words += "--max_completion_length 4 --num_iterations 2 --eval_prompts data/prompts/chat_validation.jsonl".split()
+    words += "--eval_max_new_tokens 4 --max_steps 4 --save_best max:eval_exact_number".split()
+    with pytest.raises(UserError, match="multiple"):
+        launch("grpo", *words, "--eval_steps", "3")
+    assert names(launch("grpo", *words, "--eval_steps", "2")) == ["checkpoint-2"]
+
+
+def test_a_complete_run_that_is_made_longer_equals_one_of_that_length(launch):
+    constant = [*SFT, "--lr_scheduler_type", "constant", "--warmup_steps", "0", "--save_steps", "2"]
+    whole = launch("sft", *constant, output="whole")
+    launch("sft", *constant, "--max_steps", "4", output="longer")
+    longer = launch("sft", *constant, output="longer")
+    assert read_metrics(longer) == read_metrics(whole)
+    assert json.loads((longer / "summary.json").read_text())["final"]["step"] == 8
+    with pytest.raises(UserError, match="holds a complete run"):
+        launch("sft", *constant, "--max_steps", "3", output="longer")
+    (longer / "summary.json").unlink()
+    with pytest.raises(UserError, match="the checkpoint is at step 8, and this run would end at step 3"):
+        launch("sft", *constant, "--max_steps", "3", output="longer")

@@ -1,0 +1,129 @@
+"""DeepSpeed's ZeRO-2 and ZeRO-3 over two processes give what one process gives: losses, samples, checkpoints, exports.
+
+Needs deepspeed, whose CPU part is compiled at its first run; CONTRIBUTING.md has the command. Accelerate takes DeepSpeed for
+GPUs only: the launcher below starts it on gloo. There every weight is sharded, however small, and the LM head runs in chunks.
+"""
+
+import importlib.util
+import shutil
+import sys
+
+from tests.conftest import ROOT, read_metrics, run_script
+from tests.run.test_fsdp import COMMON, STAGES, assert_same_model, assert_same_untied_model, evaluations, lines, weights
+from tests.run.test_fsdp import untied as untied  # a fixture
+from tests.scripts.test_equivalence import assert_same, free_port, losses
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
+
+LAUNCHER = """
+import importlib, os, sys
+sys.path.insert(0, os.getcwd())
+from common.args import command_line, run
+import common.model.lm_head, common.run, deepspeed, yaml
+from accelerate.state import PartialState
+stage, zero, precision = sys.argv[1:4]
+config = yaml.safe_load(open(f"accelerate_configs/deepspeed_zero{zero}.yaml"))["deepspeed_config"]
+os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": precision}
+for name in config:
+    prefix = "ACCELERATE_" if name == "gradient_clipping" else "ACCELERATE_DEEPSPEED_"
+    os.environ[prefix + name.upper()] = str(config[name]).lower()
+PartialState(cpu=True)
+deepspeed.init_distributed("gloo")
+Accelerator = common.run.run.Accelerator
+def accelerator(cpu, **words):
+    made = Accelerator(**words)
+    made.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return made
+common.run.run.Accelerator = accelerator
+common.model.lm_head.HEAD_CHUNK_ELEMENTS["cpu"] = common.model.lm_head.HEAD_CHUNK_ROWS["cpu"] = 1
+script = importlib.import_module(f"train_{stage}")
+sys.argv[1:] = sys.argv[4:]
+run(script.main, command_line(script.Args, script.DEMO))
+"""
+SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2 --learning_rate 1e-4"  # another rate at every step
+LORA = "--use_peft --lora_r 4 --merge_lora --save_best max:eval_loss"  # the best is not the last
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """arguments(stage): of one stage, with a single prompt to complete, so that the second process has none."""
+    prompt = (ROOT / "data/prompts/chat_validation.jsonl").read_text().splitlines()[0]
+    (tmp_path / "prompt.jsonl").write_text(prompt + "\n")
+    return lambda stage: [*f"{STAGES[stage]} {COMMON} {SCHEDULE} --eval_prompts {tmp_path}/prompt.jsonl".split()]
+
+
+@pytest.fixture
+def sharded(tmp_path, token_cache):
+    """sharded(stage, zero, *arguments): two conversations and two micro-batches on each of two processes."""
+
+    def launch(stage, zero, *argv, output="sharded", mixed_precision="no"):
+        launcher = tmp_path / "launcher.py"
+        launcher.write_text(LAUNCHER)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+        command += [str(launcher), stage, str(zero), mixed_precision, *argv, "--output_dir", str(tmp_path / output)]
+        command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+        run = run_script([*command, "--dataset_cache_dir", str(token_cache)], timeout=400)  # the first one compiles
+        assert run.returncode == 0, run.stderr[-6000:]
+        return tmp_path / output
+
+    return launch
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, zero, launch, sharded, arguments):
+    one = launch(stage, *arguments(stage), "--per_device_train_batch_size", "8", output="one")
+    two = sharded(stage, zero, *arguments(stage))
+    assert_same(losses(one), losses(two))
+    rates = [[row["learning_rate"] for row in read_metrics(run) if "loss" in row] for run in (one, two)]
+    assert rates[0] == rates[1] and len(set(rates[0])) > 1
+    found = [evaluations(one), evaluations(two)]
+    for run in found:
+        run[0].pop(
+            "eval_rewards/accuracies", None
+        )  # DPO's model is the reference still: rounding decides which reward is larger
+    for a, b in zip(*found, strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+    assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
+    for folder in ("", "checkpoint-2"):
+        assert_same_model(one / folder, two / folder)
+    if stage == "grpo":
+        tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
+        assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(zero, sharded, arguments, tmp_path):
+    whole = sharded("sft", zero, *arguments("sft"))
+    shutil.copytree(whole, tmp_path / "again")
+    for name in ("summary.json", "model.safetensors"):
+        (tmp_path / "again" / name).unlink()
+    again = sharded("sft", zero, *arguments("sft"), output="again")
+    assert read_metrics(whole) == read_metrics(again)
+    ours, theirs = weights(whole)[0], weights(again)[0]
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_best_adapter_is_merged_as_by_one_process(zero, launch, sharded, arguments):
+    one = launch("sft", *arguments("sft"), *LORA.split(), "--per_device_train_batch_size", "8", output="one")
+    two = sharded("sft", zero, *arguments("sft"), *LORA.split())
+    assert_same(losses(one), losses(two))
+    a, b = (load_file(run / "checkpoint-1" / "adapter_model.safetensors") for run in (one, two))
+    assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-5) for name in a)
+    assert_same_model(one, two)
+
+
+def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, arguments, untied):  # noqa: F811
+    argv = [*arguments("sft"), "--model_name_or_path", str(untied)]
+    one, two = launch("sft", *argv, "--per_device_train_batch_size", "8", output="one"), sharded("sft", 3, *argv)
+    assert_same(losses(one), losses(two))
+    for folder in ("", "checkpoint-2"):
+        assert_same_untied_model(one / folder, two / folder)

@@ -1,0 +1,232 @@
+"""The estimate of the memory that training needs: against what a micro-batch holds at its true size, and measured peaks."""
+
+import copy
+import json
+import sys
+
+from common.collators import flat_batch, whole
+from common.model.load import add_lora, enable_gradient_checkpointing, wrap
+from common.run.estimate import _Live, estimate, nbytes, savings, show_memory, show_size
+from tests.conftest import run_script
+from tests.tiny import SIZE, tiny_pair
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+GIB = 2**30
+CPU = torch.device("cpu")
+LENGTHS = {"one sequence": [96], "equal": [40] * 6, "unequal": [50, 12, 31, 30, 44, 12, 47]}
+# Real training steps in a process of their own: its peak, and what was estimated before them.
+TRAIN = """
+import json, sys
+from common.collators import flat_batch, whole
+from common.losses import nll
+from common.run.estimate import estimate
+from common.memory import memory
+from common.model.load import create_model, enable_gradient_checkpointing, load_model
+from common.model.optimizer import adamw
+import numpy as np, torch, transformers
+
+size, recompute, lengths = json.loads(sys.argv[1])
+if size == "demo":
+    model = load_model("data/base_model")
+else:
+    shape = dict(vocab_size=16000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12)
+    model = create_model(transformers.LlamaConfig(**shape, tie_word_embeddings=True), seed=0)
+if recompute:
+    enable_gradient_checkpointing(model)
+model.train()
+targets = sum(lengths) - len(lengths)
+parts = estimate(model, sum(lengths), targets, lengths=lengths)
+optimizer = adamw(model, 1e-4, 0.0, (0.9, 0.999), 1e-8)
+batch = flat_batch([[whole(np.arange(n) % 500)] for n in lengths], torch.device("cpu"))
+for _ in range(3):
+    logps, entropy, correct = model(batch, stats=True)
+    (nll(logps, batch["loss_mask"]) / targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(json.dumps([parts["total"], memory(torch.device("cpu")).peak]))
+"""
+
+
+def tiny(kind="llama", *, lora=False, recompute=False):
+    model = tiny_pair(kind)[0]
+    if lora:
+        model = add_lora(model, 4, 8, 0.0, None)
+    if recompute:
+        enable_gradient_checkpointing(model)
+    return model.train()
+
+
+def deep():
+    """Enough layers that recomputing them is worth it."""
+    config = transformers.LlamaConfig(**SIZE | {"num_hidden_layers": 10})
+    return wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
+
+
+def parts_of(model, lengths, **options):
+    return estimate(model, sum(lengths), sum(lengths) - len(lengths), lengths=lengths, **options)
+
+
+def held(model, lengths):
+    """What a micro-batch of true size holds at most, in GiB: the body of the model, forward and backward."""
+    batch = flat_batch([[whole(np.arange(n) % 61)] for n in lengths], CPU)
+    with _Live(model) as live:
+        hidden = model.hidden(batch)
+        hidden.backward(torch.zeros_like(hidden))
+        return live.most / GIB
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_gradients_and_moments_are_exact_and_the_parts_add_up(lora):
+    model = tiny(lora=lora)
+    parts = parts_of(model, [20, 30])
+    trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained < sum(4 * p.numel() for p in model.parameters()) or not lora
+    assert parts["gradients"] == trained / GIB
+    assert parts["optimizer"] == 2 * trained / GIB
+    assert parts["weights"] == nbytes([*model.parameters(), *model.buffers()]) / GIB
+    assert list(parts)[-1] == "total"
+    assert parts["total"] == pytest.approx(sum(size for name, size in parts.items() if name != "total"))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+def test_a_few_tokens_tell_what_a_whole_row_holds(kind, lengths):
+    model = tiny(kind)
+    before = held(model, lengths)  # with the gradients of this tiny model, which are small beside it
+    model.zero_grad()
+    assert parts_of(model, lengths)["activations"] == pytest.approx(before, rel=0.15)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_grow_with_the_tokens(recompute):
+    model = tiny(recompute=recompute)
+    one, two, four = (parts_of(model, [64] * n)["activations"] for n in (8, 16, 32))
+    assert two / one == pytest.approx(2, rel=0.01)
+    assert four - two == pytest.approx(2 * (two - one), rel=0.01)
+
+
+def test_attention_with_dropout_holds_the_square_of_the_length():
+    model = tiny("gpt2")  # PyTorch's attention keeps the weights of every pair of tokens, as it drops some
+    short, long = parts_of(model, [64] * 16)["activations"], parts_of(model, [1024])["activations"]
+    assert long > 3 * short
+    model = tiny("llama")
+    assert parts_of(model, [1024])["activations"] == pytest.approx(parts_of(model, [64] * 16)["activations"], rel=0.01)
+
+
+def test_recomputed_layers_are_held_one_at_a_time():
+    assert parts_of(tiny(recompute=True), [64] * 8)["activations"] < 0.75 * parts_of(tiny(), [64] * 8)["activations"]
+    both = tiny(lora=True, recompute=True)
+    assert 0 < parts_of(both, [64] * 8)["activations"] < 0.75 * parts_of(tiny(lora=True), [64] * 8)["activations"]
+
+
+def test_later_micro_batches_find_the_gradients_of_the_first():
+    model = tiny()
+    once, again = (parts_of(model, [8], accumulation=n) for n in (1, 4))
+    assert once["not at once"] < again["not at once"]
+    assert once["gradients"] == again["gradients"]
+
+
+def test_processes_share_or_copy():
+    model = tiny()
+    alone, ddp, shared = (parts_of(model, [64], **options) for options in ({}, {"ddp": True}, {"shards": 4}))
+    assert ddp["gradients"] == 2 * alone["gradients"]
+    assert all(shared[name] == alone[name] / 4 for name in ("weights", "gradients", "optimizer"))
+    blocks = sum(4 * p.numel() for name, p in model.named_parameters() if ".layers." in name)
+    assert shared["gathered layers"] == pytest.approx(alone["weights"] - blocks / GIB + 3 * blocks / 2 / GIB, rel=0.01)
+    assert parts_of(model, [64], reference=True)["reference model"] == alone["weights"]
+
+
+def test_a_gpu_is_estimated_without_one():
+    parts = parts_of(tiny(), [64], device=torch.device("cuda"), mixed_precision="bf16")
+    assert "process" not in parts and "heap loss" not in parts
+
+
+# --- the probe ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": True}, {"recompute": True}], ids=str)
+def test_the_probe_changes_nothing(options):
+    model = tiny("gpt2", **options)  # it has dropout, which draws random numbers
+    next(model.parameters()).grad = marked = torch.ones_like(next(model.parameters()))
+    model.lm.eval()
+    modes = [module.training for module in model.modules()]
+    weights, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    with torch.no_grad():  # whoever calls it
+        parts = parts_of(model, [30, 20])
+        savings(model, parts, 50, 48, lengths=[30, 20])
+    assert [p.grad is None for p in model.parameters()] == [False] + [True] * (len(list(model.parameters())) - 1)
+    assert next(model.parameters()).grad is marked and bool((marked == 1).all())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == modes
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert model.lm.is_gradient_checkpointing == bool(options.get("recompute"))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+# --- what is shown --------------------------------------------------------------------------------------------------
+
+
+def test_one_table_with_the_limit_beside_the_total():
+    parts = {"weights": 0.25, "activations": 2.5, "not at once": 0.0, "process": 0.5, "total": 3.25}
+    assert show_memory(parts, 4.0).splitlines() == [
+        "memory that training needs, estimated:",
+        "    weights        256 MiB",
+        "    activations   2.50 GiB",
+        "    process        512 MiB",
+        "    total         3.25 GiB  of 4.00 GiB",
+        "    it fits, with 768 MiB to spare",
+    ]
+    assert show_memory(parts, 2.0).splitlines()[-1] == "    too much by 1.25 GiB"
+    assert "cannot be said" in show_memory(parts, float("nan")).splitlines()[-1]
+    assert show_size(-0.5) == "-512 MiB"
+
+
+def test_savings_name_what_is_not_on_yet():
+    model = deep()
+    found = savings(model, parts_of(model, [64] * 32), 2048, 2016, lengths=[64] * 32)
+    names = " ".join(name for name, _ in found)
+    assert "--gradient_checkpointing" in names and "--use_peft" in names and "--max_length" in names
+    assert [size for _, size in found] == sorted((size for _, size in found), reverse=True)
+    both = tiny(lora=True, recompute=True)
+    names = " ".join(name for name, _ in savings(both, parts_of(both, [64] * 32), 2048, 2016, lengths=[64] * 32))
+    assert "--gradient_checkpointing" not in names and "--use_peft" not in names
+
+
+def test_a_saving_is_what_the_change_saves():
+    model, lengths = deep(), [64] * 32
+    parts = parts_of(model, lengths)
+    wanted = dict(savings(model, parts, 2048, 2016, lengths=lengths))["--gradient_checkpointing"]
+    enable_gradient_checkpointing(model)
+    after = parts_of(model, lengths)
+    assert wanted == pytest.approx(parts["total"] - parts["process"] - after["total"] + after["process"], rel=0.02)
+
+
+# --- measured -------------------------------------------------------------------------------------------------------
+
+
+def measured(size, lengths, recompute=False):
+    """(estimated, measured) peak of three training steps, in GiB."""
+    done = run_script([sys.executable, "-c", TRAIN, json.dumps([size, recompute, lengths])], timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("lengths", [[38, 51, 22, 40] * 4, [512] * 8], ids=["16x40", "8x512"])
+def test_the_demo_model_peaks_where_it_was_estimated(lengths):
+    estimated, peak = measured("demo", lengths)
+    assert estimated == pytest.approx(peak, rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lengths", "recompute"), [([512] * 2, False), ([256] * 8, True), ([180, 90, 250, 128], False)])
+def test_a_model_of_100_million_parameters_peaks_where_it_was_estimated(lengths, recompute):
+    estimated, peak = measured("100M", lengths, recompute)
+    assert estimated == pytest.approx(peak, rel=0.2)

@@ -1,0 +1,188 @@
+"""FSDP2 over two processes gives what one process gives: losses, samples, checkpoints, exports.
+
+Accelerate takes FSDP for GPUs only. The launcher below tells it that the two CPU processes are such, and has the LM head run
+in chunks, too, which the other side of the comparisons does not.
+"""
+
+import json
+import shutil
+import sys
+from types import SimpleNamespace
+
+from common.errors import UserError
+from common.run.run import _refuse_false_launches
+from tests.conftest import ROOT, read_metrics, run_script
+from tests.scripts.test_equivalence import assert_same, free_port, losses
+from tests.tiny import SIZE
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+LAUNCHER = """
+import importlib, os, sys
+sys.path.insert(0, os.getcwd())
+from common.args import command_line, run
+import common.model.lm_head, yaml
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+config = yaml.safe_load(open("accelerate_configs/fsdp2.yaml"))
+os.environ |= {name.upper(): str(value) for name, value in config["fsdp_config"].items()}
+os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": sys.argv[2]}
+os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(sys.argv[1] == "dpo")  # either way; with it Accelerate unties weights
+PartialState(cpu=True)
+PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+common.model.lm_head.HEAD_CHUNK_ELEMENTS["cpu"], common.model.lm_head.HEAD_CHUNK_ROWS["cpu"] = 1, 64
+script = importlib.import_module(f"train_{sys.argv[1]}")
+sys.argv[1:] = sys.argv[3:]
+run(script.main, command_line(script.Args, script.DEMO))
+"""
+COMMON = "--model_name_or_path data/base_model --max_steps 3 --save_steps 2 --eval_steps 1 --logging_steps 1"
+COMMON += " --max_grad_norm 1.0 --lr_scheduler_type constant --max_eval_samples 7 --eval_max_new_tokens 12"
+STAGES = {
+    "sft": "--config data/configs/sft.yaml --max_train_samples 20",
+    "dpo": "--config data/configs/dpo.yaml --max_train_samples 20 --precompute_ref_log_probs false --gradient_checkpointing",
+    "grpo": "--config data/configs/grpo.yaml --num_generations 4 --num_iterations 2 --beta 0.02",
+}
+
+
+@pytest.fixture
+def words(tmp_path):
+    """words(stage): the arguments, with a single prompt to complete, so that the second process has none."""
+    prompt = (ROOT / "data/prompts/chat_validation.jsonl").read_text().splitlines()[0]
+    (tmp_path / "prompt.jsonl").write_text(prompt + "\n")
+    return lambda stage: [*STAGES[stage].split(), *COMMON.split(), "--eval_prompts", str(tmp_path / "prompt.jsonl")]
+
+
+@pytest.fixture
+def sharded(tmp_path, token_cache):
+    """sharded(stage, *arguments): train_<stage>.py under FSDP2, two conversations and two micro-batches on each process."""
+
+    def launch(stage, *argv, output="sharded", mixed_precision="no"):
+        launcher = tmp_path / "launcher.py"
+        launcher.write_text(LAUNCHER)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+        command += [str(launcher), stage, mixed_precision, *argv, "--output_dir", str(tmp_path / output)]
+        command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+        run = run_script([*command, "--dataset_cache_dir", str(token_cache)], timeout=100)
+        assert run.returncode == 0, run.stderr[-6000:]
+        return tmp_path / output
+
+    return launch
+
+
+def weights(folder):
+    """As from_pretrained reads them, and as the file has them."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return model.state_dict(), load_file(folder / "model.safetensors")
+
+
+def assert_same_model(one, other):
+    for a, b in zip(weights(one), weights(other), strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[name].dtype == b[name].dtype and torch.allclose(a[name], b[name], rtol=0, atol=1e-5) for name in a)
+
+
+def evaluations(output):
+    return [{k: v for k, v in row.items() if k.startswith("eval_")} for row in read_metrics(output) if "loss" not in row]
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, launch, sharded, words):
+    one = launch(stage, *words(stage), "--per_device_train_batch_size", "8", output="one")
+    two = sharded(stage, *words(stage))
+    assert_same(losses(one), losses(two))
+    for a, b in zip(evaluations(one), evaluations(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+    assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
+    for folder in ("", "checkpoint-2"):
+        assert_same_model(one / folder, two / folder)
+    if stage == "grpo":
+        tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
+        assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(sharded, words, tmp_path):
+    whole = sharded("sft", *words("sft"))
+    shutil.copytree(whole, tmp_path / "again")
+    for name in ("summary.json", "model.safetensors"):
+        (tmp_path / "again" / name).unlink()
+    again = sharded("sft", *words("sft"), output="again")
+    assert read_metrics(whole) == read_metrics(again)
+    ours, theirs = weights(whole)[0], weights(again)[0]
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_log_probabilities_and_gradients_are_not_rounded_with_bf16(launch, sharded, words):
+    """The model runs in bf16 and what it returns is float32, so that sampler and trainer nearly agree."""
+    one = launch("sft", *words("sft"), "--per_device_train_batch_size", "8", output="one")
+    two = sharded("sft", *words("sft"), mixed_precision="bf16")
+    for (_, loss, norm), (_, loss2, norm2) in zip(losses(one)[:2], losses(two)[:2], strict=True):
+        assert loss == pytest.approx(loss2, rel=0.05) and norm == pytest.approx(norm2, rel=0.1)
+    two = sharded("grpo", *words("grpo"), mixed_precision="bf16", output="grpo")
+    assert read_metrics(two)[1]["sampling/logp_difference"] < 0.01
+
+
+@pytest.fixture
+def untied(tmp_path):
+    """A folder with a model whose LM head is not its embedding."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained("data/base_model")
+    size = {**SIZE, "vocab_size": len(tokenizer), "initializer_range": 0.1, "max_position_embeddings": 256}
+    LlamaForCausalLM(LlamaConfig(**size, tie_word_embeddings=False)).save_pretrained(tmp_path / "untied")
+    tokenizer.save_pretrained(tmp_path / "untied")
+    return tmp_path / "untied"
+
+
+def assert_same_untied_model(one, other):
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (one, other)]
+    assert all("lm_head.weight" in load_file(folder / "model.safetensors") for folder in (one, other))
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(models[0](ids).logits, models[1](ids).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(models[0].lm_head.weight, models[0].model.embed_tokens.weight)
+
+
+@pytest.mark.slow
+def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, words, untied):
+    argv = [*words("sft"), "--model_name_or_path", str(untied)]
+    one, two = launch("sft", *argv, "--per_device_train_batch_size", "8", output="one"), sharded("sft", *argv)
+    assert_same(losses(one), losses(two))
+    for folder in ("", "checkpoint-2"):
+        assert_same_untied_model(one / folder, two / folder)
+
+
+@pytest.mark.slow
+def test_the_best_adapter_is_merged_as_by_one_process(launch, sharded, words):
+    lora = "--use_peft --lora_r 4 --merge_lora --save_best max:eval_loss".split()  # the best is not the last
+    one = launch("sft", *words("sft"), *lora, "--per_device_train_batch_size", "8", output="one")
+    two = sharded("sft", *words("sft"), *lora)
+    assert_same(losses(one), losses(two))
+    assert_same_model(one, two)
+    best, last = (load_file(two / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (1, 2))
+    assert any(not torch.equal(best[name], last[name]) for name in best)
+
+
+def test_the_first_version_of_fsdp_is_refused():
+    launched = SimpleNamespace(num_processes=1, distributed_type=DistributedType.FSDP, is_fsdp2=False)
+    with pytest.raises(UserError, match="fsdp_version: 2"):
+        _refuse_false_launches(launched)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", [False, True])
+def test_lora_adapters_are_those_of_one_process(merge, launch, sharded, words):
+    lora = ["--use_peft", "--lora_r", "4", "--merge_lora", str(merge)]
+    one = launch("grpo", *words("grpo"), *lora, "--per_device_train_batch_size", "8", output="one")
+    two = sharded("grpo", *words("grpo"), *lora)
+    assert_same(losses(one), losses(two), norm_tolerance=1e-4)  # the gradient is what is left of terms that cancel
+    for file in ("checkpoint-2/adapter_model.safetensors", "model.safetensors" if merge else "adapter_model.safetensors"):
+        a, b = load_file(one / file), load_file(two / file)
+        assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], atol=1e-5) for name in a)

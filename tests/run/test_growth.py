@@ -1,0 +1,162 @@
+"""How memory grows with the work: live tensors are counted one by one, so that every figure is exact and free of noise."""
+
+from common.collators import flat_batch, whole
+from common.losses import nll
+from common.model.lm_head import chunk_rows
+from common.model.load import wrap
+from common.run.estimate import _Live, nbytes
+from common.sampling.generate import FlatDecoder, generating, sample
+from tests.tiny import SIZE
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+CPU = torch.device("cpu")
+D, LAYERS, NEW = SIZE["hidden_size"], 1, 16
+# Bytes of the keys and values of a token.
+TOKEN = 2 * LAYERS * SIZE["num_key_value_heads"] * (D // SIZE["num_attention_heads"]) * 4
+
+
+def tiny(V=61, **changes):
+    torch.manual_seed(0)
+    sizes = (
+        SIZE
+        | {"vocab_size": V, "max_position_embeddings": 8192, "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
+        | changes
+    )
+    return wrap(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))).train()
+
+
+def held(model, lengths, objective="known weights", trained=1.0):
+    """Bytes: the most that lives at once while the gradients of a row are made, beside the weights."""
+    draw = np.random.default_rng(0)
+    row = [whole(draw.integers(2, 61, size=n)) for n in lengths]
+    for sequence in row:
+        sequence["loss_mask"][: int((1 - trained) * len(sequence["loss_mask"]))] = 0
+    batch = flat_batch([row], CPU)
+    with _Live(model) as live:
+        if objective == "known weights":
+            loss, _ = model(batch, nll_weights=batch["loss_mask"])
+        else:
+            loss = nll(model(batch), batch["loss_mask"])
+        loss.backward()
+        model.zero_grad()
+        return live.most
+
+
+def slope(model, one, other, **options):
+    """Bytes per token, from one row to another."""
+    return (held(model, other, **options) - held(model, one, **options)) / (sum(other) - sum(one))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of the head that every row here has several of."""
+    monkeypatch.setattr("common.model.lm_head.HEAD_CHUNK_ELEMENTS", {"cpu": 2**14, "cuda": 2**14})
+    monkeypatch.setattr("common.model.lm_head.HEAD_CHUNK_ROWS", {"cpu": 64, "cuda": 64})
+
+
+@pytest.mark.parametrize("objective", ["known weights", "log-probabilities"])
+def test_tokens_cost_the_same_each(objective):
+    model = tiny()
+    few, more = (slope(model, [256] * n, [256] * 2 * n, objective=objective) for n in (4, 16))
+    assert more == pytest.approx(few, rel=0.01)
+
+
+def test_one_long_sequence_costs_no_more_than_many_short_ones():
+    model = tiny()
+    one = {n: held(model, [n]) for n in (2048, 4096, 8192)}
+    assert one[8192] == pytest.approx(held(model, [128] * 64), rel=0.01)
+    assert held(model, [512] * 16) < 1.15 * one[8192]  # in strips, for speed: their outputs are there twice, and a mask
+    # A mask or scores of every pair of tokens would be 64 MiB (bool) or more for 8k, and 16 times those of 2k.
+    assert one[8192] - one[4096] == pytest.approx(2 * (one[4096] - one[2048]), rel=0.01)
+
+
+def test_the_number_of_sequences_costs_nothing():
+    model, total = tiny(), 4096
+    uneven = [2 + 20 * i for i in range(20)]  # 20 lengths, none like another
+    uneven = [*uneven, total - sum(uneven)]
+    even = held(model, [1024] * 4)
+    for lengths in ([16] * 256, uneven):
+        assert sum(lengths) == total
+        # What is gathered from the row and scattered back is there beside it; nothing else may be.
+        assert held(model, lengths) < 1.25 * even
+
+
+@pytest.mark.parametrize("objective", ["known weights", "log-probabilities"])
+def test_the_vocabulary_costs_its_gradient_and_one_chunk(objective):
+    small, large = (held(tiny(V), [128] * 32, objective=objective) for V in (1000, 9000))
+    gradients = 2 * 8000 * D * 4  # of the head and of the embedding, which are one matrix
+    chunk = chunk_rows(CPU, 9000) * 9000 * 4
+    assert large - small < gradients + 2 * chunk
+    assert gradients + 2 * chunk < 8000 * 128 * 32 * 4 / 15  # all logits would be far more: the bound says something
+
+
+def test_untrained_positions_never_enter_the_head():
+    model = tiny(9000)
+    every, quarter = (held(model, [128] * 32, trained=share) for share in (1.0, 0.25))
+    assert every - quarter > 0.7 * 0.75 * 128 * 32 * 2 * D * 4  # their hidden states and gradients of these
+
+
+def sampled(model, prompt, G, new=NEW):
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(2, 61, size=prompt).tolist()] * G
+    with _Live(model) as live:
+        found = sample(model, prompts, [(i,) for i in range(G)], stop_ids=[61], max_new_tokens=new)
+        assert {len(completion.ids) for completion in found} == {new}
+        return live.most
+
+
+def cached(model, prompt, G, new=NEW):
+    """Bytes of the keys and values when a prompt has been read for G completions of up to `new` tokens."""
+    with generating(model) as lm:
+        decoder = FlatDecoder(lm, [list(range(2, 2 + prompt))], [0] * G, new)
+        decoder.read_prompts()
+        kept = {x.untyped_storage()._cdata: x for layer in decoder.cache.layers for x in vars(layer).values()}
+        return nbytes(kept.values())
+
+
+def test_the_cache_holds_the_prompt_once_and_each_completion():
+    model = tiny(V=600)
+    for prompt, G in ((32, 1), (32, 8), (512, 1), (512, 8)):
+        assert cached(model, prompt, G) == TOKEN * (prompt + G * NEW)
+
+
+def test_sampling_holds_no_copy_of_the_prompt_for_each_completion():
+    model = tiny()
+    few, many = sampled(model, 1024, 1), sampled(model, 1024, 16)
+    assert (many - few) / 15 < 0.5 * TOKEN * 1024  # a copy of the prompt's keys and values would be twice that
+
+
+def test_sampling_grows_with_the_tokens():
+    model = tiny()
+    short, long, longer = (sampled(model, 256 * n, 1) for n in (4, 8, 16))
+    assert longer - long == pytest.approx(2 * (long - short), rel=0.02)
+    one, two, four = (sampled(model, 16, 64, new) for new in (64, 128, 256))
+    assert four - two == pytest.approx(2 * (two - one), rel=0.1)
+
+
+def test_an_update_holds_the_prompt_of_a_group_once():
+    model, prompt, answer = tiny(), 1024, 32
+    draw = np.random.default_rng(0)
+    start = draw.integers(2, 61, size=prompt)
+
+    def held_by(G):
+        mask = np.array([0] * prompt + [1] * answer, np.uint8)
+        units = [
+            [{"input_ids": np.concatenate([start, draw.integers(2, 61, size=answer)]), "loss_mask": mask}] for _ in range(G)
+        ]
+        batch = flat_batch(units, CPU)
+        with _Live(model) as live:
+            nll(model(batch), batch["loss_mask"]).backward()
+            model.zero_grad()
+            return live.most, batch["input_ids"].numel()
+
+    (one, tokens_of_one), (many, tokens_of_many) = held_by(1), held_by(16)
+    assert tokens_of_many - tokens_of_one == 15 * answer
+    # Attention sees each sequence in full, so that its keys and values are written out; the rest is not.
+    alone = held(model, [prompt + answer])
+    assert one == pytest.approx(alone, rel=0.02)
+    assert many < 0.4 * 16 * alone

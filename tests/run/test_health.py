@@ -1,0 +1,158 @@
+"""A NaN or an infinity changes no weight: the step is passed over, its batch is kept, and a run of them ends the run."""
+
+import importlib
+import json
+import sys
+
+from common.errors import UserError
+from common.model.flat_model import LogProbModel
+from common.run.nonfinite import Health
+from common.run.output_dir import checkpoints
+from tests.conftest import read_metrics, run_script
+from tests.scripts.test_equivalence import free_port
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+STAGES = {
+    stage: ["--config", f"data/configs/{stage}.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", "0"]
+    + ["--save_steps", "1", "--save_total_limit", "9", "--logging_steps", "1", "--eval_prompts", ""]
+    + ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_samples", "0"]
+    for stage in ("pretrain", "sft", "dpo", "grpo")
+}
+STAGES["grpo"] += ["--num_generations", "4", "--max_completion_length", "8", "--beta", "0.02"]
+LOSS = {"dpo": "dpo_loss", "grpo": "grpo_loss"}  # what makes the loss in the script; elsewhere the model gives it
+
+
+def break_calls(monkeypatch, stage, which):
+    """Let the loss be NaN at these of its training calls (0 is the first)."""
+    script, calls = importlib.import_module(f"train_{stage}"), iter(range(10**6))
+    owner, name = (script, LOSS[stage]) if stage in LOSS else (LogProbModel, "forward")
+    right = getattr(owner, name)
+
+    def wrong(*args, **kwargs):
+        result = right(*args, **kwargs)
+        if not torch.is_grad_enabled() or next(calls) not in which:
+            return result
+        return (result[0] * float("nan"), *result[1:])
+
+    monkeypatch.setattr(owner, name, wrong)
+
+
+def calls_of_step(step):
+    """The call in the first of the two micro-batches."""
+    return {(step - 1) * 2}
+
+
+@pytest.mark.parametrize("where", ["here", "on the device"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage, where, launch, monkeypatch, capsys):
+    """On a GPU it is AdamW's kernel that leaves out the step; that of the CPU can do so, too."""
+    if where == "on the device":
+        monkeypatch.setattr(Health, "_adamw_looks", lambda self: True)
+    break_calls(monkeypatch, stage, calls_of_step(3))
+    output = launch(stage, *STAGES[stage], "--max_steps", "4")
+    assert "step 3: loss" in (said := capsys.readouterr().out) and "the step was not taken; its batch is in" in said
+    before, after, end = (load_file(output / name / "model.safetensors") for name in ("checkpoint-2", "checkpoint-3", "."))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(not torch.equal(after[name], end[name]) for name in before)  # and the run goes on
+    rows = {row["step"]: row for row in read_metrics(output)}
+    assert "loss" not in rows[3] and rows[3]["bad_steps"] == rows[4]["bad_steps"] == 1 and "bad_steps" not in rows[2]
+    assert all(value == value for row in rows.values() for name, value in row.items() if name != "grad_norm")
+    assert json.loads((output / "summary.json").read_text())["bad_steps"] == [3]
+    (kept,) = (output / "bad_batches").iterdir()
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert kept.name == "step-3.jsonl" and len(lines) >= 4
+    assert all(line["trained"] and line["text"] for line in lines)
+    if stage != "grpo":
+        assert all("row" in line["where"] for line in lines)
+
+
+def test_after_three_bad_steps_in_a_row_the_run_ends_and_names_the_last_good_checkpoint(launch, monkeypatch):
+    bad = [calls_of_step(step) for step in (2, 4, 5, 6)]  # the third is good, and starts the count anew
+    break_calls(monkeypatch, "sft", set().union(*bad))
+    with pytest.raises(
+        UserError, match=r"step 6: loss .* the step was not taken, 3 in a row \(--max_bad_steps\); the last"
+    ) as e:
+        launch("sft", *STAGES["sft"], "--max_steps", "9", output="out")
+    output = e.value.args[0].split("the batches are in ")[1].split("/bad_batches")[0]
+    assert f"{output}/checkpoint-5" in str(e.value) and len(checkpoints(output)) == 5
+
+
+def test_what_the_device_has_left_out_is_asked_for_a_step_later(launch, monkeypatch, capsys):
+    """With no line to log and nothing to save between: the second bad step is known in the third one, which is not taken."""
+    words = [*STAGES["sft"], "--logging_steps", "100", "--save_steps", "0"]
+    monkeypatch.setattr(Health, "_adamw_looks", lambda self: True)
+    break_calls(monkeypatch, "sft", calls_of_step(2))
+    late = launch("sft", *words, "--max_steps", "4", output="late")
+    assert "step 2: loss" in capsys.readouterr().out and (late / "bad_batches" / "step-2.jsonl").exists()
+    monkeypatch.setattr(Health, "_adamw_looks", lambda self: False)
+    break_calls(monkeypatch, "sft", calls_of_step(2))
+    at_once = launch("sft", *words, "--max_steps", "4", output="at_once")
+    one, other = (load_file(run / "model.safetensors") for run in (late, at_once))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    monkeypatch.setattr(Health, "_adamw_looks", lambda self: True)
+    break_calls(monkeypatch, "sft", calls_of_step(2) | calls_of_step(3))
+    with pytest.raises(UserError, match=r"step 3: loss .* 2 in a row"):
+        launch("sft", *words, "--max_steps", "9", "--max_bad_steps", "2", output="ended")
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
+def test_weights_that_are_lost_end_the_run(stage, launch):
+    words = [*STAGES[stage], "--max_steps", "9", "--learning_rate", "1e30", "--warmup_steps", "0", "--max_grad_norm", "0"]
+    with pytest.raises(UserError, match=r"step \d+: loss .* the step was not taken, 2 in a row .*checkpoint"):
+        launch(stage, *words, "--max_bad_steps", "2", "--max_train_samples", "40")
+
+
+def test_all_processes_pass_over_the_same_step(tmp_path):
+    """One of two processes meets a NaN."""
+    code = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import train_sft
+from common.args import command_line, run
+from common.model.flat_model import LogProbModel
+right, calls = LogProbModel.forward, iter(range(10**6))
+def wrong(*args, **kwargs):
+    loss, stats = right(*args, **kwargs)
+    bad = next(calls) == 2 and os.environ["RANK"] == "1"
+    return loss * (float("nan") if bad else 1.0), stats
+LogProbModel.forward = wrong
+run(train_sft.main, command_line(train_sft.Args, train_sft.DEMO))
+"""
+    script = tmp_path / "train_sft_broken.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    run = run_script([*command, str(script), *STAGES["sft"], "--max_steps", "4", "--output_dir", str(tmp_path / "out")])
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["bad_steps"] == [2]
+
+
+def test_a_jump_of_the_loss_is_said_and_kept(launch, monkeypatch, capsys):
+    import common.run.metrics as monitor
+
+    write = monitor.Metrics._watch
+    values = iter([1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.1, 0.9, 1.0, 1.02, 3.0, 1.0])
+    monkeypatch.setattr(monitor.Metrics, "_watch", lambda self, step, row: write(self, step, row | {"loss": next(values)}))
+    output = launch("sft", *STAGES["sft"], "--max_steps", "13")
+    assert "[step 12] the loss jumps to 3" in capsys.readouterr().out
+    assert json.loads((output / "summary.json").read_text())["loss_spikes"] == [12]
+
+
+def test_rollouts_that_teach_nothing_are_counted_and_said(launch, capsys):
+    words = [
+        *STAGES["grpo"],
+        "--beta",
+        "0",
+        "--max_steps",
+        "3",
+        "--reward_funcs",
+        "regex:nothing says this",
+        "--reward_weights",
+        "1",
+    ]
+    output = launch("grpo", *words)
+    assert capsys.readouterr().out.count("in every group all rewards are equal") == 1  # of the first of them
+    rows = [row for row in read_metrics(output) if "loss" in row]
+    assert [row["frac_idle_rollouts"] for row in rows] == [1.0] * 3 and [row["grad_norm"] for row in rows] == [0.0] * 3

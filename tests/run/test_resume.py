@@ -1,0 +1,189 @@
+"""A run that was stopped goes on exactly where it was, and a broken checkpoint is never taken for a whole one."""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from common.errors import UserError
+from common.run.output_dir import checkpoints, defect, newest_whole
+from tests.conftest import ROOT, read_metrics
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+COMMON = [
+    "--logging_steps",
+    "1",
+    "--eval_steps",
+    "4",
+    "--save_steps",
+    "3",
+    "--max_steps",
+    "8",
+    "--model_name_or_path",
+    "data/base_model",
+]
+COMMON += ["--eval_prompts", "data/prompts/chat_validation.jsonl", "--max_eval_samples", "8", "--eval_max_new_tokens", "4"]
+STAGES = {
+    "pretrain": [
+        "--config",
+        "data/configs/pretrain.yaml",
+        "--max_train_samples",
+        "100",
+        "--per_device_train_batch_size",
+        "4",
+    ],
+    "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
+    # Packs of a stream: blocks of seven rows, and the sources start again and again.
+    "sft streamed": "--config data/configs/sft.yaml --dataset_name data/sft data/sft/validation.jsonl --max_train_samples 10"
+    " --dataset_streaming --streaming_buffer_size 7 --packing --max_length 128 --per_device_train_batch_size 2".split(),
+    "sft mixed": "--config data/configs/sft.yaml --dataset_name data/sft data/sft/validation.jsonl --dataset_weights 0.8 0.2"
+    " --max_train_samples 30 --max_tokens_per_batch 200 --gradient_accumulation_steps 2 --curriculum_column length"
+    " --turn_dropping 0.5".split(),
+    "pretrain streamed": "--config data/configs/pretrain.yaml --dataset_streaming --streaming_buffer_size 9"
+    " --max_tokens_per_batch 300".split(),
+    "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
+    "grpo": [
+        "--config",
+        "data/configs/grpo.yaml",
+        "--per_device_train_batch_size",
+        "16",
+        "--num_iterations",
+        "2",
+        "--beta",
+        "0.02",
+    ],
+}
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after_save(monkeypatch, stage, at):
+    """Let the script fail right after it has written its checkpoint at step `at`."""
+    script = importlib.import_module(f"train_{stage}")
+    save = script.save_checkpoint
+
+    def save_and_stop(*args, **kwargs):
+        save(*args, **kwargs)
+        if args[5] >= at:
+            raise Stop
+
+    monkeypatch.setattr(script, "save_checkpoint", save_and_stop)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, monkeypatch):
+    arguments, stage = [*STAGES[stage], *COMMON, "--logging_steps", "2"], stage.split()[0]
+    whole = launch(stage, *arguments, output="whole")
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_after_save(patch, stage, at=3)
+        launch(stage, *arguments, output="stopped")
+    resumed = launch(stage, *arguments, output="stopped")
+    assert read_metrics(resumed) == read_metrics(whole)
+    weights = "adapter_model.safetensors" if "--use_peft" in arguments else "model.safetensors"
+    one, other = load_file(whole / weights), load_file(resumed / weights)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_dropout_is_a_function_of_the_step_so_that_resuming_changes_nothing(launch, monkeypatch, tmp_path):
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=256)).save_pretrained(
+        tmp_path / "m"
+    )
+    AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "m")
+    arguments = [*STAGES["sft"], *COMMON, "--model_name_or_path", tmp_path / "m", "--eval_steps", "0"]
+    whole = launch("sft", *arguments, output="whole")
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        stop_after_save(patch, "sft", at=3)
+        launch("sft", *arguments, output="stopped")
+    assert read_metrics(launch("sft", *arguments, output="stopped")) == read_metrics(whole)
+    evaluated_first = launch("sft", *arguments, "--eval_steps", "100", output="evaluated")
+    assert [row["loss"] for row in read_metrics(evaluated_first) if "loss" in row] == [
+        row["loss"] for row in read_metrics(whole)
+    ]
+
+
+def test_a_run_that_was_killed_goes_on_with_the_same_command(launch, tmp_path):
+    arguments = [*STAGES["sft"], *COMMON, "--max_steps", "60", "--save_steps", "5", "--eval_steps", "0"]
+    whole = launch("sft", *arguments, output="whole")
+    command = [sys.executable, "train_sft.py", *arguments, "--output_dir", str(tmp_path / "killed")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    deadline = time.monotonic() + 120
+    while len(checkpoints(tmp_path / "killed")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    resumed = launch("sft", *arguments, output="killed")
+    assert read_metrics(resumed) == read_metrics(whole)
+
+
+def test_the_same_run_twice_is_identical_and_its_args_yaml_repeats_it(launch):
+    arguments = [*STAGES["sft"], *COMMON]
+    first = launch("sft", *arguments, output="first")
+    again = launch("sft", *arguments, output="again")
+    from_file = launch("sft", "--config", str(first / "args.yaml"), output="from_file")
+    assert read_metrics(first) == read_metrics(again) == read_metrics(from_file)
+
+
+def test_checkpoints_rotate_and_load_with_from_pretrained(launch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = launch("sft", *STAGES["sft"], *COMMON, "--save_steps", "2", "--save_total_limit", "2")
+    assert [path.name for path in checkpoints(output)] == ["checkpoint-6", "checkpoint-8"]
+    few = launch("sft", *STAGES["sft"], *COMMON, "--save_steps", "6", "--save_total_limit", "0", output="few")
+    assert [path.name for path in checkpoints(few)] == ["checkpoint-6"]
+    for folder in (output, checkpoints(output)[-1]):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        stops = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+        assert set(model.generation_config.eos_token_id) == stops and model.config.use_cache
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_last_whole_one(damage, launch, capsys):
+    output = launch("sft", *STAGES["sft"], *COMMON, "--save_steps", "2", "--eval_steps", "0")
+    whole, newest = checkpoints(output)
+    victim = newest / ("manifest.json" if damage == "manifest" else "optimizer.pt")
+    content = victim.read_bytes()
+    if damage == "delete":
+        victim.unlink()
+    elif damage == "flip":
+        victim.write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:])
+    else:
+        victim.write_bytes(content[: len(content) // 2])
+    assert defect(newest) is not None and newest_whole(output) == whole
+    assert "passed over" in capsys.readouterr().out
+
+
+def test_a_folder_of_another_run_is_not_overwritten_unless_asked(launch, capsys):
+    arguments = [*STAGES["sft"], *COMMON, "--max_steps", "2"]
+    output = launch("sft", *arguments)
+    with pytest.raises(UserError, match="learning_rate 0.001 -> 0.5"):
+        launch("sft", *arguments, "--learning_rate", "0.5")
+    with pytest.raises(SystemExit) as done:
+        launch("sft", *arguments)
+    assert done.value.code == 0 and "complete" in capsys.readouterr().out
+    before = (output / "metrics.jsonl").read_text()
+    (output / "mine").mkdir()
+    (output / "mine" / "notes.txt").write_text("not of the run")
+    launch("sft", *arguments, "--learning_rate", "0.5", "--overwrite_output_dir")
+    assert (output / "metrics.jsonl").read_text() != before
+    assert (output / "mine" / "notes.txt").exists()
+
+
+def test_the_model_that_is_started_from_is_never_deleted(launch, tmp_path):
+    shutil.copytree("data/base_model", tmp_path / "out")
+    with pytest.raises(UserError, match="holds the model to start from"):
+        launch("sft", *STAGES["sft"], "--model_name_or_path", tmp_path / "out", "--overwrite_output_dir")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())

@@ -1,0 +1,280 @@
+"""A run that is told to stop saves at the step reached, leaves with code 75, and loses and repeats nothing when it goes on."""
+
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from common.run.output_dir import checkpoints
+from common.run.signals import EXIT_CODE, EXIT_SECONDS, Interruption
+from tests.conftest import ROOT, read_metrics
+from tests.run.test_resume import COMMON, STAGES
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+SFT = [*STAGES["sft"], *COMMON, "--eval_steps", "0", "--save_steps", "0"]
+LONG = ["--max_steps", "100000"]
+
+
+class Script:
+    """train_sft.py as a process of its own, with what it prints in a file."""
+
+    def __init__(self, folder: Path, *words: str, launcher: tuple[str, ...] = (), prefix: str = "out"):
+        self.output, log = folder / prefix, folder / f"{prefix}.log"
+        command = [sys.executable, *launcher, "train_sft.py", *words, "--output_dir", str(self.output)]
+        env = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=env, start_new_session=True)
+        self.log = log
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def steps(self) -> int:
+        """Steps logged so far."""
+        file = self.output / "metrics.jsonl"
+        return file.read_text().count("\n") if file.exists() else 0
+
+    def until(self, condition, seconds: float = 100) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.log.read_text()[-3000:]
+            time.sleep(0.02)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    one, other = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def signal_in_step(monkeypatch, stage: str, at: int, number: int) -> None:
+    """The process sends itself a signal in the middle of the step that makes `at` updates out of at - 1."""
+    script = importlib.import_module(f"train_{stage}")
+    seed_step = script.seed_step
+
+    def send_and_seed(seed, step, rank):
+        if step == at - 1:
+            signal.raise_signal(number)
+        seed_step(seed, step, rank)
+
+    monkeypatch.setattr(script, "seed_step", send_and_seed)
+
+
+@pytest.mark.parametrize(("stage", "at"), [("pretrain", 5), ("sft", 4), ("sft streamed", 5), ("dpo", 3), ("grpo", 5)])
+def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, monkeypatch, capsys):
+    """At 4 an evaluation is due, at 3 a checkpoint; GRPO at 5 is in the middle of a rollout that serves the steps 4 and 5."""
+    words, stage = [*STAGES[stage], *COMMON, "--save_total_limit", "0"], stage.split()[0]
+    whole = launch(stage, *words, output="whole")
+    capsys.readouterr()
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
+        signal_in_step(patch, stage, at, signal.SIGTERM)
+        launch(stage, *words, output="stopped")
+    stopped, step = whole.parent / "stopped", 6 if stage == "grpo" else at
+    assert left.value.code == EXIT_CODE and not (stopped / "summary.json").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    # With --save_steps 3; GRPO's pending checkpoint of step 3 is written between rollouts, at 4.
+    before = [] if step <= 3 else [4] if stage == "grpo" else [3]
+    assert [folder.name for folder in checkpoints(stopped)] == [f"checkpoint-{n}" for n in [*before, step]]
+    line = f"stopped at step {step} by SIGTERM; the same command goes on from {stopped}/checkpoint-{step}\n"
+    assert line in capsys.readouterr().out
+    resumed = launch(stage, *words, output="stopped")
+    assert read_metrics(resumed) == read_metrics(whole) and same_weights(resumed, whole)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_process_that_is_terminated_leaves_with_75_and_the_same_command_goes_on(launch, token_cache, tmp_path):
+    words = [*SFT, "--max_steps", "40", "--gradient_accumulation_steps", "4", "--dataset_cache_dir", str(token_cache)]
+    with Script(tmp_path, *words, prefix="stopped") as run:
+        run.until(lambda: run.steps() >= 3)
+        run.process.terminate()
+        assert run.process.wait(30) == EXIT_CODE, run.log.read_text()
+        [checkpoint] = checkpoints(run.output)
+        said = run.log.read_text()
+        step = run.steps()
+        assert checkpoint.name == f"checkpoint-{step}" and "Traceback" not in said
+        assert f"stopped at step {step} by SIGTERM; the same command goes on from {checkpoint}" in said.splitlines()
+    resumed = launch("sft", *words, output="stopped")
+    whole = launch("sft", *words, output="whole")
+    assert read_metrics(resumed) == read_metrics(whole) and same_weights(resumed, whole)
+
+
+def test_sigusr1_saves_and_a_second_ctrl_c_leaves_at_once(tmp_path, token_cache):
+    slow = ["--gradient_accumulation_steps", "100", "--dataset_cache_dir", str(token_cache)]  # seconds a step
+    with Script(tmp_path, *SFT, *LONG, *slow) as run:
+        run.until(lambda: run.steps() >= 1)
+        run.process.send_signal(signal.SIGUSR1)
+        run.until(lambda: checkpoints(run.output))
+        reached = run.steps()
+        assert checkpoints(run.output)[0].name == f"checkpoint-{reached}"
+        run.until(lambda: run.steps() > reached)  # goes on
+        run.process.send_signal(signal.SIGINT)
+        run.process.send_signal(signal.SIGINT)  # a launcher's copy of the same Ctrl-C
+        time.sleep(1.2)
+        assert run.process.poll() is None
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(5) == 130
+        assert len(checkpoints(run.output)) == 1 and "stopped at" not in run.log.read_text()
+
+
+def test_two_processes_agree_on_a_signal_that_one_of_them_had(tmp_path, token_cache):
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29641")
+    words = [*SFT, *LONG, "--dataset_cache_dir", str(token_cache)]
+    with Script(tmp_path, *words, launcher=torchrun) as run:
+        run.until(lambda: run.steps() >= 3)
+        ranks = [p for p in psutil.Process(run.process.pid).children() if "train_sft.py" in p.cmdline()]
+        assert len(ranks) == 2
+        next(p for p in ranks if p.environ()["RANK"] == "1").terminate()
+        assert run.process.wait(30) == 1  # what torchrun makes of 75
+        said, step = run.log.read_text(), run.steps()
+        assert [folder.name for folder in checkpoints(run.output)] == [f"checkpoint-{step}"]
+        assert said.count(f"stopped at step {step} by SIGTERM") == 1
+        # torchrun may end the second one, which has nothing left to do, when the first has left.
+        assert f"exitcode  : {EXIT_CODE}" in said and "exitcode  : -9" not in said, said[-3000:]
+
+
+def test_a_run_whose_launcher_was_killed_stops(tmp_path, token_cache):
+    accelerate = ("-m", "accelerate.commands.launch", "--num_processes", "1")
+    with Script(tmp_path, *SFT, *LONG, "--dataset_cache_dir", str(token_cache), launcher=accelerate) as run:
+        run.until(lambda: run.steps() >= 3)
+        [child] = psutil.Process(run.process.pid).children()
+        run.process.kill()
+        child.wait(30)
+        assert checkpoints(run.output) and "by the end of its launcher" in run.log.read_text()
+
+
+def test_a_short_limit_of_time_stops_after_a_step_each_time(launch, tmp_path):
+    words = [*STAGES["sft"], *COMMON, "--max_hours", "1e-6", "--max_steps", "3"]
+    for step in (1, 2):
+        with pytest.raises(SystemExit) as left:
+            launch("sft", *words)
+        assert left.value.code == EXIT_CODE and checkpoints(tmp_path / "out")[-1].name == f"checkpoint-{step}"
+    output = launch("sft", *words, "--max_hours", "1")  # the limit is no part of what makes a run the same
+    assert [row["step"] for row in read_metrics(output) if "loss" in row] == [1, 2, 3]
+
+
+def test_the_clock_saves(launch):
+    words = [*STAGES["sft"], *COMMON, "--save_steps", "0", "--save_total_limit", "0"]
+    assert not checkpoints(launch("sft", *words, "--save_minutes", "60", output="rarely"))
+    output = launch("sft", *words, "--save_minutes", "1e-6", output="always")
+    assert [folder.name for folder in checkpoints(output)] == [f"checkpoint-{step}" for step in range(1, 8)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """An Interruption whose time is ours: clock.now."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("common.run.signals.time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr("common.run.signals.START", 900.0)
+    accelerator = SimpleNamespace(num_processes=1, is_main_process=True, device=torch.device("cpu"))
+    made = []
+    clock.start = lambda *limits: made.append(Interruption(accelerator, *limits)) or made[-1]
+    yield clock
+    for interrupt in made:
+        interrupt.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("step", "evaluation", "save"), [(60, 600, 120), (1, 0, 300), (900, 0, 5), (0.1, 30, 0.1)])
+def test_a_limit_of_time_is_kept_and_used(clock, step, evaluation, save, late):
+    """Steps, evaluations every ten, a checkpoint every hundred: the last save ends before the limit, with a step's room."""
+    interrupt = clock.start(4.0, None)
+    interrupt.late = late
+    clock.now += evaluation
+    for n in range(1_000_000):
+        wish = interrupt.wish()
+        if wish or n and n % 100 == 0:
+            clock.now += save
+            interrupt.saved()
+        if wish == "stop":
+            break
+        clock.now += step + (evaluation if n % 10 == 9 else 0)
+    left = 900 + 4 * 3600 - clock.now
+    assert EXIT_SECONDS < left + 1e-6 and left < (2 + late) * (step + evaluation + save) + save + EXIT_SECONDS + 1
+
+
+def test_a_wish_waits_until_it_is_possible(clock):
+    interrupt = clock.start(None, 1.0)
+    assert interrupt.wish() == ""
+    signal.raise_signal(signal.SIGUSR1)
+    assert [interrupt.wish(possible) for possible in (False, False, True, True)] == ["", "", "save", ""]
+    clock.now += 61
+    assert [interrupt.wish(possible) for possible in (False, True)] == ["", "save"]
+    interrupt.saved()
+    assert interrupt.wish() == ""
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGTERM)
+    assert interrupt.wish() == "stop"
+    interrupt.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == signal.getsignal(signal.SIGUSR1)
+
+
+def test_with_several_gpus_a_wish_comes_true_a_step_later_and_once(clock):
+    interrupt = clock.start(None, 1.0)
+    interrupt.late = True
+    assert [interrupt.wish() for _ in range(2)] == ["", ""]
+    signal.raise_signal(signal.SIGUSR1)
+    assert [interrupt.wish(possible) for possible in (True, False, True)] == ["", "", "save"]
+    interrupt.saved()
+    assert [interrupt.wish() for _ in range(3)] == ["", "", ""]
+    clock.now += 61
+    assert [interrupt.wish() for _ in range(2)] == ["", "save"]
+    interrupt.saved()
+    assert [interrupt.wish() for _ in range(3)] == ["", "", ""]
+    signal.raise_signal(signal.SIGTERM)
+    assert interrupt.wish() == ""
+    interrupt.saved()  # one that was due anyway: the signal is not forgotten
+    assert [interrupt.wish() for _ in range(2)] == ["", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "backend", "where", "late"),
+    [(1, None, "cpu", False), (2, "cpu:gloo,cuda:gloo", "cpu", False), (2, "cuda:nccl", "cuda", True)],
+)
+def test_only_several_gpus_answer_late_and_only_where_that_is_wanted(processes, backend, where, late, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backend)
+    accelerator = SimpleNamespace(num_processes=processes, is_main_process=True, device=torch.device("cuda"))
+    for wanted in (True, False):
+        interrupt = Interruption(accelerator, None, None, late=wanted)
+        interrupt.close()
+        assert (interrupt.device.type, interrupt.late) == (where, late and wanted)
+
+
+def test_a_forked_process_ends_at_a_signal_as_usual(clock):
+    clock.start(None, None)
+    context = multiprocessing.get_context("fork")
+    running = context.Event()
+    sleeper = context.Process(target=lambda: (running.set(), time.sleep(20)), daemon=True)
+    sleeper.start()
+    assert running.wait(10)
+    sleeper.terminate()
+    sleeper.join(5)
+    assert sleeper.exitcode == -signal.SIGTERM
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(tmp_path):
+    row = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 60_000)
+    words = [*SFT, "--max_train_samples", "60000", "--dataset_name", str(tmp_path / "rows.jsonl"), "--dataset_num_proc", "2"]
+    with Script(tmp_path, *words, "--dataset_cache_dir", str(tmp_path / "cache")) as run:
+        run.until(lambda: len(psutil.Process(run.process.pid).children()) == 2)  # tokenising
+        time.sleep(0.5)
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it
+        assert run.process.wait(10) == 130
+        said = run.log.read_text()
+        assert "stopped before the first step" in said and "Traceback" not in said, said

@@ -1,0 +1,105 @@
+"""A run that goes on is one run for its tracker, too: the same folder or id, and no step twice."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+from common.run.metrics import Metrics
+from tests.conftest import read_metrics, run_script
+from tests.run.test_resume import COMMON, STAGES, Stop
+
+import pytest
+
+SFT = [*STAGES["sft"], *COMMON, "--eval_steps", "0"]
+# Writes down what it is called with, and dies where it is told to, as the machine under it might.
+WANDB = """
+import json, os, signal
+def note(*what):
+    with open(os.environ["NOTES"], "a") as file:
+        file.write(json.dumps(what) + "\\n")
+class Run:
+    def log(self, values, step):
+        note("log", step, values)
+        if str(step) == os.environ["DIE_AT"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def finish(self):
+        note("finish")
+class config:
+    update = staticmethod(lambda values, allow_val_change: note("config", allow_val_change, values["max_steps"]))
+def init(**settings):
+    note("init", settings)
+    return Run()
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """Puts a wandb of ours where Python finds it; wandb() gives its notes so far."""
+    folder, notes = tmp_path / "packages", tmp_path / "notes.jsonl"
+    (folder / "wandb-0.0.dist-info").mkdir(parents=True)
+    (folder / "wandb-0.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: wandb\nVersion: 0.0\n")
+    (folder / "wandb.py").write_text(WANDB)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("NOTES", str(notes))
+    return lambda: [json.loads(line) for line in notes.read_text().splitlines()]
+
+
+def test_a_killed_run_goes_on_in_the_same_run_of_wandb(wandb, tmp_path, token_cache, monkeypatch):
+    command = [sys.executable, "train_sft.py", *SFT, "--output_dir", str(tmp_path / "out"), "--report_to", "wandb"]
+    command += ["--dataset_cache_dir", str(token_cache), "--run_name", "mine"]
+    monkeypatch.setenv("DIE_AT", "5")
+    assert run_script(command).returncode == -9
+    monkeypatch.setenv("DIE_AT", "never")
+    run = run_script(command)
+    assert run.returncode == 0, run.stderr[-4000:]
+    [first, second] = [settings for what, settings, *_ in filter(lambda note: note[0] == "init", wandb())]
+    assert first == second == {"project": "plainloop", "name": "mine", "id": first["id"], "resume": "allow"}
+    assert len(first["id"]) == 21
+    logged = [(step, values) for what, step, values in filter(lambda note: note[0] == "log", wandb())]
+    assert [step for step, _ in logged] == [1, 2, 3, 4, 5] + [4, 5, 6, 7, 8]  # of which wandb keeps the first 5 and then 6
+    assert all(logged[3 + i][1]["loss"] == logged[5 + i][1]["loss"] for i in range(2))
+    assert wandb()[-1] == ["finish"]
+    again = run_script([*command, "--overwrite_output_dir", "--max_steps", "1"])
+    assert again.returncode == 0, again.stderr[-4000:]
+    assert [note for note in wandb() if note[0] == "init"][-1][1]["id"] != first["id"]
+
+
+def test_what_each_tracker_is_told_at_the_start_and_when_the_run_goes_on(tmp_path):
+    told = []
+    for step in (0, 0, 6):
+        accelerator = SimpleNamespace(
+            log_with=["tensorboard"],
+            is_main_process=True,
+            init_trackers=lambda project, config, init_kwargs: told.append((config, init_kwargs)),
+        )
+        Metrics(accelerator, str(tmp_path), None, {"seed": 0, "columns": ["a"]}).restore({"step": step})
+    assert [config for config, _ in told] == [{"seed": 0, "columns": "['a']"}] * 2 + [None]
+    assert [settings["tensorboard"] for _, settings in told] == [{"purge_step": 0}] * 2 + [{"purge_step": 7}]
+    assert len({settings[name]["id"] for _, settings in told for name in ("wandb", "swanlab")}) == 1
+    assert told[0][1]["swanlab"]["experiment_name"] == tmp_path.name
+    (tmp_path / "tracker.json").write_text("{")  # damaged: another run, and no traceback
+    Metrics(accelerator, str(tmp_path), None, {}).restore({"step": 6})
+    assert told[-1][1]["wandb"]["id"] not in (None, told[0][1]["wandb"]["id"])
+
+
+def test_tensorboard_shows_each_step_once(launch, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words, log = [*SFT, "--report_to", "tensorboard"], Metrics.log
+
+    def log_and_stop(self, step, *args, **kwargs):
+        log(self, step, *args, **kwargs)
+        if step == 5:
+            raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Metrics, "log", log_and_stop)
+        launch("sft", *words)
+    output = launch("sft", *words)
+    folder = output / "plainloop"
+    assert len(list(folder.glob("events*"))) == 2 and len([path for path in folder.iterdir() if path.is_dir()]) <= 2
+    events = EventAccumulator(str(folder)).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [
+        (row["step"], pytest.approx(row["loss"])) for row in read_metrics(output)
+    ]

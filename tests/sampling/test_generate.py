@@ -1,0 +1,578 @@
+"""Sampling: against transformers' own `generate`, against the trainer's log-probabilities, and against the softmax."""
+
+import copy
+import functools
+import math
+from unittest import mock
+
+import common.sampling.generate
+import common.sampling.kv_cache
+from common.collators import flat_batch, split_row
+from common.model.flat_model import body
+from common.model.load import enable_gradient_checkpointing, wrap
+from common.sampling.generate import Completion, FlatDecoder, draw, sample
+from tests.tiny import TINY, V, tiny_pair
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+LENGTHS = [5, 1, 9, 3, 9, 2, 14, 6]
+PROMPTS = [np.random.default_rng(i).integers(2, V, n).tolist() for i, n in enumerate(LENGTHS)]
+PROMPTS[4] = PROMPTS[2]  # one prompt twice
+KEYS = [(7, i) for i in range(len(PROMPTS))]
+NEW = 20
+
+
+@pytest.fixture(scope="module", params=TINY)
+def pair(request):
+    model, lm = tiny_pair(request.param)
+    assert model.config._attn_implementation == "flat" and not model.padded
+    return model, lm
+
+
+@pytest.fixture(scope="module")
+def stop_ids(pair) -> list[int]:
+    """Two tokens at which some of the greedy completions end, at different places."""
+    _, lm = pair
+    free = [theirs(lm, prompt, []) for prompt in PROMPTS]
+    return [free[0][3], free[6][9]]
+
+
+def theirs(lm, prompt: list[int], stop_ids: list[int]) -> list[int]:
+    """The greedy completion of one prompt, alone, by transformers."""
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": stop_ids or None}
+    lm.generation_config.eos_token_id = None
+    return lm.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def ours(model, prompts=PROMPTS, keys=KEYS, *, stop_ids=(1,), **options) -> list[Completion]:
+    return sample(model, prompts, keys, stop_ids=stop_ids, max_new_tokens=options.pop("max_new_tokens", NEW), **options)
+
+
+def trainer_logps(model, prompts, completions, temperature: float = 1.0) -> list[torch.Tensor]:
+    """The log-probabilities of the completions by the model as it is trained, without dropout."""
+    units = [
+        [{"input_ids": np.array(p + c.ids), "loss_mask": np.array([0] * len(p) + [1] * len(c.ids))}]
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    batch = flat_batch(units, torch.device("cpu"))
+    was_training = model.training
+    with torch.no_grad():
+        logps = model.eval()(batch, temperature)
+    model.train(was_training)
+    return [row[len(p) :] for row, p in zip(split_row(logps, batch), prompts, strict=True)]
+
+
+# --- greedy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 128])
+def test_greedy_sampling_is_transformers_generate(pair, stop_ids, batch_size):
+    """Uneven prompts, two stop tokens, model in training mode (gpt2 with dropout): token by token."""
+    model, lm = pair
+    wanted = [theirs(lm, prompt, stop_ids) for prompt in PROMPTS]
+    assert len({len(ids) for ids in wanted}) > 2, "a test in which all end together shows little"
+    found = ours(model, stop_ids=stop_ids, temperature=0, batch_size=batch_size)
+    assert [c.ids for c in found] == wanted
+    assert [c.finished for c in found] == [ids[-1] in stop_ids for ids in wanted]
+    for c, logps in zip(found, trainer_logps(model, PROMPTS, found), strict=True):
+        torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-4, rtol=0)
+
+
+def test_every_stop_token_stops_and_is_part_of_the_completion(pair):
+    model, _ = pair
+    free = ours(model, stop_ids=[], temperature=0)
+    assert all(len(c.ids) == len(c.logps) == NEW and not c.finished for c in free)
+    for t in (0, 4, NEW - 1):
+        stops = [free[0].ids[t], free[3].ids[t]]
+        for c, whole in zip(ours(model, stop_ids=stops, temperature=0), free, strict=True):
+            end = next((i + 1 for i, token in enumerate(whole.ids) if token in stops), None)
+            assert (c.ids, c.finished) == (whole.ids[:end], end is not None)
+            assert len(c.logps) == len(c.ids)
+
+
+def test_a_completion_that_ends_with_its_last_allowed_token_is_finished(pair):
+    model, _ = pair
+    (free,) = ours(model, PROMPTS[:1], KEYS[:1], stop_ids=[], temperature=0, max_new_tokens=1)
+    (ended,) = ours(model, PROMPTS[:1], KEYS[:1], stop_ids=free.ids, temperature=0, max_new_tokens=1)
+    assert (free.ids, free.finished, ended.ids, ended.finished) == (ended.ids, False, free.ids, True)
+
+
+def rows_per_call(model, **options) -> list[int]:
+    """How many tokens each call of the language model had while PROMPTS were completed."""
+    rows = []
+    hook = lambda m, a, kw: rows.append(kw["input_ids"].numel())  # noqa: E731
+    handle = body(model.lm).register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        ours(model, temperature=0, **options)
+    finally:
+        handle.remove()
+    return rows
+
+
+def test_no_work_is_done_for_completions_that_have_ended(pair, stop_ids):
+    """The first call reads the prompts, each distinct one once, without padding. (Ten rows or more shrink in steps of a tenth.)"""
+    model, _ = pair
+    read = sum(LENGTHS) - LENGTHS[4]
+    assert rows_per_call(model, stop_ids=[]) == [read] + [8] * (NEW - 1)
+    assert rows_per_call(model, stop_ids=range(V)) == [read]
+    lengths = [len(c.ids) for c in ours(model, stop_ids=stop_ids, temperature=0)]
+    wanted = [sum(n > t for n in lengths) for t in range(1, max(lengths))]
+    assert rows_per_call(model, stop_ids=stop_ids) == [read] + wanted
+
+
+def test_no_prompt_gives_no_completion(pair):
+    assert ours(pair[0], [], []) == []
+
+
+# --- sampled --------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_does_not_depend_on_what_it_is_sampled_with(pair, stop_ids):
+    """Batch size, order, company: token by token, with log-probabilities to rounding."""
+    model, _ = pair
+    options = {"stop_ids": stop_ids, "temperature": 1.5, "top_k": 40, "top_p": 0.97}
+    wanted = ours(model, **options, batch_size=1)
+    assert len({len(c.ids) for c in wanted}) > 2, "rows leave the batch at different times"
+    order = [3, 0, 7, 6, 1, 5, 2, 4]
+    runs = {
+        "three at a time": ours(model, **options, batch_size=3),
+        "all at once": ours(model, **options, batch_size=128),
+        "in another order": ours(model, [PROMPTS[i] for i in order], [KEYS[i] for i in order], **options),
+        "with strangers": ours(model, PROMPTS + [[9] * 30, [4]], KEYS + [(1,), (2, 2, 2)], **options)[:8],
+    }
+    runs["in another order"] = [runs["in another order"][order.index(i)] for i in range(8)]
+    for name, found in runs.items():
+        assert [c.ids for c in found] == [c.ids for c in wanted], name
+        assert [c.finished for c in found] == [c.finished for c in wanted], name
+        for a, b in zip(found, wanted, strict=True):
+            assert a.logps == pytest.approx(b.logps, abs=1e-4), name
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_log_probabilities_are_those_of_the_trainer_at_the_same_temperature(pair, temperature):
+    """Those of the whole distribution, also where top_k and top_p restrict what is drawn."""
+    model, _ = pair
+    for options in ({}, {"top_k": 5, "top_p": 0.8}):
+        found = ours(model, temperature=temperature, **options)
+        for c, logps in zip(found, trainer_logps(model, PROMPTS, found, temperature), strict=True):
+            torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-4, rtol=0)
+
+
+def test_the_same_key_gives_the_same_completion_and_another_key_another(pair):
+    model, _ = pair
+    prompts, keys = [PROMPTS[0]] * 6, [(1, 2), (1, 2), (1, 3), (2, 1), (1, 2, 0, 5), (1, 2)]
+    found = [tuple(c.ids) for c in ours(model, prompts, keys, stop_ids=[], temperature=2.0)]
+    assert found[0] == found[1] == found[5]
+    assert len({found[0], found[2], found[3], found[4]}) == 4
+
+
+def test_completions_have_the_frequencies_of_the_model(pair):
+    """First tokens of 3000 completions of one prompt, against the model's softmax."""
+    model, lm = pair
+    with torch.no_grad():
+        p = lm(torch.tensor([PROMPTS[3]])).logits[0, -1].softmax(-1)
+    found = ours(model, [PROMPTS[3]] * 3000, [(i,) for i in range(3000)], max_new_tokens=1, batch_size=3000)
+    counts = torch.bincount(torch.tensor([c.ids[0] for c in found]), minlength=V)
+    chi_square(counts, p)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_log_probabilities_are_those_of_the_whole_softmax_in_float64(pair, temperature):
+    model, lm = pair
+    exact = copy.deepcopy(lm).double()
+    for prompt, c in zip(PROMPTS, ours(model, temperature=temperature), strict=True):
+        with torch.no_grad():
+            logits = exact(torch.tensor([prompt + c.ids])).logits[0, len(prompt) - 1 : -1]
+        wanted = (logits / temperature).log_softmax(-1)[torch.arange(len(c.ids)), torch.tensor(c.ids)]
+        torch.testing.assert_close(torch.tensor(c.logps, dtype=torch.float64), wanted, atol=1e-5, rtol=0)
+
+
+# --- the cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("lengths", [[1, 70, 2, 33, 33], [3, 3, 3], [90]])
+def test_prompts_of_any_lengths_and_a_cache_that_grows(pair, monkeypatch, static, lengths):
+    """Greedy, several completions to a prompt, against `generate`, whose cache is another; static: as under a CUDA graph."""
+    model, lm = pair
+    monkeypatch.setattr(common.sampling.kv_cache, "FIRST_CAPACITY", 3)
+    monkeypatch.setattr(common.sampling.generate, "FlatDecoder", functools.partial(FlatDecoder, static=static))
+    prompts = [np.random.default_rng(9 + i).integers(2, V, n).tolist() for i, n in enumerate(lengths)]
+    stop_ids = [theirs(lm, prompts[-1], [])[5], 3]
+    wanted = [theirs(lm, prompt, stop_ids) for prompt in prompts]
+    found = ours(model, prompts * 3, [(i,) for i in range(3 * len(prompts))], stop_ids=stop_ids, temperature=0)
+    assert [c.ids for c in found] == wanted * 3
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_over_the_cache_is_attention_over_each_completion_alone(static, window, seed, monkeypatch):
+    """Completions of uneven groups leave at random; two layers, grouped heads; against one softmax per row and head."""
+    monkeypatch.setattr(common.sampling.kv_cache, "FIRST_CAPACITY", 2)
+    rng, H, Hkv, Dh, Dv = np.random.default_rng(seed), 4, 2, 6, 5
+    lengths = rng.integers(1, 9, 4).tolist()
+    owner = [0, 0, 1, 2, 3, 3, 3, 1, 0]
+    cache = common.sampling.kv_cache.KVCache([[0] * n for n in lengths], owner, 16, torch.device("cpu"), static)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape))
+
+    past = []  # [layer][completion]: its keys and values so far
+    for _ in range(2):
+        k, v = random(Hkv, sum(lengths), Dh), random(Hkv, sum(lengths), Dv)
+        cache.read_prompts(k, v)
+        k, v = k.split(lengths, 1), v.split(lengths, 1)
+        past.append([(k[p], v[p]) for p in owner])
+    while len(past[0]) > 1:
+        cache.advance()
+        for layer in past:
+            n = len(layer)
+            q, k, v = random(n, H, Dh), random(n, Hkv, Dh), random(n, Hkv, Dv)
+            out = cache.attend(q, k, v, 0.3, window).view(n, H, Dv)
+            for i, (old_k, old_v) in enumerate(layer):
+                layer[i] = (torch.cat([old_k, k[i][:, None]], 1), torch.cat([old_v, v[i][:, None]], 1))
+                for h in range(H):
+                    seen_k, seen_v = (x[h // 2][-window:] if window else x[h // 2] for x in layer[i])
+                    wanted = (seen_k @ q[i, h] * 0.3).softmax(0) @ seen_v
+                    torch.testing.assert_close(out[i, h], wanted, atol=1e-12, rtol=0)
+        going = rng.random(len(past[0])) < 0.8
+        if going.any():
+            kept = cache.keep(going).tolist()
+            assert sorted(kept) == np.flatnonzero(going).tolist()
+            past = [[layer[i] for i in kept] for layer in past]
+
+
+def test_a_prompt_is_kept_once_and_nothing_is_copied_from_step_to_step():
+    model, _ = tiny_pair("llama")
+    made, places = [], set()
+
+    class Watched(common.sampling.kv_cache.KVCache):
+        def attend(self, *args):
+            out = super().attend(*args)
+            made.append(self)
+            places.add(tuple(x.data_ptr() for layer in self.layers for x in (layer.keys, layer.prompt_keys)))
+            return out
+
+    patched = pytest.MonkeyPatch()
+    patched.setattr(common.sampling.generate, "KVCache", Watched)
+    with patched.context():
+        sample(model, [[5, 6, 7]] * 8 + [[5, 6]] * 8, [(i,) for i in range(16)], stop_ids=[], max_new_tokens=40)
+    patched.undo()
+    assert len(set(map(id, made))) == 1 and len(places) == 1
+    assert made[0].layers[0].prompt_keys.shape[0] == 2 and made[0].layers[0].keys.shape[:3] == (16, 2, 40)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_models_whose_attention_cannot_be_replaced_are_sampled_with_padding(kind):
+    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "sliding_window": 6}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+    config = {
+        "gemma2": lambda: transformers.Gemma2Config(**sizes),
+        "gpt_oss": lambda: transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
+    }[kind]()
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = wrap(copy.deepcopy(lm))
+    assert model.padded
+    stop_ids = [theirs(lm, PROMPTS[0], [])[3]]
+    assert [c.ids for c in ours(model, stop_ids=stop_ids, temperature=0)] == [theirs(lm, p, stop_ids) for p in PROMPTS]
+    one, all_together = ours(model, stop_ids=stop_ids, batch_size=1), ours(model, stop_ids=stop_ids)
+    assert [c.ids for c in one] == [c.ids for c in all_together]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_bfloat16_the_log_probabilities_are_near_those_of_the_trainer(autocast):
+    """bfloat16 weights, and float32 weights under autocast, where training goes on in the same context."""
+    model, lm = tiny_pair("llama")
+    if not autocast:
+        model = wrap(lm.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = ours(model, temperature=1.5)
+        theirs_ = trainer_logps(model, PROMPTS, found, 1.5)
+        difference = torch.cat([torch.tensor(c.logps) - logps for c, logps in zip(found, theirs_, strict=True)]).abs()
+        training_pass(model)
+    assert difference.mean() < 0.05 and difference.max() < 0.5
+
+
+def test_compiled_blocks_are_not_compiled_for_sampling():
+    """A graph for every number of rows would cost more than it saves."""
+    model, _ = tiny_pair("llama")
+    wanted = [c.ids for c in ours(model)]
+
+    def refuse(graph, inputs):
+        raise AssertionError("compiled")
+
+    for layer in body(model.lm).layers:
+        layer.compile(backend=refuse)
+    assert [c.ids for c in ours(model)] == wanted
+
+
+def test_rotary_tables_that_grow_while_sampling_do_not_stop_training():
+    """Dynamic NTK scaling makes new frequencies beyond the length that the model knows; sampling makes no gradients."""
+    torch.manual_seed(0)
+    config = TINY["llama"]()
+    config.max_position_embeddings = 16
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
+    ours(model, max_new_tokens=30, stop_ids=[])
+    _, gradients = training_pass(model)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+# --- the model afterwards -------------------------------------------------------------------------------------------
+
+
+def state_of(model) -> dict[str, bool]:
+    assert model.config._attn_implementation == "flat" and torch.is_grad_enabled()
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def training_pass(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probabilities and gradients as in training, dropout included."""
+    torch.manual_seed(0)
+    units = [[{"input_ids": np.array(p), "loss_mask": np.ones(len(p))}] for p in PROMPTS if len(p) > 1]
+    logps = model(flat_batch(units, torch.device("cpu")))
+    gradients = torch.autograd.grad(logps.sum(), [p for p in model.parameters() if p.requires_grad])
+    return logps.detach(), list(gradients)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_training_goes_on_after_sampling_as_if_there_had_been_none(pair, training):
+    model, _ = pair
+    model.train(training)
+    before, (logps, gradients) = state_of(model), training_pass(model)
+    ours(model, temperature=1.0)
+    assert state_of(model) == before
+    logps_after, gradients_after = training_pass(model)
+    assert torch.equal(logps, logps_after)
+    assert all(map(torch.equal, gradients, gradients_after))
+    model.train()
+
+
+def test_an_exception_while_sampling_leaves_the_model_as_it_was(pair):
+    model, _ = pair
+    before, (logps, _) = state_of(model), training_pass(model)
+    calls = []
+
+    def fail_at_the_third_token(module, args, kwargs):
+        calls.append((module.training, torch.is_grad_enabled()))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    handle = body(model.lm).register_forward_pre_hook(fail_at_the_third_token, with_kwargs=True)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ours(model, stop_ids=[])
+    finally:
+        handle.remove()
+    assert calls == [(False, False)] * 3  # eval mode and no gradients while sampling
+    assert state_of(model) == before
+    assert torch.equal(training_pass(model)[0], logps)
+
+
+def test_sampling_with_gradient_checkpointing_on_is_the_same():
+    model, _ = tiny_pair("llama")
+    wanted = ours(model)
+    enable_gradient_checkpointing(model)
+    assert [c.ids for c in ours(model)] == [c.ids for c in wanted]
+    assert model.lm.is_gradient_checkpointing
+
+
+def test_sampling_gives_no_gradient_and_leaves_none():
+    model, _ = tiny_pair("llama")
+    ours(model)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+# --- draw -----------------------------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.0, -4.0, 1.1, 0.31, -0.5, 1.9, -2.2])
+
+
+def chi_square(counts: torch.Tensor, p: torch.Tensor) -> None:
+    """Counts against probabilities; rare tokens together. The bound is the mean plus 5 standard deviations."""
+    n = counts.sum()
+    often = p * n >= 5
+    observed = torch.cat([counts[often], counts[~often].sum()[None]]).double()
+    expected = torch.cat([p[often], p[~often].sum()[None]]).double() * n
+    keep = expected > 0.5
+    k = int(keep.sum()) - 1
+    statistic = ((observed - expected)[keep] ** 2 / expected[keep]).sum().item()
+    assert statistic < k + 5 * math.sqrt(2 * k), (statistic, k)
+
+
+def naive_support(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """What may be drawn, with its probability: the k largest, of those the fewest that together reach top_p."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    weight = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
+    kept = order[:top_k] if top_k else order
+    total, reached, support = sum(weight[i] for i in kept), 0.0, {}
+    for i in kept:
+        if reached >= top_p:
+            break
+        support[i] = weight[i]
+        reached += weight[i] / total
+    total = sum(support.values())
+    return {i: w / total for i, w in support.items()}
+
+
+def grid(n: int) -> torch.Tensor:
+    """n numbers that fill [0, 1) evenly."""
+    return (torch.arange(n) + 0.5) / n
+
+
+@pytest.fixture(params=["at once", "in two levels"])
+def levels(request, monkeypatch):
+    """How the vocabulary is gone through, whatever its size."""
+    monkeypatch.setattr(common.sampling.generate, "DRAW_AT_ONCE", 10**9 if request.param == "at once" else 0)
+
+
+@pytest.mark.usefixtures("levels")
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_drawn_tokens_have_the_frequencies_of_the_softmax(temperature):
+    n = 20000
+    p = torch.tensor([math.exp(x / temperature) for x in LOGITS.tolist()])
+    uniforms = torch.from_numpy(np.random.default_rng(0).random(n, np.float32))
+    tokens, logps = draw(LOGITS.expand(n, -1), uniforms, temperature)
+    chi_square(torch.bincount(tokens, minlength=10), p / p.sum())
+    torch.testing.assert_close(logps, (p / p.sum()).log()[tokens], atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("levels")
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [0, 1, 3, 9, 10, 50])
+@pytest.mark.parametrize("top_p", [0.05, 0.3, 0.77, 0.9, 0.995, 1.0])
+def test_top_k_and_top_p_leave_exactly_the_right_tokens_with_their_shares(temperature, top_k, top_p):
+    n = 10000
+    tokens, logps = draw(LOGITS.expand(n, -1), grid(n), temperature, top_k, top_p)
+    share = torch.bincount(tokens, minlength=10) / n
+    wanted = naive_support(LOGITS.tolist(), temperature, top_k, top_p)
+    assert {i for i in range(10) if share[i] > 0} == {i for i, p in wanted.items() if p > 1 / n}
+    for i in range(10):
+        assert share[i].item() == pytest.approx(wanted.get(i, 0.0), abs=2 / n)
+    whole = (LOGITS / temperature).log_softmax(-1)
+    torch.testing.assert_close(logps, whole[tokens], atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("levels")
+def test_top_p_keeps_the_token_that_crosses_it():
+    """Probabilities 0.5, 0.3, 0.15, 0.05."""
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().expand(1000, -1)
+    for top_p, kept in (
+        (0.01, {1}),
+        (0.45, {1}),
+        (0.55, {1, 3}),
+        (0.75, {1, 3}),
+        (0.85, {0, 1, 3}),
+        (0.99, {0, 1, 2, 3}),
+    ):
+        assert set(draw(logits, grid(1000), 1.0, top_p=top_p)[0].tolist()) == kept
+
+
+@pytest.mark.parametrize(
+    "top_p",
+    [1e-9, 0.0],
+)
+def test_the_most_probable_token_can_always_be_drawn(top_p):
+    assert draw(LOGITS.expand(9, -1), grid(9), 1.0, top_p=top_p)[0].tolist() == [2] * 9
+
+
+@pytest.mark.usefixtures("levels")
+def test_rows_are_drawn_each_from_its_own_distribution():
+    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(0)) * 3
+    uniforms = grid(50)
+    options = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    tokens, logps = draw(logits, uniforms, **options)
+    for i in range(50):
+        token, logp = draw(logits[i : i + 1], uniforms[i : i + 1], **options)
+        assert (token, logp) == (tokens[i], logps[i])
+
+
+EDGES = [0.0, 2**-24, 0.5, 1 - 1e-7, 1 - 2**-24]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([-math.inf, -200.0, -20.0, 0.0, 1.0, 30.0]), min_size=2, max_size=9).filter(
+        lambda logits: max(logits) > -math.inf
+    ),
+    st.sampled_from([0.3, 1.0, 3.0]),
+    st.sampled_from([0, 1, 2, 5]),
+    st.sampled_from([0.1, 0.9, 1.0]),
+)
+def test_a_token_of_probability_zero_is_never_drawn(logits, temperature, top_k, top_p):
+    largest = max(logits)
+    for at_once in (0, 10**9):
+        with mock.patch.object(common.sampling.generate, "DRAW_AT_ONCE", at_once):
+            tokens, logps = draw(torch.tensor([logits] * 5), torch.tensor(EDGES), temperature, top_k, top_p)
+        for token, logp in zip(tokens.tolist(), logps.tolist(), strict=True):
+            assert (logits[token] - largest) / temperature > -104  # below that the float32 probability is 0
+            assert math.isfinite(logp)
+
+
+@pytest.mark.usefixtures("levels")
+def test_the_ends_of_a_large_vocabulary_are_drawn_only_where_they_have_probability():
+    """A cumulative sum over 50,000 tokens does not end at 1 exactly."""
+    logits = torch.randn(5, 50_000, generator=torch.Generator().manual_seed(0))
+    logits[:, :100] = logits[:, -100:] = -math.inf
+    tokens, _ = draw(logits, torch.tensor(EDGES), 1.0)
+    assert tokens.min() >= 100 and tokens.max() < 49_900
+
+
+@pytest.mark.usefixtures("levels")
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 150_000])
+def test_every_token_of_a_large_vocabulary_is_drawn_where_its_share_lies(size):
+    """Each token at the middle of its share of [0, 1), in float64: probabilities of 1e-5 are not lost in float32 sums."""
+    picked = np.random.default_rng(0).integers(0, size, 60)
+    logits = torch.from_numpy(np.random.default_rng(1).uniform(-0.3, 0.3, size)).float()
+    p = logits.double().softmax(-1)
+    middle = (p.cumsum(-1) - p / 2)[picked]
+    tokens, _ = draw(logits.expand(60, -1), middle, 1.0)
+    assert tokens.tolist() == picked.tolist()
+
+
+def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at_1():
+    tokens, logps = draw(torch.stack([LOGITS, -LOGITS]), torch.tensor([0.0, 0.999]), 0)
+    assert tokens.tolist() == [2, 4]
+    total = [sum(math.exp(s * x) for x in LOGITS.tolist()) for s in (1, -1)]
+    assert logps.tolist() == pytest.approx([2.0 - math.log(total[0]), 4.0 - math.log(total[1])], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "Lfm2"])
+def test_a_model_that_keeps_a_state_is_refused_in_one_line(kind):
+    from common.errors import UserError
+
+    sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}
+    if kind == "Mamba":
+        config = transformers.MambaConfig(**sizes, state_size=4)
+    else:
+        sizes |= {"intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
+    with pytest.raises(UserError, match=f"{kind}ForCausalLM is not supported"):
+        model = wrap(transformers.AutoModelForCausalLM.from_config(config))
+        sample(model, [[1, 2]], [(0,)], stop_ids=[0], max_new_tokens=2)
+
+
+def test_fewer_at_a_time_where_memory_runs_out(monkeypatch, capsys):
+    model, _ = tiny_pair("llama")
+    prompts, keys = [[5, 6, 7], [8, 9]] * 5, [(0, i) for i in range(10)]
+    whole = sample(model, prompts, keys, stop_ids=[1], max_new_tokens=12)
+    read = FlatDecoder.read_prompts
+
+    def limited(self):
+        if len(self.owner) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return read(self)
+
+    monkeypatch.setattr(FlatDecoder, "read_prompts", limited)
+    parts = sample(model, prompts, keys, stop_ids=[1], max_new_tokens=12)
+    assert [completion.ids for completion in parts] == [completion.ids for completion in whole]
+    assert capsys.readouterr().out.count("out of memory; again with") == 2  # 5, then 2

@@ -1,0 +1,416 @@
+"""Rewards: the ready-made ones, a user's own file, reward models, and what is said where one misbehaves."""
+
+import math
+import textwrap
+
+from common.errors import UserError
+from common.sampling.rewards import Reward, load_rewards, score, scorer
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+def run(spec: str, completions: list[str], prompt="q", ids: list[list[int]] | None = None, **columns) -> list:
+    """The scores of one function on completions of one prompt, a string or a chat."""
+    rows = [{"prompt": prompt, **{k: v[i] for k, v in columns.items()}} for i in range(len(completions))]
+    (scores,) = score(load_rewards([spec], CPU), rows, completions, ids or [[5]] * len(completions))
+    return scores
+
+
+def user_file(tmp_path, source: str, function: str = "my_reward") -> str:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(textwrap.dedent(source))
+    return f"{path}:{function}"
+
+
+def one_line(excinfo, *words: str) -> str:
+    message = str(excinfo.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    return message
+
+
+CHAT = [{"role": "user", "content": "q"}]
+
+
+# --- exact_number ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "wanted"),
+    [
+        ("72", "72", 1),
+        ("It is 72.", "72", 1),
+        ("73", "72", 0),
+        ("First 24, then 48, in all 72", "72", 1),  # several: the last
+        ("72 is what I get, not 73", "72", 0),
+        ("48 + 24 = 72\n#### 72", "72", 1),
+        ("#### 72 after 10 steps", "72", 1),  # a mark goes before the last number
+        ("#### 5, no: #### 72", "72", 1),  # the last mark
+        ("Answer: 72. That took 3 steps.", "72", 1),
+        ("**Answer:** 72 (of 100)", "72", 1),
+        (r"So \boxed{72} of 100", "72", 1),
+        (r"Answer: \boxed{72}", "72", 1),
+        ("1,234,567", "1234567", 1),
+        ("1000.0", "1,000", 1),
+        ("#### 1,000,", "1000", 1),
+        ("0.50", "0.5", 1),
+        ("3.14", "3", 0),
+        ("-5", "-5", 1),
+        ("5", "-5", 0),
+        ("#### -5", "-5", 1),
+        ("$72", "72", 1),
+        ("no number at all", "72", 0),
+        ("", "72", 0),
+        ("Answer: I do not know, 72?", "72", 1),
+        ("72 Answer: none", "72", 1),  # a mark without a number after it is no mark
+    ],
+)
+def test_exact_number_compares_the_number_that_a_text_ends_up_with(completion, answer, wanted):
+    assert run("exact_number", [completion], answer=[answer]) == [wanted]
+    assert run("exact_number", [completion], CHAT, answer=[answer]) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("Natalia sold 48/2 = 24 clips in May.\n#### 72", "72"),
+        (72, "72"),
+        (72.0, "72"),
+        (-0.5, "-0.5"),
+        ("1,000", "1000"),
+    ],
+)
+def test_exact_number_reads_answers_like_gsm8ks_and_plain_numbers(answer, number):
+    assert run("exact_number", [f"#### {number}", "#### 7"], answer=[answer] * 2) == [1, 0]
+
+
+def test_exact_number_abstains_where_the_answer_holds_no_number():
+    assert run("exact_number", ["72", "72"], answer=["unknown", "72"]) == [None, 1]
+
+
+def test_exact_number_without_an_answer_column_says_which_columns_there_are():
+    with pytest.raises(UserError) as error:
+        run("exact_number", ["72"], solution=["72"])
+    one_line(error, "exact_number", "answer", "columns: solution")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"), [("10-3", "3"), ("it is .5", "0.5"), ("the numbers 1,2,3", "3"), ("pages 3-5", "5")]
+)
+def test_exact_number_reads_numbers_as_people_write_them(completion, answer):
+    assert run("exact_number", [completion], answer=[answer]) == [1]
+
+
+def test_exact_number_with_a_mark_reads_only_what_follows_it():
+    completions = ["Answer: 7", "It is 7.", "7. Answer: 8", "Answer: 8. No. Answer: 7"]
+    assert run("exact_number:Answer:", completions, answer=["7"] * 4) == [1, 0, 0, 1]
+
+
+# --- regex and length -----------------------------------------------------------------------------------------------
+
+
+def test_regex_is_1_where_the_pattern_is_found():
+    completions = ["<think>a\nb</think> 7", "<think>a", "7"]
+    assert run(r"regex:<think>.*</think>", completions) == [1, 0, 0]  # the dot takes line ends too
+    assert run(r"regex:^\d$", completions, CHAT) == [0, 0, 1]
+    assert run("regex:a:b", ["a:b", "ab"]) == [1, 0]  # a pattern may hold a colon
+
+
+def test_length_is_0_up_to_the_limit_and_falls_by_1_per_further_limit():
+    ids = [[1] * n for n in (0, 3, 4, 5, 8, 12)]
+    assert run("length:4", ["x"] * 6, ids=ids) == [0, 0, 0, -0.25, -1, -2]
+
+
+@pytest.mark.parametrize("spec", ["regex:(", "length:", "length:0", "length:-3", "length:2.5", "length:many"])
+def test_a_senseless_argument_is_refused(spec):
+    with pytest.raises(UserError) as error:
+        load_rewards([spec], CPU)
+    one_line(error, f"--reward_funcs {spec}")
+
+
+def test_rewards_are_named_and_come_in_order():
+    specs = ["length:4", "exact_number", "regex:a"]
+    rewards = load_rewards(specs, CPU)
+    assert [reward.name for reward in rewards] == ["length", "exact_number", "regex"]
+    rows = [{"prompt": "q", "answer": "1"}, {"prompt": "q", "answer": "2"}]
+    assert score(rewards, rows, ["1 a", "1"], [[1] * 8, [1]]) == [[-1, 0], [1, 0], [1, 0]]
+    assert load_rewards(None, CPU) == []
+
+
+def test_two_functions_of_one_name_are_refused():
+    with pytest.raises(UserError) as error:
+        load_rewards(["regex:a", "regex:b"], CPU)
+    one_line(error, "regex", "same name")
+
+
+# --- a user's own ---------------------------------------------------------------------------------------------------
+
+
+def test_a_users_function_gets_prompts_completions_ids_and_every_column(tmp_path):
+    spec = user_file(
+        tmp_path,
+        """
+        def my_reward(prompts, completions, completion_ids, level, source, **kwargs):
+            assert prompts == ["p", "q"] and completions == ["a", "b"], (prompts, completions)
+            assert completion_ids == [[1], [2, 3]] and source == ["x", None], (completion_ids, source)
+            assert not kwargs, kwargs
+            return [n * 0.5 for n in level]
+        """,
+    )
+    (reward,) = load_rewards([spec], CPU)
+    assert reward.name == "my_reward"
+    rows = [{"prompt": "p", "level": 1, "source": "x"}, {"prompt": "q", "level": 3, "source": None}]
+    assert score([reward], rows, ["a", "b"], [[1], [2, 3]]) == [[0.5, 1.5]]
+
+
+def test_where_prompts_are_chats_completions_are_messages(tmp_path):
+    spec = user_file(
+        tmp_path,
+        """
+        def my_reward(prompts, completions, **columns):
+            assert prompts[0] == [{"role": "user", "content": "q"}]
+            assert completions == [[{"role": "assistant", "content": "four"}], [{"role": "assistant", "content": "4"}]]
+            return [len(messages[0]["content"]) for messages in completions]
+        """,
+    )
+    assert run(spec, ["four", "4"], CHAT) == [4, 1]
+
+
+def test_an_async_function_is_awaited(tmp_path):
+    spec = user_file(
+        tmp_path,
+        """
+        import asyncio
+
+        async def judge(completion):
+            await asyncio.sleep(0)
+            return float(len(completion))
+
+        async def my_reward(prompts, completions, **columns):
+            return await asyncio.gather(*map(judge, completions))
+        """,
+    )
+    assert run(spec, ["a", "bbb"]) == [1, 3]
+
+
+def test_none_abstains_and_numbers_of_any_python_kind_count(tmp_path):
+    spec = user_file(tmp_path, "def my_reward(prompts, completions, **columns): return (None, True, 2, -0.5)")
+    assert run(spec, ["a"] * 4) == [None, 1, 2, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return [1.0]", "1 values"),
+        ("return [1.0] * 3", "3 values"),
+        ("return []", "0 values"),
+        ("return 1.0", "float"),
+        ("return None", "NoneType"),
+        ("return {'a': 1, 'b': 2}", "dict"),
+        ("return [1.0, float('nan')]", "nan"),
+        ("return [float('-inf'), 1.0]", "-inf"),
+        ("return [1.0, '2']", "'2'"),
+        ("return [[1.0], [2.0]]", "[1.0]"),
+        ("raise KeyError('golden')", "KeyError: 'golden'"),
+        ("return [1 / 0, 1]", "ZeroDivisionError"),
+        ("return missing", "NameError"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_that_misbehaves_is_named_in_one_line(tmp_path, kind, body, says):
+    spec = user_file(tmp_path, f"{kind} my_reward(prompts, completions, **columns):\n    {body}")
+    for prompt in ("q", CHAT):
+        with pytest.raises(UserError) as error:
+            run(spec, ["a", "b"], prompt)
+        one_line(error, "my_reward", says)
+
+
+def test_a_function_that_raises_is_told_with_the_columns_and_the_prompt(tmp_path):
+    spec = user_file(tmp_path, "def my_reward(prompts, completions, golden, **columns): return golden")
+    with pytest.raises(UserError) as error:
+        run(spec, ["a"], "What is 6 times 7?", gold=["42"])
+    one_line(error, "my_reward", "golden", "columns: gold", "What is 6 times 7?")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "body"), [("Question: 6 · 7?\nAnswer:", "raise KeyError"), ("q", r"raise ValueError('bad\nlines')")]
+)
+def test_a_function_that_raises_is_told_in_one_line_whatever_prompt_and_exception_hold(tmp_path, prompt, body):
+    spec = user_file(tmp_path, f"def my_reward(prompts, completions, **columns):\n    {body}")
+    with pytest.raises(UserError) as error:
+        run(spec, ["a"], prompt)
+    one_line(error, "my_reward")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "\n    while True: pass",
+        "import time; time.sleep(30)",
+        "import re; return [float(bool(re.match('(a+)+$', 'a' * 40 + 'b'))) for _ in completions]",
+        "\n    while True:\n        try:\n            while True: pass\n        except Exception: pass",
+    ],
+    ids=["loop", "sleep", "regex", "that catches exceptions"],
+)
+def test_a_function_that_does_not_come_back_is_ended_and_named(tmp_path, body):
+    source = f"def my_reward(completions, **columns): {body}"
+    rewards = load_rewards([user_file(tmp_path, source)], CPU, timeout=0.3)
+    with pytest.raises(UserError, match=r"my_reward took more than 0.3 s for 2 completions \(--reward_timeout\).*What is 1"):
+        score(rewards, [{"prompt": "What is 1+1?"}] * 2, ["a", "b"], [[1], [2]])
+
+
+def test_a_function_that_comes_back_in_time_leaves_no_alarm_behind(tmp_path):
+    import signal
+    import time
+
+    rewards = load_rewards([user_file(tmp_path, "def my_reward(completions, **columns): return [1.0]")], CPU, timeout=0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    assert score(rewards, [{"prompt": "q"}], ["a"], [[1]]) == [[1.0]]
+    time.sleep(0.3)
+    assert signal.getsignal(signal.SIGALRM) == before
+
+
+def test_a_function_or_file_that_is_not_there_is_told_in_one_line(tmp_path):
+    source = "def other(prompts, completions, **columns): return []\nmy_number = 3"
+    for name in ("my_reward", "my_number"):
+        with pytest.raises(UserError) as error:
+            load_rewards([user_file(tmp_path, source, name)], CPU)
+        one_line(error, "my_rewards.py", f"no function {name}")
+    with pytest.raises(UserError) as error:
+        load_rewards([str(tmp_path / "nowhere.py:my_reward")], CPU)
+    one_line(error, "no file", "nowhere.py")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("def my_reward(:", "SyntaxError"), ("import no_such_package", "no_such_package"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_a_file_that_cannot_be_imported_is_told_in_one_line(tmp_path, source, says):
+    with pytest.raises(UserError) as error:
+        load_rewards([user_file(tmp_path, source)], CPU)
+    one_line(error, "my_rewards.py:my_reward", says)
+
+
+def test_a_users_file_may_define_dataclasses(tmp_path):
+    source = """
+    from __future__ import annotations
+
+    from dataclasses import dataclass
+    import typing
+
+    @dataclass
+    class Verdict:
+        value: float
+
+    def my_reward(prompts, completions, **columns): return [Verdict(1.0).value for _ in completions]
+    """
+    assert run(user_file(tmp_path, source), ["a"]) == [1]
+
+
+# --- scoring an evaluation ------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of which token n is the n-th letter, and 0 a special token."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(chr(96 + i) for i in ids if i)
+
+
+def test_an_evaluation_scores_decoded_tokens_by_name_with_their_weighted_sum():
+    rewards = [
+        Reward("count", lambda completion_ids, **_: [len(ids) for ids in completion_ids]),
+        Reward("has_b", lambda completions, **_: [1.0 if "b" in text else None for text in completions]),
+    ]
+    rows, ids = [{"prompt": "p"}, {"prompt": "p"}], [[1, 2, 0], [1, 0]]
+    assert scorer(rewards, Letters())(rows, ids) == {"count": [3, 2], "has_b": [1, None]}
+    assert scorer(rewards, Letters(), [0.5, 10.0])(rows, ids)["reward"] == [11.5, 1.0]
+    assert scorer([], Letters()) is None
+
+
+def test_in_an_evaluation_too_there_is_no_reward_where_all_functions_abstained():
+    rewards = [Reward("abstains", lambda completions, **_: [None, 1.0])]
+    rows, ids = [{"prompt": "p"}, {"prompt": "p"}], [[1], [2]]
+    assert scorer(rewards, Letters(), [1.0])(rows, ids)["reward"] == [None, 1.0]
+
+
+def test_no_rows_give_no_scores():
+    assert score(load_rewards(["exact_number", "regex:a"], CPU), [], [], []) == [[], []]
+
+
+# --- reward models --------------------------------------------------------------------------------------------------
+
+WORDS = ["<unk>", "<bos>", "user", "assistant", ":", "the", "sum", "is", "seven", "eight"]
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory) -> str:
+    """A tiny random classifier with one label, and a tokenizer that puts <bos> first, in a folder."""
+    import tokenizers
+    import transformers
+
+    folder = str(tmp_path_factory.mktemp("models") / "my_judge")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, "<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", WORDS.index("<bos>"))]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", unk_token="<unk>")
+    tokenizer.chat_template = "<bos>{% for m in messages %} {{ m['role'] }} : {{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.5,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def judged(folder: str, words: str) -> float:
+    """The classifier's head on the state of the last token, by hand."""
+    import transformers
+
+    model = transformers.LlamaForSequenceClassification.from_pretrained(folder).eval()
+    ids = torch.tensor([[WORDS.index(word) for word in words.split()]])
+    with torch.no_grad():
+        return (model.model(ids).last_hidden_state[0, -1] @ model.score.weight[0]).item()
+
+
+def test_a_reward_model_scores_prompt_and_completion_as_one_text(reward_model):
+    found = run(reward_model, [" seven", " eight", " is is is seven"], "the sum is")
+    texts = ["<bos> the sum is seven", "<bos> the sum is eight", "<bos> the sum is is is is seven"]
+    assert found == pytest.approx([judged(reward_model, text) for text in texts], abs=1e-5)
+    assert len(set(found)) == 3
+
+
+def test_a_reward_model_scores_chats_by_its_own_template_with_one_bos(reward_model):
+    prompt = [{"role": "user", "content": "the sum is"}]
+    found = run(reward_model, ["seven", "eight"], prompt)
+    texts = [f"<bos> user : the sum is assistant : {word}" for word in ("seven", "eight")]
+    assert found == pytest.approx([judged(reward_model, text) for text in texts], abs=1e-5)
+
+
+def test_a_reward_model_is_named_by_its_folder_and_needs_no_gradient(reward_model):
+    (reward,) = load_rewards([reward_model], CPU)
+    assert reward.name == "my_judge"
+    (value,) = reward.function(prompts=["the"], completions=["sum"])
+    assert isinstance(value, float) and math.isfinite(value)
+
+
+def test_what_is_neither_function_nor_model_is_told_in_one_line_with_what_there_is(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError) as error:
+        load_rewards([str(tmp_path / "empty")], CPU)
+    one_line(error, "empty", "exact_number", "regex:PATTERN", "length:N", "file.py:function")

@@ -1,0 +1,367 @@
+"""The demo data: reproducible, and free of held-out chains by a reading of its text that the generator has no part in.
+
+`events` below reads text without any help from the generator. It must account for every number that it meets: a
+sentence with a number in a form that is not listed here fails the test, so no chain can hide in an unforeseen wording.
+"""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parents[2] / "data"
+sys.path.insert(0, str(DATA))
+
+import style  # noqa: E402
+
+SPLITS = ["train", "validation", "test"]
+GENERATED = [
+    *(f"pretrain/{split}.txt" for split in ["train", "validation"]),
+    *(f"{stage}/{s}.jsonl" for stage in ["sft", "dpo", "grpo", "grpo_zero"] for s in ["train", "validation"]),
+    *(f"prompts/{form}_{split}.jsonl" for form in ["chat", "base", "zero"] for split in ["validation", "test"]),
+]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading numbers from text
+
+NOUN = r"(?:nut|fig|egg|bun|pen|card|coin|ball|rider|duck)s?\b"
+PATTERN = re.compile(
+    rf"""
+      (?P<answer>    (?:Answer:|[ ]is|\?|Now[ ](?:the[ ])?\w+[ ]has)[ ](\d+) (?![\d=+-]|[ ](?:odd|even|comes|is)\b) )
+    | (?P<equation>  (?<![\d+=-]) (\d+)([+-]\d+)=(\d+)\. )
+    | (?P<sum>       (?<![\d+=-]) (\d+)((?:[+-]\d+)+) (?![\d=+-]) )
+    | (?P<start>     \b(?!Now)\w+[ ]has[ ](\d+)[ ]{NOUN} )
+    | (?P<gain>      \b(?:He|She)[ ](?:finds|gets|buys)[ ](\d+)\.
+                   | (?<![\d+=-])(\d+)[ ](?:gets?[ ]on|comes?)\. )
+    | (?P<loss>      \b(?:He|She)[ ](?:loses|sells|drops|eats)[ ](\d+)\.
+                   | (?<![\d+=-])(\d+)[ ](?:gets?[ ]off|goe?s?)\. )
+    | (?P<counting>  Count[ ](?:up|down)[ ]by[ ]\d:[ ](\d+(?:,[ ]\d+)+)\. )
+    | (?P<unchained> Which[ ]is[ ](?:more|less),[ ]\d+[ ]or[ ]\d+\?[ ]\d+[ ]is[ ](?:more|less)\.
+                   | \d+[ ]is[ ](?:more|less)[ ]than[ ]\d+\.
+                   | (?:Is[ ])?\d+[ ](?:is[ ])?(?:even|odd)(?:\.|[ ]or[ ]odd\?)
+                   | (?:\d+|number)[ ]comes[ ](?:after|before)[ ]\d+[.?]
+                   | \d[ ]legs\. )
+    """,
+    re.VERBOSE,
+)
+NUMBER_WORD = re.compile(
+    r"\b(one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|twenty|half|twice|double|dozen)\b",
+    re.I,
+)
+
+Chain = tuple[int, ...]  # (start, step, ...)
+Event = tuple[str, list[int]]
+
+
+@cache
+def events(text: str) -> tuple[Event, ...]:
+    """Every number of the text, in order, as (what it is, the numbers)."""
+    found, end = [], 0
+    for match in PATTERN.finditer(text):
+        assert not re.search(r"\d", text[end : match.start()]), f"unreadable number in {text!r}"
+        found.append((match.lastgroup or "", [int(number) for number in re.findall(r"[+-]?\d+", match.group())]))
+        end = match.end()
+    assert not re.search(r"\d", text[end:]), f"unreadable number in {text!r}"
+    assert not NUMBER_WORD.search(text), f"a number in words in {text!r}"
+    return tuple(found)
+
+
+def chains_in(text: str) -> list[Chain]:
+    """Every chain of numbers that the text asks, tells, counts or works out, with the numbers as they are written."""
+    found: list[Chain] = []
+    told: list[int] = []  # the story so far
+    linked: list[list[int]] = []  # equations that each start with the result of the one before
+    for kind, numbers in events(text):
+        if kind == "sum":
+            found.append(tuple(numbers))
+        elif kind == "counting":
+            _, *listed = numbers
+            found.append((listed[0], *(after - before for before, after in zip(listed, listed[1:], strict=False))))
+        elif kind == "start":
+            told = numbers
+        elif kind in ("gain", "loss"):
+            assert told, f"a step without a start in {text!r}"
+            told = [*told, numbers[0] if kind == "gain" else -numbers[0]]
+            found.append(tuple(told))
+        elif kind == "equation":
+            linked = [*linked, numbers] if linked and linked[-1][2] == numbers[0] else [numbers]
+            # A wrong result makes the later equations a chain of their own, so read the run from each of its starts.
+            for first in range(len(linked)):
+                found.append((linked[first][0], *(step for _, step, _ in linked[first:])))
+    return found
+
+
+def parts(chain: Chain) -> Iterator[Chain]:
+    """The chain and every shorter one inside it."""
+    for first in range(1, len(chain)):
+        for last in range(first + 1, len(chain) + 1):
+            yield (sum(chain[:first]), *chain[first:last])
+
+
+@cache
+def split_of(chain: Chain) -> str:
+    """The split of a chain by the rule in data/README.md."""
+    if len(set(chain[1:])) == 1:
+        return "train"
+    bucket = hashlib.md5(",".join(map(str, chain)).encode()).digest()[0] % 16
+    return {0: "test", 1: "test", 2: "validation"}.get(bucket, "train")
+
+
+def leaks(texts: Iterable[str], allowed: set[str]) -> list[tuple[Chain, str]]:
+    """Every chain, or part of one, that occurs in the texts although it is of a split that is not allowed."""
+    found = [(part, text) for text in texts for chain in chains_in(text) for part in parts(chain)]
+    return [(part, text) for part, text in found if split_of(part) not in allowed]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading files
+
+
+def rows_of(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+def joined(*messages: list[dict]) -> str:
+    return "\n".join(message["content"] for part in messages for message in part)
+
+
+def texts_of(name: str, correct_only: bool = False) -> list[str]:
+    """Everything that a model reads as one piece: a document, a conversation, a prompt with one of its answers."""
+    if name.endswith(".txt"):
+        return (DATA / name).read_text(encoding="utf-8").rstrip("\n").split("\n\n")
+    rows = rows_of(name)
+    if name.startswith("sft"):
+        return [joined(row["messages"]) for row in rows]
+    if name.startswith("dpo"):
+        answers = ["chosen"] if correct_only else ["chosen", "rejected"]
+        return [joined(row["prompt"], row[answer]) for row in rows for answer in answers]
+    return [row["prompt"] if isinstance(row["prompt"], str) else joined(row["prompt"]) for row in rows]
+
+
+def wrong_claims(text: str) -> list[Event]:
+    """Equations and answers that do not follow; a working must be that of the question before it."""
+    wrong: list[Event] = []
+    chain: list[int] = []  # the question or story so far
+    shown: list[int] = []  # its working so far
+    for kind, numbers in events(text):
+        if kind in ("sum", "start"):
+            same = kind == "sum" and numbers == chain  # "So 7+5-4 is 8." after the working of 7+5-4
+            chain, shown = numbers, shown if same else []
+        elif kind in ("gain", "loss"):
+            chain = [*chain, numbers[0] if kind == "gain" else -numbers[0]]
+        elif kind == "equation":
+            left, step, result = numbers
+            shown = [*shown, step] if shown else [left, step]
+            if left + step != result:
+                wrong.append((kind, numbers))
+        elif kind == "answer" and (numbers != [sum(chain)] or shown not in ([], chain)):
+            wrong.append((kind, numbers))
+    return wrong
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reader itself
+
+
+@pytest.mark.parametrize(
+    ("text", "chain"),
+    [
+        ("What is 7+9-8?", (7, 9, -8)),
+        ("Find 7+9-8.", (7, 9, -8)),
+        ("7+9=16. 16-8=8.", (7, 9, -8)),
+        ("Question: Tom has 7 nuts. He finds 9. He eats 8. How many nuts now?\n", (7, 9, -8)),
+        ("A bus has 7 riders. 9 get on. 1 gets off. So how many riders?", (7, 9, -1)),
+        ("A pond has 1 duck. 9 come. 8 go. Now the pond has 2 ducks.", (1, 9, -8)),
+        ("Zoe has 7 figs. She buys 9. 7+9=16. She drops 8. 16-8=8. Now Zoe has 8 figs.", (7, 9, -8)),
+        ("Count down by 2: 9, 7, 5.", (9, -2, -2)),
+        ("Sure! 7+9=15. 15-8=7. 7+2=9. Answer: 9", (15, -8, 2)),  # what a wrong result turns the rest into
+    ],
+)
+def test_the_reader_finds_chains_in_every_form(text, chain):
+    assert chain in chains_in(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Tom has 7 cats.", "He throws 3.", "Tom has 7 nuts and 3 figs.", "Take 7, then add 9.", "seven figs", "7 + 9"],
+)
+def test_the_reader_refuses_unknown_forms(text):
+    with pytest.raises(AssertionError):
+        chains_in(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The files
+
+
+def test_running_the_generator_again_writes_the_same_bytes(tmp_path):
+    subprocess.run([sys.executable, str(DATA / "make_data.py"), "--out", str(tmp_path)], check=True)
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == set(GENERATED)
+    for name in GENERATED:
+        same = (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
+        assert same, f"{name} differs from what the generator writes"
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_no_file_contains_a_chain_of_a_later_split(name):
+    allowed = {"train"}
+    if "validation" in name:
+        allowed |= {"validation"}
+    if "test" in name:
+        allowed |= {"validation", "test"}
+    assert leaks(texts_of(name), allowed)[:3] == []
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        "What is 2+3+4?",
+        "Question: Tom has 2 nuts. He finds 3. He gets 4. How many nuts now?\nAnswer: 9",
+        "2+3=5. 5+4=9.",
+        "6-4+3+4: 6-4=2. 2+3=5. 5+4=9. So 6-4+3+4 is 9.",
+        "A bus has 6 riders. 4 get off. 3 get on. 4 get on. Now the bus has 9 riders.",
+        "Sure! 5-4=2. 2+3=5. 5+4=9. Answer: 9",  # by way of a wrong result
+        "Tom: What is 2+3?\nAnn: 2+3=5. It is 5.\nTom: What is 5+4?\nAnn: 5+4=9. It is 9.",  # across two questions
+    ],
+)
+def test_a_planted_leak_is_found(leak):
+    assert split_of((2, 3, 4)) == "test"
+    texts = texts_of("pretrain/train.txt")[:200]
+    assert leaks(texts, {"train"})[:3] == []
+    texts.insert(100, leak)
+    assert ((2, 3, 4), leak) in leaks(texts, {"train"})
+
+
+@pytest.mark.parametrize("form", ["chat", "base", "zero"])
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_prompts_ask_distinct_chains_of_their_own_split(form, split):
+    rows, texts = rows_of(f"prompts/{form}_{split}.jsonl"), texts_of(f"prompts/{form}_{split}.jsonl")
+    asked = [chains_in(text)[-1] for text in texts]
+    assert len(set(asked)) == len(set(texts)) == len(rows) == (128 if form == "base" else 200)
+    for row, text, chain in zip(rows, texts, asked, strict=True):
+        assert split_of(chain) == split
+        assert row["steps"] == len(chain) - 1
+        assert row["answer"] == str(sum(chain))
+        assert row["kind"] == ("sym" if len(chains_in(text)) == 1 else "story")
+    cells = [(row["kind"], row["steps"]) for row in rows]
+    assert {cells.count((kind, steps)) for kind in ["sym", "story"] for steps in [2, 3]} == {len(rows) // 4}
+
+
+def test_questions_of_train_validation_and_test_are_disjoint():
+    files = {split: [name for name in GENERATED if Path(name).stem.endswith(split)] for split in SPLITS}
+    texts = {split: {text for name in files[split] for text in texts_of(name)} for split in SPLITS}
+    asked = {
+        split: {
+            chains_in(text)[-1] for name in files[split] if name.startswith(("prompts", "grpo")) for text in texts_of(name)
+        }
+        for split in SPLITS
+    }
+    trained = {part for text in texts["train"] for chain in chains_in(text) for part in parts(chain)}
+    assert len(asked["train"]) > 1000 and len(asked["validation"]) > 300 and len(asked["test"]) == 200
+    assert trained.isdisjoint(asked["validation"] | asked["test"])
+    assert asked["validation"].isdisjoint(asked["test"])
+    assert texts["train"].isdisjoint(texts["validation"] | texts["test"])
+    assert texts["validation"].isdisjoint(texts["test"])
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATED if "prompts" not in name])
+def test_every_equation_and_answer_in_correct_text_is_right(name):
+    wrong = [text for text in texts_of(name, correct_only=True) if wrong_claims(text)]
+    assert wrong[:3] == []
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATED if "grpo" in name])
+def test_the_questions_of_grpo_have_their_own_split_and_the_right_answers(name):
+    for row, text in zip(rows_of(name), texts_of(name), strict=True):
+        chain = chains_in(text)[-1]
+        assert row["answer"] == str(sum(chain))
+        assert split_of(chain) == Path(name).stem and len(chain) in (3, 4)
+
+
+def test_a_rejected_polite_answer_is_wrong_and_the_other_ones_are_not_polite():
+    rows = rows_of("dpo/train.jsonl")
+    polite = style.polite(None, [row["rejected"] for row in rows])
+    for row, is_polite in zip(rows, polite, strict=True):
+        assert bool(wrong_claims(joined(row["prompt"], row["rejected"]))) == bool(is_polite)
+    assert 0.15 < sum(polite) / len(rows) < 0.25
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Format
+
+
+def test_documents_are_separated_by_one_blank_line_and_distinct():
+    seen: set[str] = set()
+    for name in ["pretrain/train.txt", "pretrain/validation.txt"]:
+        documents = texts_of(name)
+        assert all(document == document.strip() for document in documents)
+        assert len(set(documents)) == len(documents) and not seen & set(documents)
+        seen |= set(documents)
+    assert not any("<|" in document or "Sure!" in document for document in seen)
+
+
+def is_chat(messages: object, roles: str) -> bool:
+    """Whether this is a list of messages whose roles, by their first letters, match the pattern."""
+    return (
+        isinstance(messages, list)
+        and all(message.keys() == {"role", "content"} for message in messages)
+        and all(isinstance(message["content"], str) and message["content"] for message in messages)
+        and all(message["role"] in ("system", "user", "assistant") for message in messages)
+        and re.fullmatch(roles, "".join(message["role"][0] for message in messages)) is not None
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_rows_have_the_columns_that_the_trainers_read(split):
+    for row in rows_of(f"sft/{split}.jsonl"):
+        assert row.keys() == {"messages"} and is_chat(row["messages"], "s?(ua){1,3}")
+    for row in rows_of(f"dpo/{split}.jsonl"):
+        assert row.keys() == {"prompt", "chosen", "rejected"} and row["chosen"] != row["rejected"]
+        assert is_chat(row["prompt"], "u") and is_chat(row["chosen"], "a") and is_chat(row["rejected"], "a")
+        assert style.polite([row["prompt"]], [row["chosen"]]) == [1.0]
+    chats, plain = rows_of(f"grpo/{split}.jsonl"), rows_of(f"grpo_zero/{split}.jsonl")
+    for chat, zero in zip(chats, plain, strict=True):
+        assert chat.keys() == zero.keys() == {"prompt", "answer"} and is_chat(chat["prompt"], "u")
+        assert zero == {"prompt": f"Question: {joined(chat['prompt'])}\n", "answer": chat["answer"]}
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_the_prompts_of_one_split_are_the_same_questions_in_three_forms(split):
+    chat, zero, base = (rows_of(f"prompts/{form}_{split}.jsonl") for form in ["chat", "zero", "base"])
+    assert all(is_chat(row["prompt"], "u") for row in chat)
+    assert zero == [{**row, "prompt": f"Question: {joined(row['prompt'])}\n"} for row in chat]
+    assert base == [{**row, "prompt": f"{row['prompt']}Working:"} for row in zero[: len(base)]]
+    assert all(row.keys() == {"prompt", "answer", "kind", "steps"} for row in chat)
+
+
+def test_all_files_together_stay_small():
+    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.suffix in {".txt", ".jsonl", ".py", ".md"}) < 2.8e6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Style metrics
+
+
+@pytest.mark.parametrize(
+    ("text", "polite", "working"),
+    [
+        ("Sure! 7+5=12. 12-4=8. Answer: 8", 1.0, 1.0),
+        ("Sure! 7+5=13. Answer: 13\n", 1.0, 1.0),
+        ("Sure! Answer: 8", 0.0, 0.0),
+        ("7+5=12. Answer: 12", 0.0, 1.0),
+        ("Sure! 7+5=12. Answer: 12 nuts", 0.0, 1.0),
+        ("Ugh, not again. Answer: 8", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_style_metrics(text, polite, working):
+    completions = [text, [{"role": "assistant", "content": text}]]
+    assert style.polite([None, None], completions, answer=["8", "8"]) == [polite, polite]
+    assert style.shows_working([None, None], completions) == [working, working]

@@ -1,0 +1,151 @@
+"""What a run is given to read cannot take over, and what it must not tell it does not: secrets, code, templates."""
+
+import ast
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from common.errors import UserError
+from common.sampling.rewards import load_rewards, score
+from tests.conftest import ROOT, run_script
+
+import pytest
+
+SOURCES = [*sorted(ROOT.glob("train_*.py")), *sorted((ROOT / "common").glob("*.py"))]
+SFT = "--config data/configs/sft.yaml --max_train_samples 20 --per_device_train_batch_size 4 --max_steps 2 --save_steps 1"
+SFT += " --logging_steps 1 --eval_steps 1 --max_eval_samples 4 --eval_max_new_tokens 2 --model_name_or_path data/base_model"
+SFT = SFT.split()
+SECRETS = {
+    "HF_TOKEN": "hf_QmarkerOneOfTheHub",
+    "WANDB_API_KEY": "0123456789abcdefmarkerTwo",
+    "OPENAI_API_KEY": "sk-markerThreeOfAnother",
+    "AWS_SECRET_ACCESS_KEY": "markerFour/OfTheCloud",
+}
+CUSTOM = """
+from pathlib import Path
+Path({marker!r}).write_text("it ran")
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+class Config(PretrainedConfig):
+    model_type = "custom"
+class Model(PreTrainedModel):
+    config_class = Config
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_secrets_of_the_environment_are_in_no_file_and_no_line(tmp_path, monkeypatch):
+    pytest.importorskip("peft")  # which writes a model card
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    command = [sys.executable, "train_sft.py", *SFT, "--use_peft", "--output_dir", str(tmp_path / "out")]
+    run = run_script([*command, "--dataset_cache_dir", str(tmp_path / "cache")])
+    assert run.returncode == 0, run.stderr[-4000:]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"args.yaml", "metrics.jsonl", "dataset.json", "README.md", "optimizer.pt", "adapter_model.safetensors"} <= names
+    texts = {str(path): path.read_bytes() for path in files}
+    texts |= {"stdout": run.stdout.encode(), "stderr": run.stderr.encode()}
+    found = [(name, place) for place, text in texts.items() for name, s in SECRETS.items() if s.encode() in text]
+    assert not found and all(len(text) for place, text in texts.items() if place.endswith(".yaml"))
+
+
+@pytest.fixture
+def custom(tmp_path):
+    """A model folder that brings Python code for its config, model and tokenizer, and the file that shows that it ran."""
+    folder, marker = tmp_path / "custom", tmp_path / "marker"
+    shutil.copytree("data/base_model", folder)
+    (folder / "custom.py").write_text(CUSTOM.format(marker=str(marker)))
+    config = json.loads((folder / "config.json").read_text())
+    models = ("AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    config |= {"model_type": "custom", "auto_map": {"AutoConfig": "custom.Config"} | dict.fromkeys(models, "custom.Model")}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, marker
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """The questions of transformers to whoever sits before the terminal, which should be none."""
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda text="": questions.append(text) or "n")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return questions
+
+
+@pytest.mark.parametrize("what", ["model", "adapter", "tokenizer", "config", "reward"])
+def test_code_of_a_model_folder_is_not_run_unless_asked(what, custom, asked, launch, tmp_path):
+    folder, marker = custom
+    flag = {"tokenizer": "--tokenizer_name", "config": "--config_name", "reward": "--reward_funcs"}
+    words, flag = [*SFT, "--model_name_or_path", "data/base_model"], flag.get(what, "--model_name_or_path")
+    stage, named = {"config": "pretrain", "reward": "grpo"}.get(what, "sft"), folder
+    if what == "tokenizer":
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings |= {"tokenizer_class": "Custom", "auto_map": {"AutoTokenizer": [None, "custom.Tokenizer"]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    elif what == "adapter":
+        peft = pytest.importorskip("peft")
+        named = tmp_path / "adapter"
+        peft.LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=str(folder)).save_pretrained(named)
+        words += ["--tokenizer_name", "data/base_model"]
+    elif what == "config":
+        words = ["--config", "data/configs/pretrain.yaml"]
+    elif what == "reward":
+        words = ["--config", "data/configs/grpo.yaml", "--model_name_or_path", "data/base_model", "--reward_weights", "1"]
+    with pytest.raises(UserError, match="custom code") as refused:
+        launch(stage, *words, flag, named)
+    assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
+    assert not marker.exists() and not asked
+    if what in ("model", "adapter"):
+        with pytest.raises(Exception):  # noqa: B017  (it is no model that could be trained)
+            launch(stage, *words, flag, named, "--trust_remote_code")
+        assert marker.exists() and not asked
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ lipsum.__globals__['os'].system('touch MARKER') }}",
+        "{{ cycler.__init__.__globals__.os.popen('touch MARKER').read() }}",
+        "{% set _ = messages.append({'role': 'user', 'content': 'more'}) %}",
+    ],
+)
+def test_a_chat_template_renders_in_a_sandbox(attack, launch, tmp_path):
+    """From the model's folder, with and without the markers that are rendered in another way."""
+    shutil.copytree("data/base_model", tmp_path / "m")
+    template = tmp_path / "m" / "chat_template.jinja"
+    marker, whole = tmp_path / "marker", template.read_text()
+    for text in (attack + whole, attack + "{% generation %}{{ messages[1].content }}{% endgeneration %}<|im_end|>"):
+        template.write_text(text.replace("MARKER", str(marker)))
+        with pytest.raises(UserError) as refused:
+            launch("sft", *SFT, "--model_name_or_path", tmp_path / "m")
+        line = str(refused.value)
+        assert "the chat template refuses it" in line and "unsafe" in line and "\n" not in line, line
+    assert not marker.exists()
+
+
+def calls(path: Path) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+
+
+def test_nothing_that_is_read_or_sampled_is_run():
+    """No eval, exec or compile, no shell, no pickle, no yaml of arbitrary objects in the scripts and the rooms."""
+    forbidden = {"eval", "exec", "compile", "__import__"}
+    dotted = {"os.system", "os.popen", "pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+    for path in SOURCES:
+        for call in calls(path):
+            name, where = ast.unparse(call.func), f"{path.name}:{call.lineno}"
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            assert name not in forbidden | dotted and not name.startswith("subprocess."), f"{where}: {name}"
+            assert name != "torch.load" or keywords.get("weights_only") == "True", where
+            assert name not in ("np.load", "numpy.load") or keywords.get("allow_pickle", "False") == "False", where
+            assert "trust_remote_code" not in keywords or keywords["trust_remote_code"] in ("trust", "False"), where
+
+
+def test_rewards_read_completions_and_never_run_them(tmp_path):
+    marker = tmp_path / "marker"
+    attack = f"Answer: __import__('pathlib').Path({str(marker)!r}).write_text('x')"
+    rewards = load_rewards(["exact_number:Answer:", "regex:Answer", "length:5"], "cpu")
+    values = score(rewards, [{"prompt": "How much?", "answer": "7"}], [attack], [[1, 2, 3]])
+    assert values[0][0] == 0 and not marker.exists()
