@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 GIB = 2**30
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # each process holds a part of the weights
 CROWDED = 0.9  # of the limit: from here on caches are emptied
 # What running out says, where it is not an exception of its own: CUDA and its libraries, MPS, the allocators of the CPU.
 MESSAGES = (

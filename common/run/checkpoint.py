@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, say
+from common.memory import SHARDED
 from common.model.flat_model import gathered
 from common.run.output_dir import WEIGHTS, checkpoints, defect, flush, read_state, seal, step_of
 
 import torch
-from accelerate.utils import DistributedType
 
 OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml")  # what a checkpoint has beside the model
-SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 DISK_ERROR = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 
 

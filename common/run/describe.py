@@ -6,9 +6,8 @@ from typing import Any
 
 from common.data.tokens import show_trained
 from common.errors import say
-from common.memory import memory, tokens_at_once
+from common.memory import SHARDED, memory, tokens_at_once
 from common.model.flat_model import count_parameters
-from common.run.checkpoint import SHARDED
 from common.run.estimate import needs, show_memory, show_size
 
 import numpy as np

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from common.memory import GIB, memory, tokens_at_once
+from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model.flat_model import LogProbModel, base_lm
 from common.model.lm_head import head_bytes
-from common.run.checkpoint import SHARDED
 
 import torch
 from torch import Tensor, nn

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError, say
-from common.memory import AsyncScalar
-from common.run.checkpoint import SHARDED
+from common.memory import SHARDED, AsyncScalar
 from common.run.metrics import Metrics, whole
 from common.run.output_dir import checkpoints
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from common.collators import Window
 from common.errors import UserError, say
-from common.memory import empty_caches, is_oom, tokens_at_once
-from common.run.checkpoint import SHARDED
+from common.memory import SHARDED, empty_caches, is_oom, tokens_at_once
 from common.run.estimate import needs, show_size
 from common.run.metrics import Metrics
 from common.run.run import KEPT
