@@ -29,11 +29,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # both sides use two processes i
 
 import train_pretrain  # noqa: E402
 import train_sft  # noqa: E402
+from common.args import CommonArgs  # noqa: E402
 from common.collators import Windows  # noqa: E402
-from common.data.cache import tokenize  # noqa: E402
-from common.data.order import Order, Shuffled  # noqa: E402
-from common.data.sources import Source  # noqa: E402
-from common.model.load import load_tokenizer  # noqa: E402
+from common.data import Tokenizer, chat_format, chunk, load_data, text_format  # noqa: E402
+from common.model import load_tokenizer  # noqa: E402
 
 import accelerate  # noqa: E402
 import datasets  # noqa: E402
@@ -72,21 +71,23 @@ def write_text(path: Path, megabytes: int) -> None:
 # --- ours -----------------------------------------------------------------------------------------------------------
 
 
-def ours(kind: str, path: Path, tokenizer, work: Path) -> tuple[float, float, int]:
+def ours(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float, float, int]:
     """(seconds to tokenise and cache, seconds to make all micro-batches, useful tokens)."""
     accelerator = accelerate.Accelerator(cpu=True)
-    source = Source(str(path), format="messages" if kind == "chats" else "text", label=kind)
-    script, settings = (
-        (train_sft, {"max_length": MAX_LENGTH, "train_on": "all_turns", "split_long_chats": False})
-        if kind == "chats"
-        else (train_pretrain, {"dataset_text_field": "text"})
+    script, recognise = (train_sft, chat_format) if kind == "chats" else (train_pretrain, text_format)
+    args = script.Args(
+        dataset_name=[str(path)],
+        dataset_cache_dir=str(work),
+        dataset_num_proc=PROCESSES,
+        max_length=MAX_LENGTH,
+        per_device_train_batch_size=BATCH,
     )
     began = time.perf_counter()
-    units = tokenize(accelerator, [source], script.make_units, tokenizer, settings, cache_dir=str(work), num_proc=PROCESSES)
+    train, _ = load_data(args, accelerator, script.encode, tokenizer, recognise)
     tokenised = time.perf_counter()
     if kind == "text":
-        units = units.cut(MAX_LENGTH, across=True)
-    windows = Windows(Shuffled(units, Order(units.counts, 0)), accelerator, BATCH)
+        train = chunk(train, MAX_LENGTH)
+    windows = Windows(args, accelerator, train)
     tokens = sum(batch["input_ids"].numel() for step in range(len(windows)) for batch in windows[step])
     return tokenised - began, time.perf_counter() - tokenised, tokens
 
@@ -94,7 +95,7 @@ def ours(kind: str, path: Path, tokenizer, work: Path) -> tuple[float, float, in
 # --- the peer -------------------------------------------------------------------------------------------------------
 
 
-def peer(kind: str, path: Path, tokenizer, work: Path) -> tuple[float, float, int]:
+def peer(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float, float, int]:
     """The same with datasets.map and a collator that pads: what a trainer does by default."""
 
     def encode_chat(row: dict) -> dict:
@@ -145,6 +146,7 @@ def loader_share() -> float:
 import time, train_sft
 from common.args import parse_args
 from common.collators import Window, Windows
+from common.run import Run
 spent = [0.0]
 def timed(function):
     def inner(*args):
@@ -156,16 +158,17 @@ def timed(function):
 iterate = Window.__iter__
 Window.__iter__ = timed(lambda window: iter(list(iterate(window))))  # all micro-batches at once, inside the clock
 Window.count, Windows.__getitem__ = timed(Window.count), timed(Windows.__getitem__)
-progress, finish, began = train_sft.progress, train_sft.finish, []
-def at_the_start_of_the_loop(*args):
+steps, began = Run.steps, []
+def watched_steps(run, *args):
     spent[0] = 0.0
     began.append(time.perf_counter())
-    return progress(*args)
-def at_its_end(*args):
+    yield from steps(run, *args)
+def finish(run, try_next):
     print("SHARE", spent[0] / (time.perf_counter() - began[0]))
-train_sft.progress, train_sft.finish = at_the_start_of_the_loop, at_its_end
+Run.steps, Run.finish = watched_steps, finish
 words = ["--max_steps", "200", "--eval_steps", "0", "--save_steps", "0", "--output_dir", OUT, "--dataset_cache_dir", CACHE]
-train_sft.main(parse_args(train_sft.Args, train_sft.DEMO, words))
+words += ["--model_name_or_path", "data/base_model", "--config", "data/configs/sft.yaml"]
+train_sft.main(parse_args(train_sft.Args, "data/configs/sft.yaml", argv=words))
 """
     with tempfile.TemporaryDirectory() as work:
         code = code.replace("OUT", repr(f"{work}/out")).replace("CACHE", repr(f"{work}/cache"))
@@ -215,7 +218,7 @@ def main() -> None:
     parser.add_argument("--corpus_mb", type=int, default=0)
     args = parser.parse_args()
     datasets.disable_progress_bars()
-    tokenizer = load_tokenizer("data/base_model")
+    tokenizer = load_tokenizer(CommonArgs(), "data/base_model")
     results: dict = {"rounds": args.rounds, "processes": PROCESSES, "batch": BATCH, "max_length": MAX_LENGTH}
     results["versions"] = {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)}
     results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"

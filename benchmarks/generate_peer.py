@@ -1,4 +1,4 @@
-"""Sampling alone: `common.sampling.generate.sample` and generate(), alternately in one process (called by grpo.py).
+"""Sampling alone: `common.sampling.sample` and generate(), alternately in one process (called by grpo.py).
 
 python benchmarks/generate_peer.py model prompts.jsonl result.json rounds
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.data.chat import stop_token_ids  # noqa: E402
-from common.model.flat_model import base_lm  # noqa: E402
-from common.model.load import load_model, load_tokenizer  # noqa: E402
-from common.sampling.generate import sample  # noqa: E402
+from common.args import CommonArgs  # noqa: E402
+from common.model import load_model, load_tokenizer  # noqa: E402
+from common.sampling import sample  # noqa: E402
 
+import accelerate  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
@@ -27,9 +27,10 @@ PROMPTS, G, NEW = 16, 8, 56
 def main() -> None:
     model_dir, prompt_file, result, rounds = sys.argv[1:]
     os.chdir(ROOT)
-    tokenizer = load_tokenizer(model_dir)
-    model = load_model(model_dir)
-    stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
+    args = CommonArgs(model_name_or_path=model_dir)
+    tokenizer = load_tokenizer(args)
+    model = load_model(args, accelerate.Accelerator(cpu=True), tokenizer)
+    stop_ids = model.stop_ids
     peer = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     assert set(stop_ids) <= set(peer.generation_config.eos_token_id), "generate() would not stop"
     rows = [json.loads(line)["prompt"] for line in Path(prompt_file).read_text().splitlines()]
@@ -41,7 +42,7 @@ def main() -> None:
 
     def ours(ids: list[list[int]], turn: int) -> list[int]:
         keys = [(0, turn, i) for i in range(len(ids))]
-        found = sample(model, ids, keys, stop_ids=stop_ids, max_new_tokens=NEW)
+        found = sample(model, ids, keys, max_new_tokens=NEW)
         return [len(completion.ids) for completion in found]
 
     def generate(ids: list[list[int]], turn: int, **options) -> list[int]:

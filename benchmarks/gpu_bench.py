@@ -16,9 +16,10 @@ from compare import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+from common.args import CommonArgs  # noqa: E402
 from common.memory import empty_caches  # noqa: E402
+from common.model import adamw  # noqa: E402
 from common.model.flat_model import peak_flops  # noqa: E402
-from common.model.optimizer import adamw  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -131,7 +132,7 @@ class Bench:
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return adamw(model, 1e-5, 0.0, (0.9, 0.999), 1e-8)
+    return adamw(CommonArgs(learning_rate=1e-5), model)
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,17 @@ from typing import Any
 
 from gpu_bench import GIB, LLAMA, SMALL, Bench, Row, optimizer_of, update
 
-from common.model.attention import flat_attention, plan_flat_row, varlen_attn  # isort: skip
-from common.collators import flat_batch, whole
+from common.model.attention import flat_attention, plan_flat_row  # isort: skip
+from common.collators import flat_batch
+from common.data import Example, Sequence, whole
 from common.losses import dpo_loss, grpo_loss, segment_ids, segment_sum
 from common.memory import empty_caches, is_oom
-from common.model.flat_model import LogProbModel, flops_per_token
-from common.model.lm_head import nll, score
-from common.model.load import compile_layers, enable_gradient_checkpointing, wrap
-from common.sampling.generate import sample
+from common.model import FlatModel
+from common.model.flat_model import flops_per_token
+from common.model.lm_head import log_probs, weighted_nll
+from common.model.load import compile_layers, enable_gradient_checkpointing
+from common.model.wrap import wrap
+from common.sampling import sample
 
 import numpy as np
 import torch
@@ -66,7 +69,7 @@ def _pretrain_step(bench: Bench, config: Any, dtype: torch.dtype, compiled: bool
     def step() -> torch.Tensor:
         batch = flat_batch([[whole(row)] for row in ids], bench.device)
         with bench.autocast() if dtype == torch.float32 else nullcontext():
-            loss, _ = model(batch, nll_weights=batch["loss_mask"] / (rows * (T - 1)))
+            loss = model(batch, nll_weights=batch["loss_mask"] / (rows * (T - 1))).nll
         return update(model, optimizer, loss)
 
     began = time.perf_counter()
@@ -82,7 +85,7 @@ def _pretrain_step(bench: Bench, config: Any, dtype: torch.dtype, compiled: bool
 # --- SFT ------------------------------------------------------------------------------------------------------------
 
 
-def chats(bench: Bench, count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
+def chats(bench: Bench, count: int, seed: int = 0) -> list[Sequence]:
     """Of which the second half is trained."""
     draw, V = np.random.default_rng(seed), bench.sizes["chat"]["vocab_size"]
     found = [whole(draw.integers(2, V, n)) for n in lognormal(count, 20, bench.sizes["longest"], seed)]
@@ -96,7 +99,7 @@ def pad(bench: Bench, rows: list[Any], filler: int) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filler).to(bench.device)
 
 
-def labels_of(chat: dict[str, np.ndarray]) -> np.ndarray:
+def labels_of(chat: Sequence) -> np.ndarray:
     labels = np.where(chat["loss_mask"] == 1, chat["input_ids"], -100)
     labels[0] = -100
     return labels
@@ -105,16 +108,16 @@ def labels_of(chat: dict[str, np.ndarray]) -> np.ndarray:
 def sft_sides(bench: Bench) -> dict[str, tuple[int, bool, Callable]]:
     """side: chats of a micro-batch, compiled, and (model, chats) -> loss."""
 
-    def flat(model: LogProbModel, some: list[dict]) -> torch.Tensor:
+    def flat(model: FlatModel, some: list[Sequence]) -> torch.Tensor:
         batch = flat_batch([[chat] for chat in some], bench.device)
-        return model(batch, nll_weights=batch["loss_mask"] / batch["loss_mask"].sum())[0]
+        return model(batch, nll_weights=batch["loss_mask"] / batch["loss_mask"].sum()).nll
 
-    def padded(lm: Any, some: list[dict]) -> torch.Tensor:
+    def padded(lm: Any, some: list[Sequence]) -> torch.Tensor:
         ids, labels = pad(bench, [c["input_ids"] for c in some], 0), pad(bench, [labels_of(c) for c in some], -100)
         mask = pad(bench, [np.ones(len(c["input_ids"])) for c in some], 0)
         return lm(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
 
-    def dense(lm: Any, some: list[dict]) -> torch.Tensor:
+    def dense(lm: Any, some: list[Sequence]) -> torch.Tensor:
         lengths = torch.tensor([len(c["input_ids"]) for c in some])
         of = torch.repeat_interleave(torch.arange(len(some)), lengths).to(bench.device)
         mask = ((of[:, None] == of[None]) & torch.ones(len(of), len(of), dtype=torch.bool, device=bench.device).tril())[
@@ -171,7 +174,7 @@ def _sft_step(bench: Bench, name: str, count: int, compiled: bool, loss_of: Call
 # --- DPO ------------------------------------------------------------------------------------------------------------
 
 
-def pairs(bench: Bench, count: int, seed: int) -> list[list[dict[str, np.ndarray]]]:
+def pairs(bench: Bench, count: int, seed: int) -> list[Example]:
     draw, V = np.random.default_rng(seed), bench.sizes["chat"]["vocab_size"]
     longest = bench.sizes["longest"] // 2
     found = []
@@ -188,7 +191,7 @@ def selected(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def padded_logps(bench: Bench, lm: Any, sequences: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_logps(bench: Bench, lm: Any, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, L - 1) log-probabilities of the next tokens from full logits, and the mask of those that are trained."""
     ids, trained = (pad(bench, [s[name] for s in sequences], 0) for name in ("input_ids", "loss_mask"))
     mask = pad(bench, [np.ones(len(s["input_ids"])) for s in sequences], 0)
@@ -199,11 +202,11 @@ def padded_logps(bench: Bench, lm: Any, sequences: list[dict]) -> tuple[torch.Te
 def dpo_sides(bench: Bench) -> dict[str, tuple[int, Callable]]:
     """side: pairs of a micro-batch, and (model, pairs) -> sums of the log-probabilities of all answers, two to a pair."""
 
-    def ours(model: LogProbModel, some: list) -> torch.Tensor:
+    def ours(model: FlatModel, some: list[Example]) -> torch.Tensor:
         batch = flat_batch(some, bench.device)
-        return segment_sum(model(batch), batch["cu_seqlens"])
+        return segment_sum(model(batch).logps, batch["cu_seqlens"])
 
-    def padded(lm: Any, some: list) -> torch.Tensor:
+    def padded(lm: Any, some: list[Example]) -> torch.Tensor:
         order = [pair[0] for pair in some] + [pair[1] for pair in some]  # chosen, then rejected, in one batch
         logps, trained = padded_logps(bench, lm, order)
         return (logps * trained).sum(-1).view(2, -1).T.flatten()
@@ -274,7 +277,7 @@ def samplers(bench: Bench, prompts: list[list[int]], stop_ids: list[int]) -> dic
         eos_token_id=stop_ids,
     )
 
-    def ours(model: LogProbModel, call: int) -> list[list[int]]:
+    def ours(model: FlatModel, call: int) -> list[list[int]]:
         keys = [(call, i) for i in range(len(prompts))]
         options = {"stop_ids": stop_ids, "max_new_tokens": new, "batch_size": len(prompts)}
         return [completion.ids for completion in sample(model, prompts, keys, **options)]
@@ -358,7 +361,7 @@ def grpo_step(bench: Bench) -> None:
     prompts = prompts_of(bench, bench.sizes["groups"][0])
     sides = samplers(bench, prompts, some_stops(bench))
 
-    def sequences(rows: list[list[int]], advantages: np.ndarray) -> list[dict[str, Any]]:
+    def sequences(rows: list[list[int]], advantages: np.ndarray) -> list[Sequence]:
         return [
             {
                 "input_ids": np.array(p + r),
@@ -368,13 +371,13 @@ def grpo_step(bench: Bench) -> None:
             for p, r, a in zip(prompts, rows, advantages, strict=True)
         ]
 
-    def ours(model: LogProbModel, some: list[dict]) -> torch.Tensor:
+    def ours(model: FlatModel, some: list[Sequence]) -> torch.Tensor:
         batch = flat_batch([[s] for s in some], bench.device)
-        logps, mask, borders = model(batch, stats=True).logps, batch["loss_mask"], batch["cu_seqlens"]
+        logps, mask, borders = model(batch, entropy=True).logps, batch["loss_mask"], batch["cu_seqlens"]
         advantages = batch["advantage"][segment_ids(borders, len(logps))]
         return grpo_loss(logps, logps.detach(), None, advantages, mask, borders)[0].sum() / mask.sum()
 
-    def padded(lm: Any, some: list[dict]) -> torch.Tensor:
+    def padded(lm: Any, some: list[Sequence]) -> torch.Tensor:
         logps, mask = padded_logps(bench, lm, some)
         advantages = torch.tensor([s["advantage"] for s in some], device=bench.device)[:, None]
         return -((logps - logps.detach()).exp() * advantages * mask).sum() / mask.sum()
@@ -431,8 +434,8 @@ def head(bench: Bench) -> None:
     hidden = torch.randn(N, D, device=bench.device, dtype=torch.bfloat16, requires_grad=True)
     tokens, weights = torch.randint(V, (N,), device=bench.device), torch.full((N,), 1 / N, device=bench.device)
     sides = {
-        "ours, pretrain and SFT": lambda: nll(inner, hidden, tokens, weights)[0],
-        "ours, DPO and GRPO": lambda: -(weights * score(inner, hidden, tokens)[0]).sum(),
+        "ours, pretrain and SFT": lambda: weighted_nll(inner, hidden, tokens, weights)[0],
+        "ours, DPO and GRPO": lambda: -(weights * log_probs(inner, hidden, tokens)[0]).sum(),
         "full logits": lambda: F.cross_entropy((hidden @ weight.T).float(), tokens),
     }
     if hasattr(F, "linear_cross_entropy"):
@@ -484,7 +487,7 @@ def attention(bench: Bench) -> None:
     if ragged is not None:
         sides = {"varlen kernel": lambda: flat(ragged)} | sides
     else:
-        print(f"    no varlen kernel on this device ({'not in this PyTorch' if varlen_attn is None else bench.device.type})")
+        print(f"    no varlen kernel: it needs PyTorch 2.10 and a CUDA GPU of capability 8.0, this is {bench.device}")
     flops = 3.5 * sum(2 * n * n * H * Dh for n in lengths)  # forward 2 products of n²/2, backward 2.5 times that
     first = None
     for name, run in sides.items():
@@ -518,13 +521,13 @@ def long_row(bench: Bench) -> None:
             row.update(_long_row(bench, model, T))
 
 
-def _long_row(bench: Bench, model: LogProbModel, T: int) -> Row:
+def _long_row(bench: Bench, model: FlatModel, T: int) -> Row:
     ids = np.random.default_rng(0).integers(2, bench.sizes["chat"]["vocab_size"], T)
 
     def step() -> torch.Tensor:
         batch = flat_batch([[whole(ids)]], bench.device)
         with bench.autocast():
-            loss, _ = model(batch, nll_weights=batch["loss_mask"] / (T - 1))
+            loss = model(batch, nll_weights=batch["loss_mask"] / (T - 1)).nll
         loss.backward()
         model.zero_grad()
         return loss.detach()

@@ -25,13 +25,13 @@ from compare import HERE, ROOT, machine
 
 sys.path.insert(0, str(ROOT))
 
-from common.collators import flat_batch, whole  # noqa: E402
+from common.args import CommonArgs  # noqa: E402
+from common.collators import flat_batch  # noqa: E402
+from common.data import whole  # noqa: E402
 from common.losses import grpo_loss, segment_ids  # noqa: E402
-from common.model.flat_model import LogProbModel  # noqa: E402
-from common.model.load import create_model  # noqa: E402
-from common.model.optimizer import adamw  # noqa: E402
+from common.model import FlatModel, adamw, create_model  # noqa: E402
 from common.run.estimate import _Live, nbytes  # noqa: E402
-from common.sampling.generate import sample  # noqa: E402
+from common.sampling import sample  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -51,8 +51,8 @@ class Step:
             num_key_value_heads=2, max_position_embeddings=longest, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1,
         )  # fmt: skip
         self.V, self.device = V, torch.device(device)
-        self.model: LogProbModel = create_model(config, seed=0).to(self.device).train()
-        self.optimizer = adamw(self.model, 1e-4, 0.0, (0.9, 0.999), 1e-8)
+        self.model: FlatModel = create_model(config, seed=0).to(self.device).train()
+        self.optimizer = adamw(CommonArgs(learning_rate=1e-4), self.model)
         self.train(self.row([8]))  # the moments come into being
 
     def row(self, lengths: list[int], seed: int = 0) -> dict[str, Any]:
@@ -62,8 +62,7 @@ class Step:
     def train(self, batch: dict[str, Any]) -> None:
         """A step of pretraining and SFT."""
         weights = batch["loss_mask"] / batch["loss_mask"].sum()
-        loss, _ = self.model(batch, nll_weights=weights)
-        self.update(loss)
+        self.update(self.model(batch, nll_weights=weights).nll)
 
     def update(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -158,20 +157,20 @@ def completions(device: str, quick: bool) -> dict[str, list[Point]]:
             # a token that does not exist ends a completion: all have the same length
             return sample(step.model, each, keys, stop_ids=[step.V], max_new_tokens=new, batch_size=len(each))
 
-        units = [
+        examples = [
             [
                 {
-                    "input_ids": np.array(prompt + done.ids),
-                    "loss_mask": np.array([0] * Lp + [1] * len(done.ids), np.uint8),
+                    "input_ids": np.array(prompt + sampled.ids),
+                    "loss_mask": np.array([0] * Lp + [1] * len(sampled.ids), np.uint8),
                     "advantage": (-1.0) ** i,
                 }
             ]
-            for i, (prompt, done) in enumerate(zip(each, draw_completions(), strict=True))
+            for i, (prompt, sampled) in enumerate(zip(each, draw_completions(), strict=True))
         ]
-        batch = flat_batch(units, step.device)
+        batch = flat_batch(examples, step.device)
 
         def update(batch=batch) -> None:
-            logps = step.model(batch, stats=True).logps
+            logps = step.model(batch, entropy=True).logps
             of = segment_ids(batch["cu_seqlens"], len(logps))
             mask, borders = batch["loss_mask"], batch["cu_seqlens"]
             losses, _ = grpo_loss(logps, logps.detach(), None, batch["advantage"][of], mask, borders)

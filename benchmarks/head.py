@@ -28,7 +28,7 @@ TRL_CHUNK = 32768  # as in its trainers
 
 def sides(V: int, T: int, D: int) -> tuple[dict, Any, Any]:
     """Each side as a function to the loss, and the hidden states and the weight that it has gradients for."""
-    from common.model.lm_head import nll, score
+    from common.model.lm_head import log_probs, weighted_nll
 
     import torch
     import torch.nn.functional as F
@@ -47,11 +47,11 @@ def sides(V: int, T: int, D: int) -> tuple[dict, Any, Any]:
 
     def ours() -> torch.Tensor:
         """As train_sft.py and train_pretrain.py have it: the weights of the tokens are known."""
-        return nll(lm, hidden, tokens, weights)[0]
+        return weighted_nll(lm, hidden, tokens, weights)[0]
 
     def recomputed() -> torch.Tensor:
         """As train_dpo.py has it: log-probabilities, whose weights show in the backward pass only."""
-        return -score(lm, hidden, tokens)[0].mean()
+        return -log_probs(lm, hidden, tokens)[0].mean()
 
     def trl() -> torch.Tensor:
         from trl.kernels.chunked_logprob import ChunkedLogProbFunction

@@ -3,53 +3,49 @@
 python benchmarks/ours.py result.json train_sft.py --logging_steps 1 ...
 """
 
-import os
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(1, str(Path(__file__).resolve().parent))
+from clock import Clock
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # as for a script that is started there
 
 from common import args as arguments  # noqa: E402
-
-from clock import Clock  # noqa: E402
 
 
 def watch(clock: Clock) -> None:
     """Have the clock see the start of the loop, each step, and what is logged."""
-    from common.run.metrics import Metrics
+    from common.run import Run
 
-    restore, log, write = Metrics.restore, Metrics.log, Metrics._write
+    steps, log = Run.steps, Run.log
 
-    def begin(self: Metrics, *args: Any, **named: Any) -> None:
-        restore(self, *args, **named)  # the last thing before the loop that every script calls
+    def watched_steps(self: Run, *args: Any, **named: Any) -> Iterator[int]:
         clock.begin()
+        yield from steps(self, *args, **named)
 
-    def keep(self: Metrics, step: int, values: dict) -> None:
-        write(self, step, values)
-        clock.result.setdefault("metrics", []).append({name: float(value) for name, value in values.items()})
-        clock.result["loss"].append(float(values["loss"]))
-
-    def end_of_step(self: Metrics, *args: Any, **named: Any) -> None:
-        log(self, *args, **named)
+    def watched_log(self: Run, *args: Any, **named: Any) -> None:
+        log(self, *args, **named)  # the last thing in a step
+        values = dict(self.metrics.last)
+        clock.result.setdefault("metrics", []).append(values)
+        clock.result["loss"].append(values["loss"])
         clock.step()
 
-    Metrics.restore, Metrics._write, Metrics.log = begin, keep, end_of_step
+    Run.steps, Run.log = watched_steps, watched_log
 
 
 def main() -> None:
     result, script, *words = sys.argv[1:]
-    clock, run = Clock(), arguments.run
+    clock, launch = Clock(), arguments.launch
 
-    def run_watched(main: Any, args: Any) -> None:
+    def launch_watched(*args: Any, **named: Any) -> None:
         watch(clock)  # the script has imported by now, in its own order
-        run(main, args)
+        launch(*args, **named)
 
-    arguments.run = run_watched
+    arguments.launch = launch_watched
     sys.argv = [script, *words]
-    sys.path[1] = os.getcwd()
     try:
         runpy.run_path(script, run_name="__main__")
     finally:

@@ -21,10 +21,8 @@ sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
 import train_pretrain  # noqa: E402
-from common.collators import pack  # noqa: E402
-from common.data.cache import tokenize  # noqa: E402
-from common.data.order import Order, Shuffled  # noqa: E402
-from common.data.sources import Source  # noqa: E402
+from common.data import Shuffled, Tokenizer, chunk, load_data, pack, text_format  # noqa: E402
+from common.data.order import Order  # noqa: E402
 
 import accelerate  # noqa: E402
 import numpy as np  # noqa: E402
@@ -55,7 +53,7 @@ TEMPLATE = """\
 class Words:
     """Text of a wanted number of tokens, in order from data/pretrain."""
 
-    def __init__(self, tokenizer: Any, seed: int):
+    def __init__(self, tokenizer: Tokenizer, seed: int):
         self.words = (ROOT / "data" / "pretrain" / "train.txt").read_text(encoding="utf-8").split()
         encoded = tokenizer([" " + word for word in self.words], add_special_tokens=False).input_ids
         self.sizes, self.rng = [len(ids) for ids in encoded], random.Random(seed)
@@ -149,27 +147,20 @@ def main(folder: Path) -> None:
     pages = [{"text": words.text(words.length())} for _ in range(PAGES)]
     write_rows(folder, "pages", pages, Order([PAGES], 0), None)
 
-    def units_of(name: str) -> Any:
-        return tokenize(
-            accelerate.Accelerator(cpu=True),
-            [Source(str(folder / f"{name}.jsonl"), format="text", label=name)],
-            train_pretrain.make_units,
-            tokenizer,
-            {"dataset_text_field": "text"},
-            cache_dir=str(folder.parent / "cache"),
-            num_proc=1,
+    def documents_in_order(name: str) -> Shuffled:
+        args = train_pretrain.Args(
+            dataset_name=[str(folder / f"{name}.jsonl")], dataset_cache_dir=str(folder.parent / "cache"), dataset_num_proc=1
         )
+        train, _ = load_data(args, accelerate.Accelerator(cpu=True), train_pretrain.encode, tokenizer, text_format)
+        return train
 
-    units = units_of("text")
+    stream = documents_in_order("text")
     for length, many in TEXT_ROWS.items():
-        rows = units.cut(length, across=True)
-        rows = Shuffled(rows, Order(rows.counts, 0))
+        rows = chunk(stream, length)
         full = [rows[i][0]["input_ids"] for i in range(many)]
         np.save(folder / f"text{length}.ordered.npy", np.stack(full).astype(np.int64))
         print(f"text: {len(rows)} rows of {length}")
-    whole = units_of("pages")
-    packs = pack(whole, PACK)
-    packs = Shuffled(packs, Order(packs.counts, 0), whole)
+    packs = pack(documents_in_order("pages"), PACK)
     documents_of = [[sequence["input_ids"].tolist() for sequence in packs[i]] for i in range(len(packs))]
     steps = [documents_of[i] + documents_of[i + 1] for i in range(0, len(packs) - 1, PACKS)]
     (folder / "pages.steps.json").write_text(json.dumps(steps))  # of each step, the documents

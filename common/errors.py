@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import TextIO
 
 
 class UserError(Exception):
@@ -21,7 +22,7 @@ def show_and_exit(error: UserError) -> None:
     os._exit(1)
 
 
-def say(line: str) -> None:
+def say(line: str, file: TextIO | None = None) -> None:
     """A line for the user, once per run and not once per process."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+        print(line, file=file or sys.stdout, flush=True)

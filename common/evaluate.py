@@ -1,4 +1,4 @@
-"""Evaluation that the stages share: the loss on held-out units, and scored completions of fixed prompts.
+"""Evaluation that the stages share: losses on held-out examples, and scored completions of fixed prompts.
 
 Sums and counts are reduced over the processes, fillers have weight 0: the result is that of the whole set, on any number
 of processes and for any batch size.
@@ -7,24 +7,39 @@ of processes and for any batch size.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from common.collators import eval_batches
-from common.data.examples import Units
+from common.args import CommonArgs
+from common.collators import Batch, eval_batches
+from common.data.dropped import convert
+from common.data.examples import Examples
 from common.data.formats import as_prompt
-from common.data.sources import BadRow, Source, convert, load_rows, read_rows
+from common.data.load import Rows
+from common.data.order import Shuffled
+from common.data.sources import Source, load_rows, read_rows
+from common.data.stream import Stream
 from common.data.tokens import tokenize_row
+from common.data.types import BadRow, Row, Tokenizer
 from common.errors import UserError
-from common.losses import nll
-from common.model.flat_model import LogProbModel
-from common.sampling.generate import sample
+from common.processes import gather_lists
+from common.sampling import Reward, Scorer, load_rewards, sample, scorer, why_not_sampled
 
+import numpy as np
 import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+
+class EvalPrompts(NamedTuple):
+    """What is completed at each evaluation, and how it is scored."""
+
+    rows: list[dict[str, Any]]  # {"prompt", "prompt_ids", and the columns that the rewards read}
+    score: Scorer | None  # (rows, token ids of the completions) -> {name: scores}; None: nothing is scored
 
 
 @contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """No gradients, no dropout; training mode again afterwards."""
     model.eval()
     with torch.no_grad():
@@ -32,33 +47,58 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     model.train()
 
 
-def evaluate_nll(accelerator: Any, model: Any, data: Units, batch_size: int) -> dict[str, float]:
+def evaluate_nll(args: CommonArgs, accelerator: Accelerator, model: nn.Module, held_out: Examples) -> dict[str, float]:
     """eval_loss (nats per trained token), eval_perplexity, eval_mean_token_accuracy, eval_entropy; nothing without data.
 
     With several sources also eval_<source>_loss; the others are then means over all trained tokens, or, where the sources
     have weights, means of the sources' values by their weights.
     """
-    sums = torch.zeros(len(data.sources), 4, device=accelerator.device)
-    with evaluating(model):
-        for s in range(len(data.sources)):
-            for batch in eval_batches(data.of_source(s), accelerator, batch_size):
-                logps, entropy, correct = model(batch, stats=True)
-                mask = batch["loss_mask"]
-                sums[s] += torch.stack([nll(logps, mask), (correct * mask).sum(), (entropy * mask).sum(), mask.sum()])
-    table = accelerator.reduce(sums, "sum").tolist()
-    means = mean_over_sources(data.sources, [row[:3] for row in table], [row[3] for row in table])
-    if not means:
+
+    def per_token(batch: Batch) -> dict[str, Tensor]:
+        out = model(batch, entropy=True)
+        return {"loss": -out.logps, "mean_token_accuracy": out.correct, "entropy": out.entropy}
+
+    values = evaluate_means(args, accelerator, model, held_out, per_token, weights="loss_mask")
+    if not values:
         return {}
-    loss, accuracy, entropy = means
-    values = {
-        "eval_loss": loss,
-        "eval_perplexity": math.exp(min(loss, 700.0)),
-        "eval_mean_token_accuracy": accuracy,
-        "eval_entropy": entropy,
-    }
-    if len(table) > 1:
-        values |= {f"eval_{source.label}_loss": row[0] / row[3] for source, row in zip(data.sources, table, strict=True)}
-    return values
+    return {"eval_loss": values["eval_loss"], "eval_perplexity": math.exp(min(values["eval_loss"], 700.0))} | values
+
+
+def evaluate_means(
+    args: CommonArgs,
+    accelerator: Accelerator,
+    model: nn.Module,
+    held_out: Examples,
+    measure: Callable[[Batch], dict[str, Tensor]],
+    weights: str = "sequence_mask",
+) -> dict[str, float]:
+    """The mean of each value of measure(batch) over the held-out examples, as eval_<name>; nothing without data.
+
+    measure(batch): values by name, (B,) for the examples of a batch, or, with weights="loss_mask", (T,) for its tokens.
+    weights: the field of the batch that is 0 for what does not count (a prompt, a filler). With several sources also
+    eval_<source>_loss; the others are then means over everything, or, where the sources have weights, means of the
+    sources' values by their weights.
+    """
+    names: list[str] = []
+    table: list[list[float]] = []  # of each source: the sums of the values, and of the weights
+    with evaluating(model):
+        for s in range(len(held_out.sources)):
+            sums = 0.0
+            for batch in eval_batches(held_out.of_source(s), accelerator, args.per_device_eval_batch_size):
+                values = measure(batch)
+                names = list(values)
+                step = len(batch[weights]) // len(values[names[0]])  # 2 for pairs, whose sequences count together
+                counts = batch[weights][::step]
+                sums = sums + torch.stack([*((value * counts).sum() for value in values.values()), counts.sum()])
+            table.append(accelerator.reduce(sums, "sum").tolist())
+    means = mean_over_sources(held_out.sources, [row[:-1] for row in table], [row[-1] for row in table])
+    result = {f"eval_{name}": value for name, value in zip(names, means, strict=True)}
+    if len(table) > 1 and "loss" in names:
+        k = names.index("loss")
+        result |= {
+            f"eval_{source.label}_loss": row[k] / row[-1] for source, row in zip(held_out.sources, table, strict=True)
+        }
+    return result
 
 
 def mean_over_sources(sources: list[Source], sums: list[list[float]], counts: list[float]) -> list[float]:
@@ -75,64 +115,90 @@ def mean_over_sources(sources: list[Source], sums: list[list[float]], counts: li
     ]
 
 
-def load_prompts(name: str, tokenizer: Any) -> list[dict[str, Any]]:
-    """The prompts of a file, each {"prompt", "prompt_ids"} with its other columns for the scores."""
-    return convert(load_rows(name), lambda columns: tokenize_row(as_prompt(columns), tokenizer), "prompts")[0]
+def unigram_perplexity(train: Shuffled | Stream, held_out: Examples, vocab_size: int) -> float | None:
+    """What a model that knows only how frequent each token is would reach on the held-out rows: the line to beat. None
+    without any."""
+    if not len(held_out):
+        return None
+
+    def count(examples: Examples) -> np.ndarray:  # the first token of a sequence is not a target
+        counts = np.zeros(vocab_size, np.int64)
+        for at in range(0, len(examples), 1000):
+            some = [examples[i] for i in range(at, min(at + 1000, len(examples)))]
+            ids = np.concatenate([sequence["input_ids"][1:] for example in some for sequence in example])
+            counts += np.bincount(ids, minlength=vocab_size)
+        return counts
+
+    smoothed, scored = count(train.examples) + 1, count(held_out)
+    return math.exp(-(np.log(smoothed / smoothed.sum()) * scored).sum() / scored.sum())
 
 
-def first_prompts(
-    sources: list[Source], tokenizer: Any, most: int, prompt_of: Callable[[dict[str, Any]], dict[str, Any]] = as_prompt
-) -> list[dict[str, Any]]:
-    """What is completed where no prompts are named: those of the first rows that have one, without other columns."""
-    prompts: list[dict[str, Any]] = []
-    for row, _ in itertools.islice((found for source in sources for found in read_rows(source)), 50 * most):
+# --- completions ----------------------------------------------------------------------------------------------------
+
+
+def load_eval_prompts(
+    args: CommonArgs,
+    accelerator: Accelerator,
+    tokenizer: Tokenizer,
+    train: Shuffled | Stream | Rows,
+    held_out: Examples | Rows,
+    *,
+    prompt_of: Callable[[Row], dict[str, Any]] = as_prompt,
+    rewards: list[Reward] | None = None,
+    weights: list[float] | None = None,
+) -> EvalPrompts:
+    """What is completed at each evaluation: the prompts of --eval_prompts; where no file is named, the held-out rows of
+    GRPO, and else the prompts of the first num_samples held-out (or training) rows that have one, without other columns.
+
+    prompt_of(row)["prompt"]: the prompt of a row. rewards, weights: what scores the completions where --eval_reward_funcs
+    names nothing, and as what sum.
+    """
+    own = load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout)
+    score = scorer(own or rewards or [], tokenizer, None if own else weights)
+    if args.eval_prompts:
+        rows = convert(load_rows(args.eval_prompts), lambda row: tokenize_row(as_prompt(row), tokenizer), "prompts")[0]
+        return EvalPrompts(rows, score)
+    if isinstance(held_out, Rows):
+        return EvalPrompts([held_out[i] for i in range(len(held_out))], score)
+    rows = []
+    found = (row for source in held_out.sources or train.sources for row, _ in read_rows(source))
+    for row in itertools.islice(found, 50 * args.num_samples):
         with contextlib.suppress(BadRow, UserError):  # a row without a prompt is no mistake here
-            prompts.append(tokenize_row({"prompt": prompt_of(row.columns)["prompt"]}, tokenizer))
-        if len(prompts) == most:
+            rows.append(tokenize_row({"prompt": prompt_of(row)["prompt"]}, tokenizer))
+        if len(rows) == args.num_samples:
             break
-    return prompts
+    return EvalPrompts(rows, score)
 
 
 def complete_prompts(
-    accelerator: Any,
-    model: LogProbModel,
-    tokenizer: Any,
-    rows: list[dict[str, Any]],
-    score: Callable[[list[dict[str, Any]], list[list[int]]], dict[str, list[float | None]]] | None,
-    *,
-    stop_ids: Sequence[int],
-    temperatures: Sequence[float],
-    max_new_tokens: int,
-    seed: int,
+    args: CommonArgs, accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, prompts: EvalPrompts
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Complete fixed prompts at each temperature and score the completions: the generative part of an evaluation.
+    """Complete fixed prompts at each of args.eval_temperatures and score the completions.
 
-    rows: {"prompt", "prompt_ids", ...}. score: see rewards.scorer; None: nothing is scored. Returns the means,
-    `eval_<name>` at temperature 0 (or the first one) and `eval_<name>_t<T>` at the others, and the samples, on all
-    processes. Each process samples its share.
+    Returns the means, `eval_<name>` at temperature 0 (or the first one) and `eval_<name>_t<T>` at the others, and the
+    samples, on all processes. Each process samples its share. Without prompts, or for a model that cannot be sampled:
+    nothing.
     """
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
+    rows, flat_model = prompts.rows, accelerator.unwrap_model(model)
+    if not rows or why_not_sampled(flat_model):
+        return metrics, samples
     mine = range(accelerator.process_index, len(rows), accelerator.num_processes)
     ids = [rows[i]["prompt_ids"] for i in mine]
-    for temperature in temperatures:
-        with accelerator.autocast():
-            completions = (
-                sample(
-                    accelerator.unwrap_model(model),
-                    ids,
-                    [(seed, i) for i in mine],
-                    stop_ids=stop_ids,
-                    max_new_tokens=max_new_tokens,
-                    temperature=temperature,
-                )
-                if rows  # sharded weights are gathered by all processes, also those that have none of them
-                else []
+    for temperature in args.eval_temperatures:
+        with accelerator.autocast():  # also on a process without a row: sharded weights are gathered by all of them
+            completions = sample(
+                flat_model,
+                ids,
+                [(args.seed, i) for i in mine],
+                max_new_tokens=args.eval_max_new_tokens,
+                temperature=temperature,
             )
         texts = gather_lists(accelerator, [(i, c.ids) for i, c in zip(mine, completions, strict=True)])
         all_ids = [ids for _, ids in sorted(texts, key=lambda pair: pair[0])]
-        scores = score(rows, all_ids) if score else {}
-        suffix = "" if temperature == temperatures[0] else f"_t{temperature:g}"
+        scores = prompts.score(rows, all_ids) if prompts.score else {}
+        suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
         for name, values in scores.items():
             known = [value for value in values if value is not None]
             metrics[f"eval_{name}{suffix}"] = sum(known) / max(len(known), 1)
@@ -142,12 +208,3 @@ def complete_prompts(
             sample_row |= {name: values[i] for name, values in scores.items()}
             samples.append(sample_row)
     return metrics, samples
-
-
-def gather_lists(accelerator: Any, values: list[Any]) -> list[Any]:
-    """The lists of all processes, end to end."""
-    if accelerator.num_processes == 1:
-        return values
-    gathered: list[Any] = [None] * accelerator.num_processes
-    torch.distributed.all_gather_object(gathered, values)
-    return [value for part in gathered for value in part]

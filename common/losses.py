@@ -179,7 +179,8 @@ def grpo_loss(
     2507.18071, eq. 7). KL is the k3 estimator
     `exp(ref - logps) - (ref - logps) - 1` (Schulman 2020), times ρ when use_bias_correction_kl, which makes its gradient
     that of the reverse KL. Returns the token losses (T,), 0 outside loss_mask, for the caller to weight with
-    `grpo_token_weights`, and per-token statistics, detached: `kl`, `clip_low`, `clip_high` (T,).
+    `grpo_token_weights`, and per-token metrics, detached, (T,) each: `kl`, where there is a reference, and where the clip
+    takes effect below, above, and either (`clip_ratio/low_mean`, `high_mean`, `region_mean`).
     """
     log_ratio = (logps - old_logps) * loss_mask
     if importance_sampling_level == "sequence":
@@ -192,18 +193,15 @@ def grpo_loss(
     high = epsilon if epsilon_high is None else epsilon_high
     losses = -torch.min(ratio * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
 
-    kl = torch.zeros_like(logps)
+    low, above = ((ratio < 1 - epsilon) & (advantages < 0)).float(), ((ratio > 1 + high) & (advantages > 0)).float()
+    stats = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": above, "clip_ratio/region_mean": low + above}
     if ref_logps is not None:
         difference = (ref_logps - logps) * loss_mask
         kl = difference.exp() - difference - 1
         if use_bias_correction_kl:
             kl = kl * ratio
         losses = losses + beta * kl
-    stats = {
-        "kl": kl.detach(),
-        "clip_low": ((ratio < 1 - epsilon) & (advantages < 0)).float(),
-        "clip_high": ((ratio > 1 + high) & (advantages > 0)).float(),
-    }
+        stats["kl"] = kl.detach()
     return losses * loss_mask, stats
 
 

@@ -69,7 +69,7 @@ def _limit_of_linux() -> float:
 
 
 def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
-    """How many tokens of a micro-batch are worth sending through the model (a LogProbModel) together.
+    """How many tokens of a micro-batch are worth sending through the model (a FlatModel) together.
 
     On a GPU, all of them. On a CPU twice as many are no faster, and take twice the memory. With several processes all of
     them, too: these wait for one another at each micro-batch.

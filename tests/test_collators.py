@@ -1,13 +1,14 @@
-"""Batches: packs that hold every unit once, windows that deal them out to any number of processes, flat rows."""
+"""Batches: windows that deal them out to any number of processes, flat rows."""
 
 import math
 import time
-import tracemalloc
 from collections import Counter
 from types import SimpleNamespace
 
-from common.collators import Windows, balance, best_fit, eval_batches, flat_batch, pack, whole
+from common.collators import Windows, eval_batches, flat_batch
 from common.data.order import Order, Shuffled
+from common.data.packing import balance
+from common.data.types import whole
 from common.errors import UserError
 
 import numpy as np
@@ -82,93 +83,6 @@ def flat(nested):
 
 def cost(n):
     return n + n * n / 12288
-
-
-# --- packing --------------------------------------------------------------------------------------------------------
-
-
-def best_fit_naively(lengths, max_length, first=False):
-    """The free room of each pack. first: into the first pack with room, not into the fullest."""
-    rooms = []
-    for length in sorted(lengths, reverse=True):
-        roomy = [p for p, room in enumerate(rooms) if room >= length]
-        if not roomy:
-            rooms.append(max_length - length)
-        else:
-            rooms[roomy[0] if first else min(roomy, key=lambda p: rooms[p])] -= length
-    return rooms
-
-
-@given(LENGTHS, st.integers(40, 100))
-def test_packs_hold_each_unit_once_and_no_more_tokens_than_fit(lengths, max_length):
-    packs = best_fit(np.array(lengths), max_length)
-    assert sorted(flat(packs)) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in chosen) <= max_length for chosen in packs)
-    rooms = [max_length - sum(lengths[i] for i in chosen) for chosen in packs]
-    assert sorted(rooms) == sorted(best_fit_naively(lengths, max_length))
-
-
-@pytest.mark.parametrize("seed, max_length", [(0, 4000), (1, 4096), (2, 8192), (3, 20000)])
-def test_packs_are_at_least_as_full_as_those_of_first_fit(seed, max_length):
-    lengths = lognormal(2000, seed)
-    packs = pack(Numbered(lengths), max_length)
-    assert len(packs) <= len(best_fit_naively(lengths.tolist(), max_length, first=True))
-    assert packs.utilisation == lengths.sum() / (len(packs) * max_length) > 0.95
-    assert packs.lengths.sum() == lengths.sum()
-
-
-def test_a_million_units_are_packed_in_seconds():
-    lengths = lognormal(1_000_000)
-    start = time.monotonic()
-    packs = best_fit(lengths, 4096)
-    assert time.monotonic() - start < 30
-    assert sum(map(len, packs)) == 1_000_000 and len(packs) < 1.01 * lengths.sum() / 4096
-
-
-def test_packing_takes_memory_in_proportion_to_the_units():
-    tracemalloc.start()
-    best_fit(lognormal(50_000), 4096)
-    assert tracemalloc.get_traced_memory()[1] < 200 * 50_000
-    tracemalloc.stop()
-
-
-def test_a_unit_that_fits_in_no_pack_is_an_error():
-    with pytest.raises(UserError, match="--max_length 10: a unit of 11 tokens does not fit in a pack"):
-        best_fit(np.array([3, 11]), 10)
-    assert best_fit(np.array([10, 10]), 10) == [[0], [1]] and best_fit(np.array([], int), 10) == []
-
-
-@given(st.lists(LENGTHS, min_size=1, max_size=3), st.sampled_from([1, 10]), st.randoms(use_true_random=False))
-def test_sources_do_not_share_a_pack(sources, bands, random):
-    lengths, counts = flat(sources), [len(source) for source in sources]
-    difficulty = [random.randrange(20) for _ in lengths] if bands > 1 else None
-    packs = pack(Numbered(lengths, counts, difficulty), 50, bands)
-    firsts = np.cumsum([0, *counts])
-    assert sum(packs.counts) == len(packs) and sorted(flat([m.tolist() for m in packs.members])) == list(range(len(lengths)))
-    at = 0
-    for s, count in enumerate(packs.counts):
-        inside = sorted(flat([m.tolist() for m in packs.members[at : at + count]]))
-        assert inside == list(range(firsts[s], firsts[s + 1]))
-        assert [m.tolist() for m in packs.of_source(s).members] == [m.tolist() for m in packs.members[at : at + count]]
-        at += count
-
-
-def test_with_bands_units_of_like_difficulty_share_a_pack():
-    difficulty = np.random.default_rng(0).permutation(1000)
-    packs = pack(Numbered(lognormal(1000, most=500), None, difficulty), 500, bands=10)
-    for chosen, mean in zip(packs.members, packs.difficulty, strict=True):
-        assert len({difficulty[i] // 100 for i in chosen}) == 1
-        assert mean == pytest.approx(sum(difficulty[i] for i in chosen) / len(chosen))
-
-
-def test_packs_give_the_sequences_of_their_units():
-    units = Numbered(lognormal(50, most=60), pairs=True)
-    packs = pack(units, 100)
-    for i in range(len(packs)):
-        wanted = [sequence for j in packs.members[i] for sequence in units[j]]
-        for found, sequence in zip(packs[i], wanted, strict=True):
-            assert found["input_ids"].tolist() == sequence["input_ids"].tolist()
-        assert packs.lengths[i] == sum(len(sequence["input_ids"]) for sequence in packs[i]) <= 100
 
 
 # --- windows of units -----------------------------------------------------------------------------------------------
@@ -246,17 +160,7 @@ def test_micro_batches_cost_about_the_same(seed):
     assert len(used) > 5 and min(used) > 0.75
 
 
-def test_processes_work_side_by_side_on_micro_batches_of_similar_cost():
-    """Ordered by cost: the micro-batches that run at the same time are neighbours."""
-    parts = balance(lognormal(200).tolist(), 16, 8000)
-    costs = [sum(cost(lognormal(200)[i]) for i in part) for part in parts]
-    assert costs == sorted(costs, reverse=True)
-
-
 def test_units_that_fit_only_in_the_order_in_which_they_came_are_dealt_out_in_it():
-    # Largest first: 3 + 2, 3 + 2, and no room for the last 2. In their order, each to the emptiest: 3 + 3, 2 + 2 + 2.
-    parts = balance([3, 2, 2, 3, 2], 2, 6)
-    assert sorted(parts) == [[0, 3], [1, 2, 4]]
     found = windows([3, 3, 2, 2, 2], max_tokens=6, accumulation=2, seed=13)
     assert [found.samples.size(p) for p in range(5)] == [3, 2, 2, 3, 2] and len(found) == 1
     assert [sum(batch["lengths"]) for batch in found[0]] == [6, 6]
@@ -265,8 +169,6 @@ def test_units_that_fit_only_in_the_order_in_which_they_came_are_dealt_out_in_it
 def test_a_unit_over_the_budget_is_refused_by_the_name_of_the_flag():
     with pytest.raises(UserError, match="--max_tokens_per_batch 10: one unit alone has 11 tokens"):
         len(windows([3, 11, 4], max_tokens=10))
-    with pytest.raises(UserError, match="--max_tokens_per_batch 10: 21 tokens do not fit in 2 micro-batches"):
-        balance([7, 7, 7], 2, 10)
 
 
 # --- windows of both kinds ------------------------------------------------------------------------------------------

@@ -1,75 +1,189 @@
-"""The house: where things stand, that arrows run one way, that no flag is dead, that the four scripts read the same."""
+"""The house: where things stand, that imports go one way, that no flag is dead, that the four scripts read the same."""
 
 import ast
 import dataclasses
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+from common.args import CommonArgs
 from tests.conftest import ROOT
 
 import pytest
 import yaml
 
-SCRIPTS = ["train_pretrain", "train_sft", "train_dpo", "train_grpo"]
-ROOMS = sorted((ROOT / "common").glob("*.py"))
+# The longest that each script may be, in lines.
+SCRIPTS = {"train_pretrain": 190, "train_sft": 140, "train_dpo": 190, "train_grpo": 360}
+COMMON = ROOT / "common"
+MODULES = sorted(COMMON.rglob("*.py"))
+LONGEST = 420  # lines of a module
+# From the ground up: what stands on a floor imports what stands below it; within a wing its modules import each other.
+FLOORS = [
+    {"errors", "losses"},
+    {"memory", "processes"},
+    {"args"},
+    {"data"},
+    {"collators"},
+    {"model"},
+    {"sampling"},
+    {"evaluate"},
+    {"run"},
+]
+SHARED = {field.name for field in dataclasses.fields(CommonArgs)}
 
 
-def imports_of(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def source_of(script: str) -> str:
+    return (ROOT / f"{script}.py").read_text()
+
+
+def fields_of(script: str) -> list[dataclasses.Field]:
+    return list(dataclasses.fields(importlib.import_module(script).Args))
+
+
+def name_of(path: Path) -> str:
+    """common/data/load.py -> common.data.load, common/data/__init__.py -> common.data."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(path) for path in MODULES}
+
+
+def imports_of(path: Path, types: bool = True) -> set[str]:
+    """The modules that a file imports, at its top and inside of functions. types: those for type checkers only, too."""
+    found, tree = set(), ast.parse(path.read_text())
+    if not types:
+        tree.body = [
+            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
+            assert not node.level, f"{path}: a relative import"
+            for name in node.names:
+                module = f"{node.module}.{name.name}"
+                found.add(module if module in NAMES else node.module)
     return found
 
 
-def test_arrows_run_one_way():
-    graph = {}
-    for path in ROOMS:
-        ours = {name.removeprefix("common.") for name in imports_of(path) if name.startswith("common.")}
-        assert not any(name.startswith("train_") for name in imports_of(path)), f"{path.name} imports a script"
-        graph[path.stem] = ours
-    assert not graph["losses"] and imports_of(ROOT / "common" / "losses.py") <= {"torch", "torch.nn.functional"}
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("common", *SCRIPTS)
+
+
+def floor_of(module: str) -> int:
+    """Of a module of common, by its wing; -1 for the package itself, which imports nothing."""
+    place = module.split(".")[1:2]
+    return next(i for i, floor in enumerate(FLOORS) if place[0] in floor) if place else -1
+
+
+# --- what imports what ----------------------------------------------------------------------------------------------
+
+
+def test_imports_go_from_a_later_wing_to_an_earlier_one():
+    for path in MODULES:
+        name = name_of(path)
+        for module in filter(is_ours, imports_of(path)):
+            assert module in NAMES, f"{name} imports {module}: a script, or nothing"
+            same_wing = name.split(".")[:2] == module.split(".")[:2]
+            assert floor_of(module) < floor_of(name) or same_wing, f"{name} imports {module}, which stands above it"
+
+
+def test_what_a_reader_looks_for_first_stands_at_the_top():
+    at_the_top = {path.stem for path in COMMON.glob("*.py")} - {"__init__"}
+    assert at_the_top == {"args", "collators", "errors", "evaluate", "losses", "memory", "processes"}
+    wings = {path.parent.name for path in COMMON.glob("*/*.py")}
+    assert wings == {"data", "model", "sampling", "run"} and at_the_top | wings == set().union(*FLOORS)
+
+
+def test_the_maths_and_the_errors_stand_on_nothing_of_ours():
+    assert imports_of(COMMON / "losses.py") <= {"torch", "torch.nn.functional"}
+    for name in ("errors", "__init__"):
+        assert not any(map(is_ours, imports_of(COMMON / f"{name}.py")))
+
+
+def test_there_is_no_circle_among_the_modules():
+    graph = {name_of(path): {module for module in imports_of(path, types=False) if is_ours(module)} for path in MODULES}
     done: set[str] = set()
-    while ready := {room for room, needs in graph.items() if room not in done and needs <= done}:
+    while ready := {name for name, needs in graph.items() if name not in done and needs <= done}:
         done |= ready
-    assert done == graph.keys(), f"a circle among {graph.keys() - done}"
-    for script in SCRIPTS:
-        assert not any(name.startswith("train_") for name in imports_of(ROOT / f"{script}.py"))
+    assert done == graph.keys(), f"a circle among {sorted(graph.keys() - done)}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_loads_no_large_library_that_it_may_not_need(script):
+    code = f"import {script}, sys; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    loaded = {name.split(".")[0] for name in run.stdout.split()}
+    assert "torch" in loaded and not loaded & {"transformers", "datasets", "peft", "tokenizers", "matplotlib", "pandas"}
+
+
+# --- flags ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_is_read_and_explained(script):
-    source = (ROOT / f"{script}.py").read_text() + "".join(path.read_text() for path in ROOMS if path.stem != "arguments")
-    for field in dataclasses.fields(importlib.import_module(script).Args):
-        assert re.search(rf"args\.{field.name}\b|\[\"{field.name}\"\]", source), f"{field.name} is never read"
+    own, common = source_of(script), "".join(path.read_text() for path in MODULES if path != COMMON / "args.py")
+    at_start = (COMMON / "args.py").read_text()
+    for field in fields_of(script):
+        read = re.compile(rf"\b(args|self)\.{field.name}\b|\bargs\[\"{field.name}\"\]")
+        where = own + common + at_start if field.name in SHARED else own
+        assert read.search(where), f"{field.name} is never read"
         assert field.metadata.get("help"), f"{field.name} has no help text"
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_common_reads_shared_arguments_only(script):
+    """What a script alone knows it hands over: so it can be changed without a look into common."""
+    own = {field.name for field in fields_of(script)} - SHARED
+    assert own
+    for path in MODULES:
+        source = path.read_text()
+        read = {name for name in own if re.search(rf"args\.{name}\b|(\[|get\(|args, )[\"']{name}[\"']", source)}
+        if path == COMMON / "run" / "output_dir.py":
+            read -= {"max_tokens_per_batch"}  # in args.yaml, which tells what a step of an earlier run was made of
+        assert not read, f"{name_of(path)} reads {read} of {script}"
+
+
+# --- the scripts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_short_and_written_from_top_to_bottom(script):
+    source = source_of(script)
+    assert len(source.splitlines()) <= SCRIPTS[script]
+    assert not re.search(r"\bgc\b|noqa: E402", source)
+    docstring, *statements = ast.parse(source).body
+    kinds = [isinstance(node, ast.Import | ast.ImportFrom) for node in statements]
+    assert isinstance(docstring.value, ast.Constant) and kinds == sorted(kinds, reverse=True), (
+        "an import below the first code"
+    )
+    below = [node for statement in statements[sum(kinds) :] for node in ast.walk(statement)]
+    assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in below), "an import inside of a function"
+    assert not any(name.startswith("train_") for name in imports_of(ROOT / f"{script}.py")), "a script imports no other one"
+    assert source.count("__main__") == 1
+    assert ast.unparse(statements[-1]).startswith("if __name__ == '__main__':\n    launch(main, Args, demo=")
+
+
 def test_the_sections_of_the_scripts_are_the_same_in_the_same_order():
-    banners = [re.findall(r"^    # --- (.+?) -+$", (ROOT / f"{script}.py").read_text(), re.M) for script in SCRIPTS]
-    assert all(found == banners[0] for found in banners) and len(banners[0]) == 6
-
-
-def test_what_the_scripts_share_is_written_the_same():
-    """Blocks that would give silently different runs if they drifted apart."""
-    shared = [
-        "    sources, eval_sources = find_sources(args, ",
-        "    optimizer = adamw(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)",
-        "    model, optimizer = accelerator.prepare(model.train(), optimizer)",
-        "    def gradients(step: int, window: Window) -> torch.Tensor:",
-        "        seed_step(args.seed, step, accelerator.process_index)",
-        "                accelerator.backward(loss * window.unmean)",
-        "        set_lr(optimizer, lr_at(step))\n        loss = fit(gradients, step, window)\n        grad_norm = accelerator."
-        "clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)\n        health.check(loss, grad_norm, step, ",
-        "        optimizer.step()\n        optimizer.zero_grad()",
-    ]
     for script in SCRIPTS:
-        source = (ROOT / f"{script}.py").read_text()
-        for line in shared:
-            assert line in source, f"{script}.py lacks or changes: {line.strip()}"
+        banners = re.findall(r"^    # --- (.+?) -+$", source_of(script), re.M)
+        assert [name.removesuffix(" and reference") for name in banners] == [
+            "data",
+            "model",
+            "the gradient of a window",
+            "loop",
+        ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_is_read_in_one_go(path):
+    assert len(path.read_text().splitlines()) <= LONGEST
+
+
+# --- what lies beside the code --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
@@ -84,7 +198,7 @@ def test_accelerate_reads_its_configs(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "data" / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_demo_configs_name_flags_that_exist(path):
     stage = path.stem.split("_")[0]
-    known = {field.name for field in dataclasses.fields(importlib.import_module(f"train_{stage}").Args)}
+    known = {field.name for field in fields_of(f"train_{stage}")}
     assert yaml.safe_load(path.read_text()).keys() <= known
 
 
@@ -92,7 +206,7 @@ def test_the_readme_speaks_of_things_that_exist():
     readme = (ROOT / "README.md").read_text()
     for script, flags in re.findall(r"(train_\w+)\.py((?: +[^\n`|]*)?)", readme):
         if script in SCRIPTS:
-            known = {field.name for field in dataclasses.fields(importlib.import_module(script).Args)} | {"config", "help"}
+            known = {field.name for field in fields_of(script)} | {"config", "help"}
             assert {flag for flag in re.findall(r"--(\w+)", flags)} <= known, (script, flags)
     for path in re.findall(r"`((?:common|data|tests|benchmarks|accelerate_configs)/[\w./]+)`", readme):
         assert (ROOT / path).exists(), path

@@ -2,8 +2,8 @@
 
 import copy
 
-from common.model.flat_model import LogProbModel
-from common.model.load import wrap
+from common.model import FlatModel
+from common.model.wrap import wrap
 
 import torch
 import transformers
@@ -48,7 +48,7 @@ def tiny_lm(kind: str, seed: int = 0) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(TINY[kind]()).eval()
 
 
-def tiny_pair(kind: str, seed: int = 0) -> tuple[LogProbModel, transformers.PreTrainedModel]:
+def tiny_pair(kind: str, seed: int = 0) -> tuple[FlatModel, transformers.PreTrainedModel]:
     """The same model twice: behind flat calls and in training mode, and as transformers has it."""
     lm = tiny_lm(kind, seed)
     return wrap(copy.deepcopy(lm)).train(), lm

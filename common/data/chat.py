@@ -13,13 +13,15 @@ import re
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.data.sources import BadRow, Message
+from common.data.types import BadRow, Message, Tokenizer
 from common.errors import UserError
 
-from transformers.utils.chat_template_utils import render_jinja_template
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
+T = TypeVar("T")
 TEMPLATES = Path(__file__).parent / "chat_templates"
 # A special token that a message spells, by its number, while the template is applied. Real text has no noncharacters.
 PLACEHOLDER = re.compile("\ufdd0(\\d+)\ufdd1")
@@ -27,12 +29,12 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING_HEADER = re.compile(r"<think>\s*(</think>\s*)?$")
 
 
-def per_tokenizer(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def per_tokenizer(function: Callable[[Tokenizer], T]) -> Callable[[Tokenizer], T]:
     """Remembers function(tokenizer) while its special tokens and template stay the same: asking for them is slow."""
-    known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[Tokenizer, tuple[tuple, T]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(function)
-    def remembered(tokenizer: Any) -> Any:
+    def remembered(tokenizer: Tokenizer) -> T:
         state = (len(tokenizer), tokenizer.all_special_tokens, tokenizer.chat_template)
         last, value = known.get(tokenizer, (None, None))
         if last != state:
@@ -44,7 +46,7 @@ def per_tokenizer(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @per_tokenizer
-def special_tokens(tokenizer: Any) -> list[str]:
+def special_tokens(tokenizer: Tokenizer) -> list[str]:
     """Longest first, so that one that begins like another is not taken for it."""
     marks = {str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special} | set(
         tokenizer.all_special_tokens
@@ -53,7 +55,7 @@ def special_tokens(tokenizer: Any) -> list[str]:
 
 
 def render(
-    messages: list[Message], tokenizer: Any, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None, add_generation_prompt: bool = False
 ) -> str:
     """The chat template's text. Raises UserError without a template, BadRow where the template refuses the chat.
 
@@ -65,7 +67,7 @@ def render(
 
 
 def assistant_spans(
-    messages: list[Message], tokenizer: Any, tools: list[Any] | None = None, turns: Iterable[int] | None = None
+    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None, turns: Iterable[int] | None = None
 ) -> tuple[str, dict[int, tuple[int, int]]]:
     """The text of `render`, and for each of the assistant's turns (by its index; all, unless `turns` names them) the
     characters [start, end) that the model writes.
@@ -113,7 +115,7 @@ def assistant_spans(
 
 
 @per_tokenizer
-def end_of_turn(tokenizer: Any) -> str | None:
+def end_of_turn(tokenizer: Tokenizer) -> str | None:
     """The special token with which the chat template ends an assistant turn; None without a template or such a token."""
     if not tokenizer.chat_template:
         return None
@@ -127,7 +129,7 @@ def end_of_turn(tokenizer: Any) -> str | None:
     return next((mark for mark in special_tokens(tokenizer) if rest.startswith(mark)), None)
 
 
-def stop_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
+def stop_token_ids(tokenizer: Tokenizer, generation_config: "GenerationConfig") -> list[int]:
     """All tokens that end a completion: those of the generation config, the tokenizer's, the template's end of turn."""
     ids = generation_config.eos_token_id
     stops = set([ids] if isinstance(ids, int) else ids or []) | {tokenizer.eos_token_id}
@@ -137,9 +139,11 @@ def stop_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
 
 
 def _apply_template(
-    messages: list[Message], tokenizer: Any, tools: list[Any] | None, add_generation_prompt: bool = False
+    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None, add_generation_prompt: bool = False
 ) -> tuple[str, list[tuple[int, int]] | None]:
     """The text, and the spans of the template's {% generation %} markers, None where it has none."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     if not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template: pass --chat_template chatml, plain, or a .jinja file")
     try:
@@ -166,7 +170,7 @@ def _has_markers(template: str) -> bool:
     return _GENERATION.search(template) is not None
 
 
-def _derive_start(text: str, before: list[Message], tokenizer: Any, tools: list[Any] | None) -> int:
+def _derive_start(text: str, before: list[Message], tokenizer: Tokenizer, tools: list[Any] | None) -> int:
     """Where the answer to the chat `before` starts in the text of the longer chat."""
     if not before:
         raise BadRow("the chat starts with the assistant (--chat_template chatml allows that)")
@@ -179,7 +183,7 @@ def _derive_start(text: str, before: list[Message], tokenizer: Any, tools: list[
     return len(header)
 
 
-def _turn_end(text: str, start: int, end: int, tokenizer: Any, marks: list[str]) -> int:
+def _turn_end(text: str, start: int, end: int, tokenizer: Tokenizer, marks: list[str]) -> int:
     """The end of the turn that starts at `start`, the special token that ends it included.
 
     end: where its markers end, which may leave that token outside: a model that never learns it never stops. marks: all

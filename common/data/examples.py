@@ -1,103 +1,128 @@
-"""Units in memory-mapped files: what a source is once it is tokenised."""
+"""Examples in memory-mapped files: what a source is once it is tokenised."""
 
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-from common.collators import Unit, whole
-from common.data.sources import Dropped, Source
+from common.data.dropped import Dropped
+from common.data.fields import Field, as_field, require_fields
+from common.data.sources import Source
+from common.data.types import Example, Sequence, whole
+from common.errors import UserError
 
 import numpy as np
 
 
 class TokenFile(NamedTuple):
-    """A tokenised source, memory-mapped."""
+    """A tokenised source: the T tokens of all its S sequences end to end, memory-mapped where they come from the cache."""
 
     ids: np.ndarray  # (T,) uint16 or uint32
     mask: np.ndarray | None  # (T,) uint8; None: all are trained
-    starts: np.ndarray  # (sequences,) int64
-    ends: np.ndarray  # (sequences,) int64
-    per_unit: int
-    rows: np.ndarray
-    difficulty: np.ndarray
+    starts: np.ndarray  # (S,) int64: where each sequence begins among the T tokens
+    ends: np.ndarray  # (S,) int64
+    per_example: int  # sequences of an example
+    rows: np.ndarray  # (examples,) int64: the row that each came from
+    difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
     facts: dict[str, Any]
+    per_token: dict[str, np.ndarray] = {}  # further fields, (T,) int64 or float32
+    per_sequence: dict[str, np.ndarray] = {}  # further fields, (S,) int64 or float32
+
+    def fields(self) -> dict[str, Field]:
+        return {name: Field(True, str(values.dtype)) for name, values in self.per_token.items()} | {
+            name: Field(False, str(values.dtype)) for name, values in self.per_sequence.items()
+        }
 
 
-class Units:
-    """The units of several sources, one source after the other. Indexing reads from the memory-mapped files."""
+class Examples:
+    """The examples of several sources, one source after the other. Indexing reads from the memory-mapped files."""
 
     def __init__(self, files: list[TokenFile], sources: list[Source]):
+        """Raises UserError where the sources do not have the same fields."""
         self.files, self.sources = files, sources
-        self.counts = [len(file.starts) // file.per_unit for file in files]
+        self.counts = [len(file.starts) // file.per_example for file in files]  # examples of each source
         self._firsts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64).tolist()
-        sizes = [(file.ends - file.starts).reshape(-1, file.per_unit) for file in files]
-        self.lengths = np.concatenate([size.sum(1) for size in sizes] or [np.zeros(0, np.int64)])  # (units,)
+        sizes = [(file.ends - file.starts).reshape(-1, file.per_example) for file in files]
+        self.lengths = np.concatenate([size.sum(1) for size in sizes] or [np.zeros(0, np.int64)])  # (examples,) tokens
         self.longest = max((int(size.max()) for size in sizes if size.size), default=0)  # tokens of a sequence
-        self.difficulty: np.ndarray | None = None  # (units,), for a curriculum
-        self.fields: dict[str, list[np.ndarray]] = {}  # name -> for each source, a number for each sequence
+        self.difficulty: np.ndarray | None = None  # (examples,), for a curriculum
+        filled = [s for s, count in enumerate(self.counts) if count]
+        for s in filled[1:]:
+            first = filled[0]
+            require_fields(files[s].fields(), files[first].fields(), sources[s].path, sources[first].path)
 
     def __len__(self) -> int:
         return self._firsts[-1]
 
-    def __getitem__(self, index: int) -> Unit:
+    def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
         s = bisect_right(self._firsts, index) - 1
         file = self.files[s]
-        first = (index - self._firsts[s]) * file.per_unit
-        unit = []
-        for i in range(first, first + file.per_unit):
-            ids = file.ids[file.starts[i] : file.ends[i]]
-            sequence = (
-                whole(ids)
-                if file.mask is None
-                else {"input_ids": ids, "loss_mask": file.mask[file.starts[i] : file.ends[i]]}
-            )
-            unit.append(sequence | {name: values[s][i] for name, values in self.fields.items()})
-        return unit
+        first = (index - self._firsts[s]) * file.per_example
+        return [_sequence(file, i) for i in range(first, first + file.per_example)]
 
     def where(self, index: int) -> str:
-        """The source and row that a unit comes from."""
+        """The source and row that an example comes from."""
         s = bisect_right(self._firsts, index) - 1
         return f"{self.sources[s].path} row {int(self.files[s].rows[index - self._firsts[s]]) + 1}"
 
     def add_field(self, name: str, values: np.ndarray) -> None:
         """Give every sequence a number, (sequences,) over all sources, as the per-sequence field `name`."""
+        numbers = as_field(name, values)
         borders = np.cumsum([len(file.starts) for file in self.files])[:-1]
-        self.fields[name] = np.split(values, borders)
+        parts = np.split(numbers, borders)
+        self.files = [
+            file._replace(per_sequence=file.per_sequence | {name: part})
+            for file, part in zip(self.files, parts, strict=True)
+        ]
 
-    def of_source(self, s: int) -> "Units":
-        part = Units([self.files[s]], [self.sources[s]])
+    def of_source(self, s: int) -> "Examples":
+        """The examples of one source."""
+        part = Examples([self.files[s]], [self.sources[s]])
         if self.difficulty is not None:
             part.difficulty = self.difficulty[self._firsts[s] : self._firsts[s + 1]]
-        part.fields = {name: [values[s]] for name, values in self.fields.items()}
         return part
 
     def facts(self) -> list[dict[str, Any]]:
-        """Of each source: what it is, rows, units, tokens, what was left out and why."""
+        """Of each source: what it is, rows, examples, tokens, what was left out and why."""
         described = []
         for source, file in zip(self.sources, self.files, strict=True):
-            found = {"source": source.label, "path": source.path, "split": source.split, "format": source.format}
-            found |= {"weight": source.weight, "dropped": Dropped(file.facts["dropped"]).facts()}
-            described.append(found | {name: file.facts[name] for name in ("rows", "units", "tokens", "trained_tokens")})
+            found = source.facts() | {"dropped": Dropped(file.facts["dropped"]).facts()}
+            described.append(found | {name: file.facts[name] for name in ("rows", "examples", "tokens", "trained_tokens")})
         return described
 
-    def cut(self, max_length: int, across: bool) -> "Units":
-        """Whole documents as sequences of at most max_length tokens: across their borders, as one long stream, or each by
-        itself. A rest of one token, which has nothing to predict, is left out. A piece is as difficult as the document in
-        which it begins."""
-        files, difficulty = [], []
-        for s, file in enumerate(self.files):
-            starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
-            pieces = -(-(ends - starts) // max_length)  # of each document
-            within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-            begin = np.repeat(starts, pieces) + within * max_length
-            end = np.minimum(begin + max_length, np.repeat(ends, pieces))
-            kept = end - begin > 1
-            begin, end = begin[kept], end[kept]
-            of = np.searchsorted(file.ends, begin, side="right")  # the document in which a piece begins
-            files.append(file._replace(starts=begin, ends=end, rows=file.rows[of], difficulty=file.difficulty[of]))
-            if self.difficulty is not None:
-                difficulty.append(self.difficulty[self._firsts[s] + of])
-        cut = Units(files, self.sources)
-        cut.difficulty = None if self.difficulty is None else np.concatenate(difficulty)
-        return cut
+
+def _sequence(file: TokenFile, i: int) -> Sequence:
+    span = slice(file.starts[i], file.ends[i])
+    ids = file.ids[span]
+    sequence = whole(ids) if file.mask is None else {"input_ids": ids, "loss_mask": file.mask[span]}
+    sequence |= {name: values[span] for name, values in file.per_token.items()}
+    return sequence | {name: values[i].item() for name, values in file.per_sequence.items()}
+
+
+def chunk_examples(examples: Examples, max_length: int, across: bool) -> Examples:
+    """Documents as examples of one sequence of at most max_length tokens.
+
+    across: cut from one long stream of a source, over the borders of its documents; else each document by itself. A rest of
+    one token, which has nothing to predict, is left out. A piece has the difficulty, and the numbers, of the document in
+    which it begins. Raises UserError for examples of several sequences.
+    """
+    files, difficulty = [], []
+    for s, file in enumerate(examples.files):
+        if file.per_example > 1:
+            raise UserError(f"{examples.sources[s].path}: examples of {file.per_example} sequences are not cut into chunks")
+        starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
+        pieces = -(-(ends - starts) // max_length)  # of each document
+        within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        begin = np.repeat(starts, pieces) + within * max_length
+        end = np.minimum(begin + max_length, np.repeat(ends, pieces))
+        kept = end - begin > 1
+        begin, end = begin[kept], end[kept]
+        of = np.searchsorted(file.ends, begin, side="right")  # the document in which a piece begins
+        numbers = {name: values[of] for name, values in file.per_sequence.items()}
+        cut = {"starts": begin, "ends": end, "rows": file.rows[of], "difficulty": file.difficulty[of]}
+        files.append(file._replace(**cut, per_sequence=numbers))
+        if examples.difficulty is not None:
+            difficulty.append(examples.difficulty[sum(examples.counts[:s]) + of])
+    chunks = Examples(files, examples.sources)
+    chunks.difficulty = None if examples.difficulty is None else np.concatenate(difficulty)
+    return chunks

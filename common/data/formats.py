@@ -8,7 +8,7 @@ are no known format are a `UserError`.
 import json
 from typing import Any
 
-from common.data.sources import BadRow, Message
+from common.data.types import BadRow, Message, Row
 from common.errors import UserError
 
 ROLES = {
@@ -49,12 +49,13 @@ PROMPT = (
     ("alpaca", ("instruction",)),
 )
 Formats = tuple[tuple[str, tuple[str, ...]], ...]
+Columns = Row | dict[str, Any]
 
 
 # --- which format ---------------------------------------------------------------------------------------------------
 
 
-def text_format(columns: dict[str, Any], wanted: str | None = None, field: str = "text") -> str:
+def text_format(columns: Columns, wanted: str | None = None, field: str = "text") -> str:
     """The name text, for a row with that column, not null. Raises UserError for others."""
     formats = (("text", (field,)),)
     if name := _fitting(formats, columns, wanted):
@@ -62,7 +63,7 @@ def text_format(columns: dict[str, Any], wanted: str | None = None, field: str =
     raise _misfit(formats, columns, wanted, f"no column {field}; found {_names(columns)} (map it: --columns {field}=...)")
 
 
-def chat_format(columns: dict[str, Any], wanted: str | None = None) -> str:
+def chat_format(columns: Columns, wanted: str | None = None) -> str:
     """The name of a chat's format, by the columns that are not null. Raises UserError where none fits, or not `wanted`."""
     _refuse_labels(columns)
     if name := _fitting(CHAT, columns, wanted):
@@ -72,7 +73,7 @@ def chat_format(columns: dict[str, Any], wanted: str | None = None) -> str:
     raise _misfit(CHAT, columns, wanted, reason)
 
 
-def preference_format(columns: dict[str, Any], wanted: str | None = None) -> str:
+def preference_format(columns: Columns, wanted: str | None = None) -> str:
     """The name of a pair's format, by the columns that are not null. Raises UserError where none fits, or not `wanted`."""
     name = _fitting(PREFERENCE, columns, wanted)
     if name is None:
@@ -88,7 +89,7 @@ def preference_format(columns: dict[str, Any], wanted: str | None = None) -> str
     return name
 
 
-def prompt_format(columns: dict[str, Any], wanted: str | None = None) -> str:
+def prompt_format(columns: Columns, wanted: str | None = None) -> str:
     """The name of a prompt's format, by the columns that are not null. Raises UserError where none fits, or not `wanted`."""
     name = _fitting(PROMPT, columns, wanted)
     if name is None:
@@ -97,7 +98,7 @@ def prompt_format(columns: dict[str, Any], wanted: str | None = None) -> str:
     return "prompt" if name == "verl" and wanted is None and not _is_verl(columns) else name
 
 
-def _fitting(formats: Formats, columns: dict[str, Any], wanted: str | None, nulls: bool = False) -> str | None:
+def _fitting(formats: Formats, columns: Columns, wanted: str | None, nulls: bool = False) -> str | None:
     """The first format (of the wanted name) whose columns are there. nulls: those that are null count as well."""
     for name, needed in formats:
         if wanted is None or wanted == name:
@@ -106,7 +107,7 @@ def _fitting(formats: Formats, columns: dict[str, Any], wanted: str | None, null
     return None
 
 
-def _misfit(formats: Formats, columns: dict[str, Any], wanted: str | None, otherwise: str) -> UserError:
+def _misfit(formats: Formats, columns: Columns, wanted: str | None, otherwise: str) -> UserError:
     """Why the wanted format is not that of the columns; `otherwise` where none is wanted."""
     if wanted is None:
         return UserError(otherwise)
@@ -119,15 +120,15 @@ def _misfit(formats: Formats, columns: dict[str, Any], wanted: str | None, other
     )
 
 
-def _is_verl(columns: dict[str, Any]) -> bool:
+def _is_verl(columns: Columns) -> bool:
     return isinstance(columns.get("reward_model"), dict) and "ground_truth" in columns["reward_model"]
 
 
-def _names(columns: dict[str, Any]) -> str:
+def _names(columns: Columns) -> str:
     return ", ".join(name if value is not None else f"{name} (null)" for name, value in columns.items()) or "none"
 
 
-def _refuse_labels(columns: dict[str, Any]) -> None:
+def _refuse_labels(columns: Columns) -> None:
     """KTO's rows look like prompt and completion, but some of the completions are bad ones."""
     if columns.get("kto_tag") is not None or isinstance(columns.get("label"), bool):
         raise UserError(
@@ -138,16 +139,26 @@ def _refuse_labels(columns: dict[str, Any]) -> None:
 
 # --- forms ----------------------------------------------------------------------------------------------------------
 # The format of one row may rest on a column that is null: that row is then left out, with the reason, and the run goes on.
+# Where no format is named, it is that of the row's source; of a dict, or a row of another form (a chat, of which the prompt
+# is wanted), it is recognised by the columns.
 
 
-def as_text(columns: dict[str, Any], field: str = "text") -> str:
+def _wanted(columns: Columns, format: str | None, formats: Formats) -> str | None:
+    """The name of the format to read a row as; None: to be recognised."""
+    own = columns.format if isinstance(columns, Row) else None
+    if format is not None or own is None:
+        return format
+    return own if own in dict(formats) or own not in dict((*CHAT, *PREFERENCE, *PROMPT)) else None
+
+
+def as_text(columns: Columns, field: str = "text") -> str:
     """The document of a pretraining row."""
     if field not in columns:
         text_format(columns, field=field)
     return _string(columns, field)
 
 
-def as_chat(columns: dict[str, Any], format: str | None = None) -> dict[str, Any]:
+def as_chat(columns: Columns, format: str | None = None) -> dict[str, Any]:
     """{"messages", "tools"}, or {"prompt", "completion"} strings, or {"text"}.
 
     Reads messages, ShareGPT conversations, Alpaca (instruction, input, output, system, history), prompt and completion
@@ -155,7 +166,8 @@ def as_chat(columns: dict[str, Any], format: str | None = None) -> dict[str, Any
     to be trained on has "train": False. Raises UserError where the format does not fit, BadRow for an unusable row.
     """
     _refuse_labels(columns)
-    format = _fitting(CHAT, columns, format) or _fitting(CHAT, columns, format, nulls=True) or chat_format(columns, format)
+    wanted = _wanted(columns, format, CHAT)
+    format = _fitting(CHAT, columns, wanted) or _fitting(CHAT, columns, wanted, nulls=True) or chat_format(columns, wanted)
     tools = _tools(columns)
     if format == "messages":
         return {"messages": _answered(_conversation(columns, "messages")), "tools": tools}
@@ -173,7 +185,7 @@ def as_chat(columns: dict[str, Any], format: str | None = None) -> dict[str, Any
     return {"text": as_text(columns)}
 
 
-def as_preference(columns: dict[str, Any], format: str | None = None) -> dict[str, Any]:
+def as_preference(columns: Columns, format: str | None = None) -> dict[str, Any]:
     """{"prompt", "chosen", "rejected"}: all strings (plain text) or all lists of messages; chosen and rejected are the
     answers only.
 
@@ -181,7 +193,7 @@ def as_preference(columns: dict[str, Any], format: str | None = None) -> dict[st
     beginning is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ..."); LLaMA-Factory's conversations or
     instruction with chosen and rejected. Raises UserError where the format does not fit, BadRow for an unusable row.
     """
-    wanted = format
+    wanted = _wanted(columns, format, PREFERENCE)
     format = _fitting(PREFERENCE, columns, wanted) or _fitting(PREFERENCE, columns, wanted, nulls=True)
     format = format or preference_format(columns, wanted)
     if _tools(columns):
@@ -225,13 +237,13 @@ def as_preference(columns: dict[str, Any], format: str | None = None) -> dict[st
     return pair
 
 
-def as_prompt(columns: dict[str, Any], format: str | None = None) -> dict[str, Any]:
+def as_prompt(columns: Columns, format: str | None = None) -> dict[str, Any]:
     """The row with "prompt" (a string, or messages that end on a user turn); the other columns are kept for the rewards.
 
     Reads prompt; or messages, conversations, Alpaca, of which a last assistant turn is cut off. verl's
     reward_model.ground_truth becomes the column answer.
     """
-    wanted = format
+    wanted = _wanted(columns, format, PROMPT)
     format = _fitting(PROMPT, columns, wanted) or _fitting(PROMPT, columns, wanted, nulls=True)
     format = format or prompt_format(columns, wanted)
     row = dict(columns)
@@ -257,7 +269,7 @@ def as_prompt(columns: dict[str, Any], format: str | None = None) -> dict[str, A
     return row | {"prompt": prompt}
 
 
-def _string(columns: dict[str, Any], name: str) -> str:
+def _string(columns: Columns, name: str) -> str:
     value = columns[name]
     if not isinstance(value, str):
         raise BadRow(f"{name} is not a string but {type(value).__name__}")
@@ -275,7 +287,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _tools(columns: dict[str, Any]) -> list[Any] | None:
+def _tools(columns: Columns) -> list[Any] | None:
     tools = columns.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
@@ -288,7 +300,7 @@ def _tools(columns: dict[str, Any]) -> list[Any] | None:
     return tools or None
 
 
-def _conversation(columns: dict[str, Any], *names: str) -> list[Message]:
+def _conversation(columns: Columns, *names: str) -> list[Message]:
     """The messages of the first of these columns that is filled, with the system column before them."""
     messages = _messages(next((columns[name] for name in names if columns.get(name)), None))
     system = columns.get("system")
@@ -371,7 +383,7 @@ def _answer(value: Any) -> list[Message]:
     return _messages([value] if isinstance(value, dict) else value)
 
 
-def _alpaca_prompt(columns: dict[str, Any]) -> list[Message]:
+def _alpaca_prompt(columns: Columns) -> list[Message]:
     """System, history and the instruction with its input, as messages."""
     messages = []
     if columns.get("system"):

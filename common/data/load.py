@@ -1,133 +1,147 @@
-"""From sources to the samples of a run: tokenised and cached or streamed, mixed, and in order."""
+"""From the arguments to the data of a run: found, tokenised and cached or streamed, mixed, and in order."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common.data.cache import number_in, tokenize
-from common.data.examples import Units
+from common.args import CommonArgs
+from common.data.cache import tokenize
+from common.data.dropped import convert
+from common.data.encoding import Encode, Job, number_in
+from common.data.examples import Examples
 from common.data.order import Order, Shuffled
-from common.data.sources import Source, convert, read_rows
+from common.data.sources import Recognise, Source, find_sources, read_rows
 from common.data.stream import Stream
+from common.data.types import Row, Tokenizer
 from common.errors import UserError
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from common.data.packing import Packs
 
-def load_units(
-    accelerator: Any,
-    args: Any,
-    sources: list[Source],
-    make_units: Callable[..., Any],
-    tokenizer: Any,
-    settings: dict[str, Any],
-    curriculum_column: str | None = None,
-) -> Units:
-    """All rows of the sources as units (see cache.tokenize)."""
-    return tokenize(
-        accelerator,
-        sources,
-        make_units,
-        tokenizer,
-        settings,
-        cache_dir=args.dataset_cache_dir,
-        num_proc=args.dataset_num_proc,
-        strict=args.strict_data,
-        curriculum_column=curriculum_column,
-    )
+    from accelerate import Accelerator
+
+EncodePrompt = Callable[[Row, Tokenizer, CommonArgs], dict[str, Any]]
 
 
-def load_samples(
-    accelerator: Any,
-    args: Any,
-    sources: list[Source],
-    make_units: Callable[..., Any],
-    arrange: Callable[[Units, Any], Any],
-    tokenizer: Any,
-    settings: dict[str, Any],
-    turn_dropping: float = 0.0,
-) -> Shuffled | Stream:
-    """The unit at each position of the run. arrange(units, args): packs or cuts; before it, they are `samples.data`."""
-    check_order(args)
-    if not 0 <= turn_dropping <= 1:
-        raise UserError(f"--turn_dropping is a probability, not {turn_dropping}")
+def load_data(
+    args: CommonArgs,
+    accelerator: "Accelerator",
+    encode: Encode,
+    tokenizer: Tokenizer,
+    recognise: Recognise | None = None,
+) -> tuple[Shuffled | Stream, Examples]:
+    """The training data, with the example at each position of the run, and the held-out examples (or none).
+
+    encode(row, tokenizer, args): the sequences of a row, which stay together, or its text, which becomes a document; or it
+    raises BadRow. Any field that it gives a sequence arrives in the batch. recognise(columns, wanted): the name of the
+    format of a source's rows (formats.py), which is then row.format; None: they may have any columns. Called on every
+    process. With dataset_streaming the training data is a Stream, else it comes from the cache.
+    """
+    _check(args)
     if args.dataset_streaming:
         if args.max_steps <= 0:
             raise UserError("--dataset_streaming: a stream has no known end: say how long to train with --max_steps")
-        if args.curriculum_column or turn_dropping:
+        if args.curriculum_column:
             raise UserError("--dataset_streaming: no --curriculum_column and no --turn_dropping: they need all rows at hand")
-        job = (make_units, tokenizer, settings, None)
-        return Stream(
+    sources, held_out_sources = find_sources(args, recognise)
+    if args.dataset_streaming:
+        train: Shuffled | Stream = Stream(
             sources,
-            job,
-            lambda units: arrange(units, args),
+            Job(encode, tokenizer, args),
             args.seed,
             block_rows=args.streaming_buffer_size,
             num_proc=args.dataset_num_proc or 1,
             strict=args.strict_data,
+            longest=getattr(args, "max_length", 0),  # a stream is not measured beforehand, and what limits it has that name
         )
-    data = load_units(accelerator, args, sources, make_units, tokenizer, settings, args.curriculum_column)
-    units = arrange(data, args)
-    return Shuffled(units, make_order(args, sources, units), data, turn_dropping)
+    else:
+        data = tokenize(args, accelerator, sources, encode, tokenizer, args.curriculum_column)
+        train = Shuffled(data, make_order(args, sources, data))
+    return train, tokenize(args, accelerator, held_out_sources, encode, tokenizer)
 
 
-class Items:
+class Rows:
     """Rows of several sources, each as what a function makes of it, in memory: one source after the other."""
 
     def __init__(
         self,
         sources: list[Source],
-        function: Callable[[dict[str, Any], str], dict[str, Any]],
+        function: Callable[[Row], dict[str, Any]],
         what: str,
         strict: bool = False,
         curriculum_column: str | None = None,
     ):
-        """function(columns, format): an item, with its token ids under prompt_ids. strict: see cache.tokenize."""
-        self.items: list[dict[str, Any]] = []
+        """function(row): a dict, with its token ids under prompt_ids; or it raises BadRow. what: a word for rows, for the
+        user. strict: a BadRow is an error."""
+        self.rows: list[dict[str, Any]] = []
         self.sources, self.counts, self._facts = sources, [], []
+        self.difficulty: np.ndarray | None = None  # (rows,), for a curriculum
         column = None if curriculum_column == "length" else curriculum_column
+        difficulty: list[float] = []
 
-        def make(columns: dict[str, Any], format: str) -> dict[str, Any]:
-            item = function(columns, format)
-            if column:
-                number_in(item, column)  # a row without one is left out
-            return item
+        def encode(row: Row) -> tuple[dict[str, Any], float]:
+            columns = Row(row, row.where)  # as they are now
+            encoded = function(row)
+            return encoded, number_in(Row({**columns, **encoded}), column) if column else 0.0
 
         for source in sources:
-            rows = (row for row, _ in read_rows(source))
-            items, facts = convert(rows, lambda columns, f=source.format: make(columns, f), what, strict)
-            self.items += items
-            self.counts.append(len(items))
-            tokens = sum(len(item["prompt_ids"]) for item in items)
-            about = {"source": source.label, "path": source.path, "split": source.split, "format": source.format}
-            facts = {"rows": facts["rows"], "units": len(items), "tokens": tokens, "dropped": facts["dropped"]}
-            self._facts.append(about | {"weight": source.weight} | facts)
-        self.lengths = np.array([len(item["prompt_ids"]) for item in self.items], np.int64)
+            found, facts = convert((row for row, _ in read_rows(source)), encode, what, strict)
+            rows = [row for row, _ in found]
+            self.rows += rows
+            self.counts.append(len(rows))
+            difficulty += [number for _, number in found]
+            tokens = sum(len(row["prompt_ids"]) for row in rows)
+            about = {"rows": facts["rows"], "examples": len(rows), "tokens": tokens, "dropped": facts["dropped"]}
+            self._facts.append(source.facts() | about)
+        self.lengths = np.array([len(row["prompt_ids"]) for row in self.rows], np.int64)  # (rows,) tokens
         self.longest = max(self.lengths.tolist(), default=0)
-        self.difficulty = None
-        if curriculum_column == "length":
-            self.difficulty = self.lengths
-        elif column:
-            self.difficulty = np.array([number_in(item, column) for item in self.items])
+        if curriculum_column:
+            self.difficulty = np.array(difficulty) if column else self.lengths
+        self.order: Order | None = None  # of a run
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return self.items[i]
+        return self.rows[i]
+
+    def at(self, position: int) -> dict[str, Any]:
+        """The row at a position of the run."""
+        return self.rows[self.order[position]]
 
     def facts(self) -> list[dict[str, Any]]:
-        """Of each source: what it is, rows, items, tokens, what was left out and why."""
+        """Of each source: what it is, rows, examples, tokens, what was left out and why."""
         return self._facts
 
 
-def make_order(args: Any, sources: list[Source], units: Any) -> Order:
-    """The order of units (`counts` of each source, `difficulty`) that the arguments ask for."""
-    check_order(args)
+def load_prompts(
+    args: CommonArgs, encode: EncodePrompt, tokenizer: Tokenizer, recognise: Recognise | None
+) -> tuple[Rows, Rows]:
+    """The prompts to train on, `prompts.at(position)`, and the held-out ones (or none), in memory.
+
+    encode(row, tokenizer, args): a dict with "prompt_ids" (and what the rewards need), or it raises BadRow.
+    """
+    _check(args)
+    if args.dataset_streaming:
+        raise UserError("--dataset_streaming: prompts are kept in memory; they are few beside what is sampled")
+    sources, held_out_sources = find_sources(args, recognise)
+
+    def encoded(row: Row) -> dict[str, Any]:
+        return encode(row, tokenizer, args)
+
+    prompts = Rows(sources, encoded, "prompts", args.strict_data, args.curriculum_column)
+    prompts.order = make_order(args, sources, prompts)
+    return prompts, Rows(held_out_sources, encoded, "prompts", args.strict_data)
+
+
+def make_order(args: CommonArgs, sources: list[Source], examples: "Examples | Packs | Rows") -> Order:
+    """The order of examples that the arguments ask for."""
     weights = None if sources[0].weight is None else [source.weight for source in sources]
     fraction = args.curriculum_fraction if args.curriculum_column else 0.0
-    return Order(units.counts, args.seed, weights=weights, difficulty=units.difficulty, curriculum=fraction)
+    return Order(examples.counts, args.seed, weights=weights, difficulty=examples.difficulty, curriculum=fraction)
 
 
-def check_order(args: Any) -> None:
+def _check(args: CommonArgs) -> None:
     if not 0 < args.curriculum_fraction <= 1:
         raise UserError(f"--curriculum_fraction is a share between 0 and 1, not {args.curriculum_fraction}")

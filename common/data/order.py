@@ -1,44 +1,67 @@
-"""The order of the samples: which unit stands at which position of a run.
+"""The order of training: which example stands at which position of a run.
 
 A pure function of (seed, position), so that a run can be resumed at any step, on any number of processes. Without weights,
-sample i of a run is element i mod N of the permutation of epoch i div N.
+position i of a run has element i mod N of the permutation of epoch i div N.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence as SequenceOf
+from functools import cached_property
+from typing import TYPE_CHECKING
 
+from common.data.types import Example, Sequence
 from common.errors import UserError
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from common.data.examples import Examples
+    from common.data.packing import Packs
+    from common.data.sources import Source
 
 BANDS = 10  # of a curriculum: from easy to hard, shuffled within each
 
 
 class Order:
-    """`order[position]` is the index of a unit; an epoch has len(order) positions."""
+    """`order[position]` is the index of an example; an epoch has len(order) positions."""
 
     def __init__(
         self,
-        counts: Sequence[int],
+        counts: SequenceOf[int],
         seed: int,
         *,
-        weights: Sequence[float] | None = None,
+        weights: SequenceOf[float] | None = None,
         difficulty: np.ndarray | None = None,
         curriculum: float = 0.0,
     ):
-        """counts: units of each source; they stand one source after the other.
+        """counts: examples of each source; they stand one source after the other.
 
-        weights: the share of each source in an epoch, which keeps its sum(counts) positions: a source with too few units is
-        repeated, one with too many is not used up, and the next epoch goes on in it. Any stretch of an epoch holds the
-        shares to within about one unit. Unset: each unit once.
+        weights: the share of each source in an epoch, which keeps its sum(counts) positions: a source with too few examples
+        is repeated, one with too many is not used up, and the next epoch goes on in it. Any stretch of an epoch holds the
+        shares to within about one example. Unset: each example once.
         difficulty (N,): the first `curriculum` (a share) of epoch 0 is ordered by it, in bands that are shuffled.
+        Raises UserError for a source without an example to give.
         """
-        self.counts, self.seed = [int(count) for count in counts], seed
+        self.counts, self.seed, self.weights = [int(count) for count in counts], seed, weights
         if not sum(self.counts) or (weights is not None and 0 in self.counts):
-            raise UserError(f"nothing to train on: units of each source: {', '.join(map(str, self.counts))}")
+            raise UserError(f"nothing to train on: examples of each source: {', '.join(map(str, self.counts))}")
         self.difficulty, self.curriculum = difficulty, curriculum
-        self.quotas = None if weights is None else shares(weights, sum(self.counts))
         self._epochs: dict[int, np.ndarray] = {}
+
+    def of(self, examples: "Examples | Packs") -> "Order":
+        """The order, by the same settings, of other examples of the same sources."""
+        return Order(
+            examples.counts, self.seed, weights=self.weights, difficulty=examples.difficulty, curriculum=self.curriculum
+        )
+
+    @cached_property
+    def quotas(self) -> list[int] | None:
+        """Positions of each source in an epoch; None: each example once. Raises UserError for a source that would get none.
+
+        Not asked for before there is need: documents may be too few for that, and the rows that are cut from them not.
+        """
+        return None if self.weights is None else shares(self.weights, len(self))
 
     def __len__(self) -> int:
         return sum(self.counts)
@@ -59,7 +82,7 @@ class Order:
         if self.quotas is None:
             order = rng.permutation(len(self))
         else:
-            # Unit j of n of a source comes at a random moment of the j-th of n equal parts of the epoch.
+            # Example j of n of a source comes at a random moment of the j-th of n equal parts of the epoch.
             moments = np.concatenate([(np.arange(n) + rng.random(n)) / max(n, 1) for n in self.quotas])
             order = np.concatenate([self._draw_source(s, epoch) for s in range(len(self.quotas))])[np.argsort(moments)]
         if epoch == 0 and self.difficulty is not None:
@@ -69,7 +92,7 @@ class Order:
         return order
 
     def _draw_source(self, s: int, epoch: int) -> np.ndarray:
-        """The units of source s in an epoch: where the epoch before has ended, in permutations of the source."""
+        """The examples of source s in an epoch: where the epoch before has ended, in permutations of the source."""
         n, N = self.quotas[s], self.counts[s]
         turns = np.arange(epoch * n, (epoch + 1) * n)
         passes = {k: np.random.default_rng((self.seed, s, k)).permutation(N) for k in np.unique(turns // N).tolist()}
@@ -78,36 +101,69 @@ class Order:
 
 
 class Shuffled:
-    """`shuffled[position]`: the unit at a position of the run; len: the units of an epoch."""
+    """`shuffled[position]`: the example at a position of the run; len: the examples of an epoch."""
 
-    def __init__(self, units: Any, order: Order, data: Any = None, turn_dropping: float = 0.0):
-        """units: units.Units, or collators.Packs of them. data: the same before they were packed or cut. turn_dropping:
-        with this probability a chat ends after one of its earlier answers."""
-        self.units, self.order, self.turn_dropping = units, order, turn_dropping
-        self.data = units if data is None else data
-        self.longest = self.data.longest
+    def __init__(
+        self,
+        examples: "Examples | Packs",
+        order: Order,
+        data: "Examples | None" = None,
+        turn_dropping: float = 0.0,
+    ):
+        """data: the examples before they were packed or cut. turn_dropping: with this probability a chat ends after one of
+        its earlier answers."""
+        self.examples, self.order, self.turn_dropping = examples, order, turn_dropping
+        self.data = examples if data is None else data
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.examples.longest
+
+    @property
+    def sources(self) -> "list[Source]":
+        return self.examples.sources
+
+    def apply(self, function: "Callable[[Examples], Examples | Packs]") -> "Shuffled":
+        """The same with other examples, which the function makes of these: packed, or cut."""
+        examples = function(self.examples)
+        return Shuffled(examples, self.order.of(examples), self.data, self.turn_dropping)
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, position: int) -> list[dict[str, Any]]:
+    def __getitem__(self, position: int) -> Example:
         index = self.order[position]
-        unit = self.units[index]
+        example = self.examples[index]
         if self.turn_dropping:
             rng = np.random.default_rng((self.order.seed, position // len(self), index))
-            unit = [drop_turns(sequence, self.turn_dropping, rng) for sequence in unit]
-        return unit
+            example = [shorten(sequence, self.turn_dropping, rng) for sequence in example]
+        return example
 
     def where(self, position: int) -> str:
-        """The source and row of the unit at a position."""
-        return self.units.where(self.order[position])
+        """The source and row of the example at a position."""
+        return self.examples.where(self.order[position])
 
     def size(self, position: int) -> int:
-        """Tokens of the unit at a position (before turns are dropped)."""
-        return int(self.units.lengths[self.order[position]])
+        """Tokens of the example at a position (before turns are dropped)."""
+        return int(self.examples.lengths[self.order[position]])
 
 
-def drop_turns(sequence: dict[str, Any], probability: float, rng: np.random.Generator) -> dict[str, Any]:
+def drop_turns(train: Shuffled, probability: float) -> Shuffled:
+    """The same training data with chats that end, with this probability, after one of their earlier answers.
+
+    Which of them do is a function of (seed, epoch, example). Raises UserError for a stream, and for what is no probability.
+    """
+    if not 0 <= probability <= 1:
+        raise UserError(f"--turn_dropping is a probability, not {probability}")
+    if not probability:
+        return train
+    if not isinstance(train, Shuffled):
+        raise UserError("--dataset_streaming: no --curriculum_column and no --turn_dropping: they need all rows at hand")
+    return Shuffled(train.examples, train.order, train.data, probability)
+
+
+def shorten(sequence: Sequence, probability: float, rng: np.random.Generator) -> Sequence:
     """With the given probability, the sequence up to the end of a random trained turn that is not its last."""
     wanted, which = rng.random(2)
     mask = sequence["loss_mask"].astype(np.int8)
@@ -120,12 +176,12 @@ def drop_turns(sequence: dict[str, Any], probability: float, rng: np.random.Gene
     return {name: value[:end] if np.ndim(value) else value for name, value in sequence.items()}
 
 
-def shares(weights: Sequence[float], total: int) -> list[int]:
-    """`total` divided in proportion to the weights, by the largest remainders."""
+def shares(weights: SequenceOf[float], total: int) -> list[int]:
+    """`total` divided in proportion to the weights, by the largest remainders. Raises UserError for a share of none."""
     exact = np.array(weights, np.float64) / np.sum(weights) * total
     result = np.floor(exact).astype(np.int64)
     for s in np.argsort(result - exact, kind="stable")[: total - int(result.sum())]:
         result[s] += 1
     if (result == 0).any():
-        raise UserError(f"--dataset_weights: of {total} units, source {int((result == 0).argmax()) + 1} would give none")
+        raise UserError(f"--dataset_weights: of {total} examples, source {int((result == 0).argmax()) + 1} would give none")
     return result.tolist()

@@ -10,20 +10,16 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from common.data.types import Row
 from common.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
 MAX_FIELD = 1 << 27  # characters of a field of a .csv file; more means a quote that is never closed
-Position = tuple["Row", int, int]  # a row, the bytes or rows of the file up to its end, and its line or row number
-
-
-class Row(NamedTuple):
-    where: str
-    columns: dict[str, Any]
+Position = tuple[Row, int, int]  # a row, the bytes or rows of the file up to its end, and its line or row number
 
 
 def kind(path: Path) -> str:
@@ -89,7 +85,7 @@ def _is_json_array(path: Path) -> bool:
 def _object(where: str, value: Any) -> Row:
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected an object {{column: value}}, found {type(value).__name__}")
-    return Row(where, value)
+    return Row(value, where)
 
 
 def _read_paragraphs(path: Path, at: int, number: int) -> Iterator[Position]:
@@ -105,10 +101,10 @@ def _read_paragraphs(path: Path, at: int, number: int) -> Iterator[Position]:
             if at - start < MAX_BLOCK:
                 continue
         if block:
-            yield Row(f"{path}:{first}", {"text": "\n".join(block)}), at, number
+            yield Row({"text": "\n".join(block)}, f"{path}:{first}"), at, number
             block = []
     if block:
-        yield Row(f"{path}:{first}", {"text": "\n".join(block)}), at, number
+        yield Row({"text": "\n".join(block)}, f"{path}:{first}"), at, number
 
 
 def _read_csv(path: Path, at: int, number: int, delimiter: str) -> Iterator[Position]:
@@ -147,7 +143,7 @@ def _read_csv(path: Path, at: int, number: int, delimiter: str) -> Iterator[Posi
                 f'({", ".join(names)}); a field with {delimiter!r} in it stands in "quotes"'
             )
         if fields:
-            yield Row(f"{path}:{first}", dict(itertools.zip_longest(names, fields))), at, number
+            yield Row(dict(itertools.zip_longest(names, fields)), f"{path}:{first}"), at, number
 
 
 def _read_parquet(path: Path, at: int) -> Iterator[Position]:
@@ -168,7 +164,7 @@ def _read_parquet(path: Path, at: int) -> Iterator[Position]:
                     number += skipped
                     for columns in batch.slice(skipped).to_pylist():
                         number += 1
-                        yield Row(f"{path} row {number}", columns), number, number
+                        yield Row(columns, f"{path} row {number}"), number, number
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: cannot be read as parquet: {error}") from None
 
@@ -207,7 +203,7 @@ def read_dataset(path: str, name: str | None, split: str, streaming: bool, at: i
         return
     try:
         for number, columns in enumerate(table.skip(at) if at else table, at + 1):
-            yield Row(f"{path} row {number}", dict(columns)), number, number
+            yield Row(dict(columns), f"{path} row {number}"), number, number
     except Exception as error:  # the library and the network raise many kinds, with texts of many lines
         raise UserError(f"--dataset_name {path}: cannot be read: {_short(error)}") from None
 

@@ -1,8 +1,7 @@
 """Rows: find the sources that the arguments name, read them lazily from any kind of file, and choose among them.
 
-A row is a `Row(where, columns)`: where it came from ("chats.jsonl:12") and its columns. A source is read row by row in
-bounded memory (only a .json array is loaded whole), and reading goes on from any `Place`. What the columns mean is the
-business of formats.py.
+A source is read row by row in bounded memory (only a .json array is loaded whole), and reading goes on from any cursor.
+What the columns mean is told in formats.py.
 """
 
 import dataclasses
@@ -15,17 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.data.readers import SUFFIXES, Row, kind, load_table, plain, read_dataset, read_file
+from common.args import CommonArgs
+from common.data.readers import SUFFIXES, kind, load_table, plain, read_dataset, read_file
+from common.data.types import Row
 from common.errors import UserError, say
 
-Message = dict[str, Any]
-# Where reading goes on: [file number, bytes or rows of the file, its line or row number, rows given so far].
-Place = list[int]
+# Where reading goes on in a source: [file number, bytes or rows of the file, its line or row number, rows given so far].
+Cursor = list[int]
+Recognise = Callable[[Row, str | None], str | None]  # (columns, wanted) -> the name of their format
 FIRST_ROWS = 100  # that are looked at to recognise a format, where columns are null
-
-
-class BadRow(Exception):
-    """This one row cannot be used; the message is the reason under which it is counted."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,11 @@ class Source:
     label: str = ""  # short, unique among the sources
     streaming: bool = False  # of a Hub dataset: read from the network while training
 
+    def facts(self) -> dict[str, Any]:
+        """What a run notes of its source, as JSON."""
+        found = {"source": self.label, "path": self.path, "split": self.split}
+        return found | {"format": self.format, "weight": self.weight}
+
 
 # --- which sources --------------------------------------------------------------------------------------------------
 
@@ -60,24 +62,17 @@ ITEM = {  # what an item of --dataset_name may say: a check, and what is expecte
 }
 
 
-def find_sources(args: Any, recognise: Callable[[dict[str, Any], str | None], str]) -> tuple[list[Source], list[Source]]:
+def find_sources(args: CommonArgs, recognise: Recognise | None) -> tuple[list[Source], list[Source]]:
     """The training and the evaluation sources that the arguments name, each with rows of a known format.
 
-    recognise(columns, wanted) is the name of a row's format. Evaluation is on: the held-out part of the training sources
-    with eval_fraction; else eval_dataset_name; else the evaluation split of those training sources that have one. Raises
-    UserError for a source that is missing, empty, or of no known format, and for settings that contradict each other.
+    recognise(columns, wanted): the name of a row's format, a UserError where it has none, or not the wanted one; None: rows
+    may have any columns. Evaluation is on: the held-out part of the training sources with eval_fraction; else
+    eval_dataset_name; else the evaluation split of those training sources that have one. Raises UserError for a source that
+    is missing, empty, or of no known format, and for settings that contradict each other.
     """
-    most = _checked("--max_train_samples", "max_samples", args.max_train_samples)
-    train = [_source(args, "dataset_name", item, most) for item in args.dataset_name]
-    train = _labelled(_weighed(train, args.dataset_weights))
-    if args.eval_fraction:
-        if not 0.0 < args.eval_fraction < 1.0:
-            raise UserError(f"--eval_fraction is a share between 0 and 1, not {args.eval_fraction}")
-        if args.eval_dataset_name:
-            raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
-        train = [dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in train]
-    asked, train = train, [_recognised(source, recognise) for source in train]
-
+    recognise = recognise or _any_format
+    asked = _training_sources(args)
+    train = [_recognised(source, recognise) for source in asked]
     most = _checked("--max_eval_samples", "max_samples", args.max_eval_samples)
     if args.eval_fraction:
         parts = [dataclasses.replace(source, part="held_out", max_samples=most) for source in train]
@@ -97,6 +92,25 @@ def find_sources(args: Any, recognise: Callable[[dict[str, Any], str | None], st
     return train, [_recognised(source, recognise) for source in evaluation]
 
 
+def find_training_sources(args: CommonArgs, recognise: Recognise | None) -> list[Source]:
+    """The training sources alone: see find_sources."""
+    return [_recognised(source, recognise or _any_format) for source in _training_sources(args)]
+
+
+def _training_sources(args: CommonArgs) -> list[Source]:
+    """The training sources as the arguments name them, before a row of them is read."""
+    most = _checked("--max_train_samples", "max_samples", args.max_train_samples)
+    train = [_source(args, "dataset_name", item, most) for item in args.dataset_name]
+    train = _labelled(_weighed(train, args.dataset_weights))
+    if args.eval_fraction:
+        if not 0.0 < args.eval_fraction < 1.0:
+            raise UserError(f"--eval_fraction is a share between 0 and 1, not {args.eval_fraction}")
+        if args.eval_dataset_name:
+            raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
+        train = [dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in train]
+    return train
+
+
 def identity(source: Source) -> dict[str, Any]:
     """What the rows of a source depend on, as JSON: its settings, and its files or the fingerprint of its dataset."""
     found = dataclasses.asdict(source) | {"columns": list(source.columns)}
@@ -110,7 +124,7 @@ def identity(source: Source) -> dict[str, Any]:
     return found | {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in facts]}
 
 
-def _source(args: Any, flag: str, word: str, most: int | None) -> Source:
+def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
     """A word of a flag as a source: a path or name, or a JSON object with more (a mapping in the YAML file)."""
     item: dict[str, Any] = {"path": word}
     if word.lstrip().startswith("{"):
@@ -174,15 +188,19 @@ def _labelled(sources: list[Source]) -> list[Source]:
     return labelled
 
 
-def _recognised(source: Source, recognise: Callable[[dict[str, Any], str | None], str]) -> Source:
+def _any_format(columns: Row, wanted: str | None) -> str | None:
+    return wanted
+
+
+def _recognised(source: Source, recognise: Recognise) -> Source:
     """The source with its format, which its first row tells, or the first one without null columns that decide."""
     reason = None
     for row, _ in itertools.islice(read_rows(source), FIRST_ROWS):
         try:
-            return dataclasses.replace(source, format=recognise(row.columns, source.format))
+            return dataclasses.replace(source, format=recognise(row, source.format))
         except UserError as error:
             reason = reason or UserError(f"{row.where}: {error}")
-            if None not in row.columns.values():
+            if None not in row.values():
                 break
     raise reason or _no_rows(source)
 
@@ -208,14 +226,14 @@ def _is_number(value: Any) -> bool:
 # --- rows of a source -----------------------------------------------------------------------------------------------
 
 
-def read_rows(source: Source, place: Place | None = None) -> Iterator[tuple[Row, Place]]:
-    """The rows of a source one by one, each with the place after it; from `place` on, if one is given.
+def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
+    """The rows of a source one by one, each with the cursor after it; from `cursor` on, if one is given.
 
     Files: .jsonl and .json (objects by line, or one array), .txt (a row {"text"} per paragraph), .csv and .tsv (all values
     strings), all of them also .gz, .bz2 or .xz; .parquet. Folders: the files named after the split, or, for train, all.
     Raises UserError for what cannot be read.
     """
-    number, at, line, given = place or [0, 0, 0, 0]
+    number, at, line, given = cursor or [0, 0, 0, 0]
     files = _files(source)
     if files == []:
         found = ", ".join(file.name for file in _data_files(Path(source.path).expanduser())) or "no data file"
@@ -233,13 +251,13 @@ def read_rows(source: Source, place: Place | None = None) -> Iterator[tuple[Row,
         else:
             rows = read_file(files[file], at, line)
         for row, at, line in rows:
-            if chosen and not _is_chosen(source, row.columns):
+            if chosen and not _is_chosen(source, row):
                 continue
             for new, old in renames:
-                if old not in row.columns:
-                    found = ", ".join(row.columns)
-                    raise UserError(f"--columns {new}={old}: {row.where} has no column {old}; it has {found}")
-                row.columns[new] = row.columns.pop(old)
+                if old not in row:
+                    raise UserError(f"--columns {new}={old}: {row.where} has no column {old}; it has {', '.join(row)}")
+                row[new] = row.pop(old)
+            row.format = source.format
             given += 1
             yield row, [file, at, line, given]
             if given >= most:
@@ -256,7 +274,7 @@ def load_rows(source: Source | str) -> list[Row]:
     return rows
 
 
-def _is_chosen(source: Source, columns: dict[str, Any]) -> bool:
+def _is_chosen(source: Source, columns: Row) -> bool:
     """Whether a row is in the source's fraction and part. It depends on the row alone, so that adding rows moves none."""
     text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
     if source.fraction < 1.0 and _draw(b"fraction " + text) >= source.fraction:
@@ -314,59 +332,3 @@ def _has_split(source: Source) -> bool:
     if files is None:
         return load_table(source.path, source.name, source.split, source.streaming, optional=True) is not None
     return bool(files)
-
-
-# --- rows that are left out -----------------------------------------------------------------------------------------
-
-
-class Dropped:
-    """How many rows were left out, by reason, with the places of the first ones."""
-
-    def __init__(self, facts: dict[str, dict[str, Any]] | None = None) -> None:
-        self.reasons = dict(facts or {})
-
-    def add(self, reason: str, where: str, count: int = 1) -> None:
-        found = self.reasons.setdefault(reason, {"count": 0, "first": []})
-        found["count"] += count
-        found["first"] = [*found["first"], where][:5]
-
-    def merge(self, other: "Dropped") -> None:
-        """Add what another one counted in later rows."""
-        for reason, found in other.reasons.items():
-            mine = self.reasons.setdefault(reason, {"count": 0, "first": []})
-            mine["count"] += found["count"]
-            mine["first"] = [*mine["first"], *found["first"]][:5]
-
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """{reason: {"count", "first": places}}, the most frequent reason first."""
-        return dict(sorted(self.reasons.items(), key=lambda item: -item[1]["count"]))
-
-    def say(self, total: int, what: str, kept: int) -> None:
-        """Tell the user; UserError where nothing of the `total` rows is kept."""
-        for reason, found in self.facts().items():
-            say(f"data: {found['count']} of {total} {what} left out: {reason} (first: {found['first'][0]})")
-        if total and not kept:
-            raise UserError(f"none of the {total} {what} can be used: {', '.join(self.reasons)}")
-
-
-def convert(
-    rows: Iterable[Row], function: Callable[[dict[str, Any]], Any], what: str, strict: bool = False
-) -> tuple[list[Any], dict[str, Any]]:
-    """`function` on the columns of each row; rows that it refuses (BadRow) are left out, counted, aloud.
-
-    Returns the results and {"rows", "kept", "dropped": {reason: {"count", "first": places}}}. Raises UserError, with the
-    row's place, where the function does, where no row is left, and, if strict, for the first row that is refused.
-    """
-    results, dropped, total = [], Dropped(), 0
-    for row in rows:
-        total += 1
-        try:
-            results.append(function(row.columns))
-        except UserError as error:
-            raise UserError(f"{row.where}: {error}") from None
-        except BadRow as reason:
-            if strict:
-                raise UserError(f"{row.where}: {reason} (--strict_data)") from None
-            dropped.add(str(reason), row.where)
-    dropped.say(total, what, len(results))
-    return results, {"rows": total, "kept": len(results), "dropped": dropped.facts()}

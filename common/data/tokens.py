@@ -5,26 +5,45 @@ In documents, prompt and completion strings a spelled special token is that toke
 """
 
 import sys
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.data.chat import PLACEHOLDER, assistant_spans, per_tokenizer, read_chat_template, render, special_tokens
-from common.data.sources import BadRow, Message
+from common.data.chat import PLACEHOLDER, assistant_spans, per_tokenizer, render, special_tokens
+from common.data.types import BadRow, Message, Sequence, Tokenizer, whole
 from common.errors import UserError
 
 import numpy as np
-import tokenizers
-from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TRAIN_ON = ("all_turns", "last_turn", "everything")
-Sequence = dict[str, np.ndarray]
 
 
 def tokenize_chat(
+    chat: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "all_turns", max_length: int | None = None
+) -> Sequence:
+    """What formats.as_chat gives (messages, prompt and completion, or text) as input_ids (n,) and loss_mask (n,) uint8.
+
+    train_on: of messages, see tokenize_messages; of prompt and completion the completion is trained, of a text all of it.
+    max_length: longer ones keep their start. Raises BadRow for what has nothing to train.
+    """
+    if "text" in chat:
+        sequence = whole(tokenize_documents([chat["text"]], tokenizer)[0])
+    elif "completion" in chat:
+        sequence = tokenize_completion(chat["prompt"], chat["completion"], tokenizer)
+    else:
+        first = chat.get("prompt_turns", 0)
+        sequence = tokenize_messages(
+            chat["messages"], tokenizer, tools=chat.get("tools"), train_on=train_on, first_trained_turn=first
+        )
+    return sequence if max_length is None else truncate(sequence, max_length)
+
+
+def tokenize_messages(
     messages: list[Message],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     tools: list[Any] | None = None,
     train_on: str = "all_turns",
@@ -52,46 +71,7 @@ def tokenize_chat(
     return tokenize_spans(text, list(zip(borders[::2], borders[1::2], strict=True)), tokenizer)
 
 
-def split_chat(
-    messages: list[Message], tokenizer: Any, max_length: int, *, tools: list[Any] | None = None
-) -> list[list[Message]]:
-    """A conversation of more than max_length tokens as consecutive pieces of at most max_length, cut between exchanges.
-
-    An exchange is what stands from the turn after an answer to the next answer that a user's turn follows; one that is too
-    long is a piece by itself. Each piece begins with the system turns of the conversation, and ends on an answer: turns
-    after the last answer are left out. A conversation that fits, or without an answer, comes back as it is.
-    """
-    text = render(messages, tokenizer, tools)
-    ids, offsets = _encode(text, tokenizer)
-    # A token that is split at the border of an answer becomes a few more: counted exactly where that could matter.
-    far_below = len(ids) + 8 * len(messages) <= max_length
-    if far_below or (len(ids) <= max_length and _count(messages, tokenizer, tools) <= max_length):
-        return [messages]
-    system, exchanges = _exchanges(messages)
-    if not exchanges:
-        return [messages]
-    before = np.searchsorted(offsets[:, 0], _places(text, system, exchanges))  # tokens, about
-
-    def piece(first: int, stop: int) -> list[Message]:
-        return [*system, *chain.from_iterable(exchanges[first:stop])]
-
-    def too_long(stop: int) -> bool:
-        return _count(piece(start, stop), tokenizer, tools) > max_length
-
-    pieces, start = [], 0
-    while start < len(exchanges):
-        # The whole conversation says about how many exchanges fit, at most: a few tokens of headers are counted or not.
-        # So many are tried, and where they are too long, the most that fit are searched.
-        room = max_length + 8 - before[0] + before[start]
-        stop = max(start + 1, int(np.searchsorted(before, room, side="right")) - 1)
-        if stop > start + 1 and too_long(stop):
-            stop = start + 1 + bisect_left(range(start + 2, stop), True, key=too_long)
-        pieces.append(piece(start, stop))
-        start = stop
-    return pieces
-
-
-def tokenize_completion(prompt: str, completion: str, tokenizer: Any) -> Sequence:
+def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Sequence:
     """Plain text: the prompt untrained, the completion and one end-of-text token trained.
 
     The seam: the ids of the prompt are those that it has alone, as in sampling; no token crosses.
@@ -107,7 +87,7 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Any) -> Sequenc
     return {"input_ids": np.array(ids, np.int64), "loss_mask": mask}
 
 
-def tokenize_documents(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
+def tokenize_documents(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Each document as int32 ids that end on one end of text, and begin on one beginning if the tokenizer writes it."""
     documents, eos, adds_bos = [], tokenizer.eos_token_id, _adds_bos(tokenizer)
     for start in range(0, len(texts), 1000):
@@ -117,55 +97,13 @@ def tokenize_documents(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
     return documents
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer (Sennrich et al. 2016, arXiv 1508.07909) with single digits and the ChatML template.
-
-    The texts are read once, and not kept.
-    """
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    if vocab_size < 256 + len(specials):
-        raise UserError(f"--vocab_size {vocab_size}: a byte-level tokenizer needs at least {256 + len(specials)}")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Digits(individual_digits=True),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=specials,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-
-    def texts_and_roles() -> Iterator[str]:
-        count = 0
-        for text in texts:
-            count += 1
-            yield text
-        # The words of the chat template stand before every turn: make sure that each becomes one token.
-        yield from ["system\nuser\nassistant\n"] * (1 + count // 10)
-
-    bpe.train_from_iterator(texts_and_roles(), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=specials[1:],
-    )
-    tokenizer.chat_template = read_chat_template("chatml")
-    return tokenizer
-
-
 def tokenize_pair(
     prompt: str | list[Message],
     chosen: str | list[Message],
     rejected: str | list[Message],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     max_length: int,
-) -> tuple[Sequence, Sequence]:
+) -> list[Sequence]:
     """Prompt + chosen and prompt + rejected, the answers trained. Both sides have the same ids of the prompt.
 
     max_length limits each side. Raises BadRow where no token of one of the answers is left.
@@ -173,19 +111,20 @@ def tokenize_pair(
     if isinstance(prompt, str):
         sides = [tokenize_completion(prompt, answer, tokenizer) for answer in (chosen, rejected)]
     else:
-        sides = [tokenize_chat(prompt + answer, tokenizer, first_trained_turn=len(prompt)) for answer in (chosen, rejected)]
+        first = len(prompt)
+        sides = [tokenize_messages(prompt + side, tokenizer, first_trained_turn=first) for side in (chosen, rejected)]
     starts = [int(side["loss_mask"].argmax()) for side in sides]
     if starts[0] != starts[1] or (sides[0]["input_ids"][: starts[0]] != sides[1]["input_ids"][: starts[0]]).any():
         raise BadRow("the prompt has other tokens before the chosen than before the rejected answer")
-    return truncate(sides[0], max_length), truncate(sides[1], max_length)
+    return [truncate(side, max_length) for side in sides]
 
 
-def tokenize_text(text: str, tokenizer: Any) -> list[int]:
+def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
     """Plain text as ids, with one beginning-of-text token if the tokenizer writes it, without an end."""
     return _with_bos(_ids([text], tokenizer)[0], tokenizer)
 
 
-def tokenize_prompt(prompt: str | list[Message], tokenizer: Any, tools: list[Any] | None = None) -> list[int]:
+def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None) -> list[int]:
     """A prompt as the ids to sample from: plain text as it is, messages with the header of the answer."""
     if isinstance(prompt, str):
         return tokenize_text(prompt, tokenizer)
@@ -193,7 +132,7 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Any, tools: list[Any
 
 
 def tokenize_row(
-    row: dict[str, Any], tokenizer: Any, max_length: int | None = None, system_prompt: str | None = None
+    row: dict[str, Any], tokenizer: Tokenizer, max_length: int | None = None, system_prompt: str | None = None
 ) -> dict[str, Any]:
     """A row of formats.as_prompt with its prompt_ids; BadRow for more than max_length tokens.
 
@@ -209,7 +148,7 @@ def tokenize_row(
     return row | {"prompt_ids": ids}
 
 
-def tokenize_spans(text: str, spans: Iterable[tuple[int, int]], tokenizer: Any) -> Sequence:
+def tokenize_spans(text: str, spans: Iterable[tuple[int, int]], tokenizer: Tokenizer) -> Sequence:
     """Text of `render` as ids with a mask that is 1 exactly on the given spans [start, end) of characters.
 
     The spans do not overlap. The text is tokenised as a whole; where a token would cross the border of a span, piece by
@@ -223,40 +162,6 @@ def tokenize_spans(text: str, spans: Iterable[tuple[int, int]], tokenizer: Any) 
     if mask is None:
         raise BadRow("a token crosses the border of an answer")
     return {"input_ids": np.array(ids, np.int64), "loss_mask": mask}
-
-
-def _exchanges(messages: list[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """The system turns at the start of a chat, and the rest as exchanges, each of which ends on an answer."""
-    roles = [message["role"] for message in messages]
-    begin = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-    end = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else begin
-    # Answers before the first question stay with it: a piece of those alone would answer nothing.
-    asked = next((i for i in range(begin, end) if roles[i] != "assistant"), end)
-    cuts = [i for i in range(asked + 1, end) if roles[i - 1] == "assistant" and roles[i] in ("user", "system")]
-    return messages[:begin], [messages[a:b] for a, b in pairwise([begin, *cuts, end]) if a < b]
-
-
-def _count(messages: list[Message], tokenizer: Any, tools: list[Any] | None) -> int:
-    """The tokens of a chat with all its answers trained; of its text alone where that is refused."""
-    try:
-        text, spans = assistant_spans(messages, tokenizer, tools)
-        return len(tokenize_spans(text, spans.values(), tokenizer)["input_ids"])
-    except BadRow:
-        return len(_encode(render(messages, tokenizer, tools), tokenizer)[0])
-
-
-def _places(text: str, system: list[Message], exchanges: list[list[Message]]) -> list[int]:
-    """About where in the text of a chat its first exchange begins, and where each of its exchanges ends."""
-    spans, at = [], 0
-    for message in chain(system, *exchanges):
-        content = message["content"].strip()
-        start = text.find(content, at)
-        if start < 0:  # the template changed it: the next one is looked for from the same place
-            start, content = at, ""
-        at = start + len(content)
-        spans.append((start, at))
-    bounds = list(accumulate([len(system), *map(len, exchanges)]))  # the messages before each exchange
-    return [spans[bounds[0]][0], *(spans[bound - 1][1] for bound in bounds[1:])]
 
 
 def _mask(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray | None:
@@ -282,7 +187,9 @@ class _Traits(NamedTuple):
 
 
 @per_tokenizer
-def _traits(tokenizer: Any) -> _Traits:
+def _traits(tokenizer: Tokenizer) -> _Traits:
+    import tokenizers
+
     sample = "Hello there,\n  it's 1+1=2."
     ids = tokenizer(sample, add_special_tokens=False).input_ids
     engine = getattr(tokenizer, "backend_tokenizer", None)
@@ -292,7 +199,7 @@ def _traits(tokenizer: Any) -> _Traits:
     return _Traits(direct, frozenset(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), line_break)
 
 
-def _engine(tokenizer: Any, literal: bool) -> tokenizers.Tokenizer:
+def _engine(tokenizer: Tokenizer, literal: bool) -> "tokenizers.Tokenizer":
     """The library's tokenizer, which does not cut or fill; literal: special tokens that a text spells stay characters."""
     engine = tokenizer.backend_tokenizer
     if engine.encode_special_tokens != literal:
@@ -304,7 +211,7 @@ def _engine(tokenizer: Any, literal: bool) -> tokenizers.Tokenizer:
     return engine
 
 
-def _ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
+def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Texts as ids, without a beginning or an end."""
     if not _traits(tokenizer).direct:
         return tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
@@ -312,7 +219,9 @@ def _ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     return [encoding.ids for encoding in encodings]
 
 
-def _ids_and_characters(text: str, tokenizer: Any, literal: bool, direct: bool) -> tuple[list[int], list[tuple[int, int]]]:
+def _ids_and_characters(
+    text: str, tokenizer: Tokenizer, literal: bool, direct: bool
+) -> tuple[list[int], list[tuple[int, int]]]:
     """A text as ids and the characters [start, end) of each. Raises UserError for a tokenizer that cannot say those."""
     if direct:
         encoding = _engine(tokenizer, literal).encode(text, add_special_tokens=False)
@@ -332,7 +241,7 @@ def _ids_and_characters(text: str, tokenizer: Any, literal: bool, direct: bool) 
     return encoding["input_ids"], encoding["offset_mapping"]
 
 
-def _encode(text: str, tokenizer: Any, cuts: Iterable[int] = ()) -> tuple[list[int], np.ndarray]:
+def _encode(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tuple[list[int], np.ndarray]:
     """Text of `render` as ids and their characters [start, end); no token crosses a cut. Placeholders become text."""
     traits = _traits(tokenizer)
     if not cuts and "\ufdd0" not in text:
@@ -355,7 +264,9 @@ def _encode(text: str, tokenizer: Any, cuts: Iterable[int] = ()) -> tuple[list[i
     return ids, np.concatenate(offsets) if offsets else np.zeros((0, 2), np.int64)
 
 
-def _piece(text: str, tokenizer: Any, traits: _Traits, first: bool, literal: bool = False) -> tuple[list[int], np.ndarray]:
+def _piece(
+    text: str, tokenizer: Tokenizer, traits: _Traits, first: bool, literal: bool = False
+) -> tuple[list[int], np.ndarray]:
     """A piece of a longer text as ids and their characters; literal: special tokens that it spells stay characters."""
     # Some tokenizers write a space before a text. Inside a longer one there is none: read the piece after a line break.
     lead = None if first else traits.line_break
@@ -378,7 +289,7 @@ def _piece(text: str, tokenizer: Any, traits: _Traits, first: bool, literal: boo
     return ids, np.fromiter(chain.from_iterable(characters), np.int64, 2 * len(ids)).reshape(-1, 2)
 
 
-def show_trained(sequence: Sequence, tokenizer: Any) -> str:
+def show_trained(sequence: Sequence, tokenizer: Tokenizer) -> str:
     """A sequence as text with what is trained marked: in colour on a terminal, in [[brackets]] otherwise."""
     before, after = ("\033[30;42m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
     ids, mask = sequence["input_ids"], sequence["loss_mask"]
@@ -391,18 +302,18 @@ def show_trained(sequence: Sequence, tokenizer: Any) -> str:
 
 
 def truncate(sequence: Sequence, max_length: int) -> Sequence:
-    """The first max_length tokens. Raises BadRow where none of them is trained."""
-    cut = {name: values[:max_length] for name, values in sequence.items()}
-    if not cut["loss_mask"][1:].any():
+    """The first max_length tokens, of all per-token fields. Raises BadRow where none of them is trained."""
+    short = {name: value[:max_length] if np.ndim(value) else value for name, value in sequence.items()}
+    if not short["loss_mask"][1:].any():
         raise BadRow(f"no trained token within max_length {max_length}")
-    return cut
+    return short
 
 
 @per_tokenizer
-def _adds_bos(tokenizer: Any) -> bool:
+def _adds_bos(tokenizer: Tokenizer) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("x").input_ids[0] == tokenizer.bos_token_id
 
 
-def _with_bos(ids: list[int], tokenizer: Any) -> list[int]:
+def _with_bos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     bos = tokenizer.bos_token_id
     return [bos, *ids] if _adds_bos(tokenizer) and ids[:1] != [bos] else ids

@@ -1,18 +1,18 @@
 """Attention inside each sequence of a flat row: no padding between sequences, no mask over the row, no leak.
 
 A flat row holds S sequences end to end, T tokens in all. The function here is registered with transformers' attention
-interface under the name "flat", and the matching mask function says "no mask", so that nothing of size T x T is ever
-made. Sequences of similar length are gathered into one right-padded bucket and go through PyTorch's SDPA together: under
+interface under the name "flat", together with a mask function that makes no mask, so that nothing of size T x T ever
+exists. Sequences of similar length are gathered into one right-padded bucket and go through PyTorch's SDPA together: under
 a causal mask, padding on the right is never attended to by a real token, so the bucket needs no mask either. On a GPU, in
-half precision, PyTorch's kernel for sequences of unequal length takes the place of the buckets.
+half precision, PyTorch's kernel for sequences of unequal length (varlen_attn) takes the place of the buckets.
 
-Sequences that begin with the same tokens may share them: these stand in the row once. Such a row has F > T tokens when it
-is written out, and `places` says which token of the row each of them is. Keys and values are gathered for each sequence in
-full; the queries are what it has for itself, its last tokens, and such a bucket has a mask of its own.
+Sequences that begin with the same tokens may share them: the row holds these once. Written out in full, the sequences of
+such a row have F > T tokens, and `token_map` (F,) gives the token of the row that each of them is. Keys and values are
+gathered for each sequence in full; its queries are the tokens that are its own, the last ones, under a mask of its bucket.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,46 +23,58 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # PyTorch before 2.10
-    varlen_attn = None
-# PyTorch before 2.12 has fewer key heads than query heads without being told.
-VARLEN_IS_TOLD_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 FLAT = "flat"
-SLACK = 0.8  # the shortest sequence of a bucket, as a share of the longest
-STRIP, LONGEST_IN_STRIPS = 128, 640  # tokens: see _strips_pay
-LEAST_ASKED = 0.5  # of a bucket's queries, how many are real where a start is shared
-MOST_ASKING = 1024  # tokens that a sequence has for itself beside a shared start; with more, a mask would take too much room
+MIN_RELATIVE_LENGTH = 0.8  # the shortest sequence of a bucket, as a share of the longest
+# On a CPU, queries of these many tokens at a time, for sequences of up to these many: see _strips_pay.
+STRIP, LONGEST_IN_STRIPS = 128, 640
+MIN_REAL_QUERIES = 0.5  # the share of a bucket's queries that is not padding, where a start is shared
+MAX_OWN_TOKENS = 1024  # of a sequence with a shared start; with more, its mask would take too much memory
+
+# PyTorch's kernel for sequences of unequal length (from 2.10 on), and whether it wants to be told of fewer key heads than
+# query heads (from 2.12 on). See _has_varlen.
+varlen_attn: Callable[..., Tensor] | None = None
+varlen_takes_enable_gqa = True
+
+
+def register() -> None:
+    """Make flat attention known to transformers. Called where a model is wrapped, because importing transformers is slow."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(FLAT, flat_attention)
+    AttentionMaskInterface.register(FLAT, _no_mask)
+
+
+def exclude_from_compilation() -> None:
+    """Keep the loop over buckets out of compiled graphs: there would be one for each number of buckets."""
+    global _bucket_attention
+    _bucket_attention = torch.compiler.disable(_bucket_attention)
 
 
 @dataclass
 class FlatRow:
-    """How the tokens of a flat row are dealt out to sequences, and back."""
+    """How the tokens of a flat row are gathered into buckets, and their outputs put back in the order of the row."""
 
     buckets: list["Bucket"]
     inverse: Tensor | None  # (T,) int64: where each token of the row lies in the buckets' output; None: in order
     shared: bool  # whether a token of the row may lie in several sequences
     is_bucket: bool  # the row is its only bucket as it stands: sequences of equal length, nothing shared
-    ragged: "Ragged | None" = None  # the same for a kernel that needs no buckets; None where there is none
+    ragged: "Ragged | None" = None  # the same for varlen_attn, which needs no buckets; None where it cannot be used
 
 
 @dataclass
 class Bucket:
     """b sequences of similar length. Padding on the right repeats a sequence's last token."""
 
-    keys: Tensor  # (b, L) int64: the token of the row at each place
-    queries: Tensor  # (b, Lq) int64: the same of the last tokens of each sequence, which ask; `keys` itself where all ask
-    first: Tensor | None = None  # (b,) int64: the place of the first token that asks; None: 0
-    masks: dict[Any, Tensor] = field(default_factory=dict)  # each made once, for all layers of its kind
+    keys: Tensor  # (b, L) int64: tokens of the row
+    queries: Tensor  # (b, Lq) int64: those that are the sequences' own, their last ones; `keys` itself where all are
+    first: Tensor | None = None  # (b,) int64: the position of the first query in its sequence; None: 0
+    masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)  # each made once, for all layers
 
     def mask(self, window: int | None, dtype: torch.dtype, always: bool = False) -> Tensor | None:
         """(b or 1, 1, Lq, L): 0, or -inf where a token comes later or `window` or more before.
 
-        None where causal attention will do and there need not always be one.
+        None where SDPA's own causal mask does as well, unless `always`.
         """
         Lq, L = self.queries.shape[1], self.keys.shape[1]
         if self.first is None and (window is None or L <= window) and not always:
@@ -70,80 +82,81 @@ class Bucket:
         if (window, dtype) not in self.masks:
             first = self.keys.new_zeros(1) if self.first is None else self.first
             column = torch.arange(L, device=first.device)
-            asking = (first[:, None] + column[:Lq])[:, None, :, None]
-            unseen = column > asking
+            query = (first[:, None] + column[:Lq])[:, None, :, None]
+            unseen = column > query
             if window is not None:
-                unseen |= column <= asking - window
+                unseen |= column <= query - window
             self.masks[window, dtype] = unseen.new_zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)
         return self.masks[window, dtype]
 
 
 @dataclass
 class Ragged:
-    """What each sequence has for itself in the row looks at all of the sequence, written out end to end: F tokens."""
+    """The arguments of varlen_attn: the own tokens of each sequence attend to all of it, written out in full."""
 
-    own: Tensor  # (S+1,) int32, borders in the row
-    full: Tensor  # (S+1,) int32, borders of the sequences written out
-    longest: tuple[int, int]  # of both
-    places: Tensor | None  # (F,) int64: the token of the row at each place; None: nothing is shared, F = T
+    own: Tensor  # (S+1,) int32: where the own tokens of each sequence begin in the row
+    full: Tensor  # (S+1,) int32: where the sequences begin when they are written out
+    longest: tuple[int, int]  # tokens, of both
+    token_map: Tensor | None  # (F,) int64: the token of the row that each token is; None: nothing is shared, F = T
 
 
-def plan_flat_row(lengths: Sequence[int], device: torch.device, places: np.ndarray | None = None) -> FlatRow:
-    """Deal sequences of the given lengths into buckets of similar ones.
+def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.ndarray | None = None) -> FlatRow:
+    """Put sequences of the given lengths into buckets of similar ones.
 
-    places: (F,) int64, the token of the row that each token of the sequences is, end to end; None: nothing is shared.
-    What a sequence has for itself are its last tokens, and lies in the row in the order of the sequences. Made once per
-    row, on the CPU, and used by every layer.
+    token_map: (F,) int64, the token of the row that each token of the sequences, end to end, is; None: nothing is shared.
+    The own tokens of a sequence are its last ones, and lie in the row in the order of the sequences. Made once per row, on
+    the CPU, and used by every layer.
     """
     lengths = np.asarray(lengths)
     ends = lengths.cumsum()
-    first = None if places is None else first_places(places)
+    first = None if token_map is None else first_occurrences(token_map)
     own = lengths if first is None else np.diff(np.searchsorted(first, ends), prepend=0)
-    asking = np.where(own <= MOST_ASKING, own, lengths)
+    num_queries = np.where(own <= MAX_OWN_TOKENS, own, lengths)
 
-    def dealt(index: np.ndarray) -> Tensor:
-        return to_device(index if places is None else places[index], device)
+    def tokens(index: np.ndarray) -> Tensor:
+        return to_device(index if token_map is None else token_map[index], device)
 
     buckets, filled = [], 0
     inverse = np.empty(ends[-1], np.int64)  # of all F, first
-    for group in _alike(lengths, asking):
-        queries = _last(asking[group], ends[group])
-        real = np.arange(queries.shape[1]) < asking[group, None]
+    for group in _similar(lengths, num_queries):
+        queries = _last(num_queries[group], ends[group])
+        real = np.arange(queries.shape[1]) < num_queries[group, None]
         inverse[queries[real]] = filled + np.flatnonzero(real)
         filled += queries.size
-        keys, before = dealt(_last(lengths[group], ends[group])), lengths[group] - asking[group]
-        buckets.append(Bucket(keys, dealt(queries), to_device(before, device)) if before.any() else Bucket(keys, keys))
+        keys, before = tokens(_last(lengths[group], ends[group])), lengths[group] - num_queries[group]
+        buckets.append(Bucket(keys, tokens(queries), to_device(before, device)) if before.any() else Bucket(keys, keys))
     inverse = inverse if first is None else inverse[first]
 
     ragged = None
     if _has_varlen(device):
         borders = (to_device(np.cumsum([0, *counts]).astype(np.int32), device) for counts in (own, lengths))
         longest = int(own.max()), int(lengths.max())
-        ragged = Ragged(*borders, longest, None if places is None else to_device(places, device))
+        ragged = Ragged(*borders, longest, None if token_map is None else to_device(token_map, device))
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
     is_bucket = in_order and len(buckets) == 1
-    return FlatRow(buckets, None if in_order else to_device(inverse, device), places is not None, is_bucket, ragged)
+    return FlatRow(buckets, None if in_order else to_device(inverse, device), token_map is not None, is_bucket, ragged)
 
 
-def _alike(lengths: np.ndarray, asking: np.ndarray) -> list[list[int]]:
-    """Sequences in groups of similar length, those in which all tokens ask apart from the others: longest first.
+def _similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
+    """Sequences in groups of similar length, longest first; those with a shared start apart from the others.
 
-    Without those in which none asks: all that they are, others are, too.
+    A sequence without a query, all of which others hold as well, is in none.
     """
     groups: list[list[int]] = []
-    order = np.lexsort((-lengths, asking < lengths))  # stable: equal lengths keep their order
-    for s in order[asking[order] > 0].tolist():
-        if groups and _fits(s, groups[-1], lengths, asking):
+    order = np.lexsort((-lengths, num_queries < lengths))  # stable: equal lengths keep their order
+    for s in order[num_queries[order] > 0].tolist():
+        if groups and _fits(s, groups[-1], lengths, num_queries):
             groups[-1].append(s)
         else:
             groups.append([s])
     return groups
 
 
-def _fits(s: int, group: list[int], lengths: np.ndarray, asking: np.ndarray) -> bool:
-    longest, together = group[0], asking[[*group, s]]
-    alike = (asking[s] < lengths[s]) == (asking[longest] < lengths[longest]) and lengths[s] >= SLACK * lengths[longest]
-    return alike and together.mean() >= LEAST_ASKED * together.max()
+def _fits(s: int, group: list[int], lengths: np.ndarray, num_queries: np.ndarray) -> bool:
+    longest, together = group[0], num_queries[[*group, s]]
+    same_kind = (num_queries[s] < lengths[s]) == (num_queries[longest] < lengths[longest])
+    similar = same_kind and lengths[s] >= MIN_RELATIVE_LENGTH * lengths[longest]
+    return similar and together.mean() >= MIN_REAL_QUERIES * together.max()
 
 
 def _last(counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -151,10 +164,10 @@ def _last(counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.minimum((ends - counts)[:, None] + np.arange(counts.max()), ends[:, None] - 1)
 
 
-def first_places(places: np.ndarray) -> np.ndarray:
+def first_occurrences(token_map: np.ndarray) -> np.ndarray:
     """Where each token of the row comes first among the sequences written out end to end: (F,) -> (T,)."""
-    first = np.empty(places.max() + 1, np.int64)
-    first[places[::-1]] = np.arange(len(places))[::-1]  # the last one written stays
+    first = np.empty(token_map.max() + 1, np.int64)
+    first[token_map[::-1]] = np.arange(len(token_map))[::-1]  # the last one written stays
     return first
 
 
@@ -172,8 +185,8 @@ def flat_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence. query (1, H, T, Dh), key and value (1, Hkv, T, Dh) -> (1, T, H, Dh).
 
-    Raises RuntimeError where the model asks for what SDPA cannot do (soft-capping, attention sinks), or where the row's
-    plan did not reach the layer: without it sequences would see each other.
+    Raises RuntimeError where the model wants what SDPA cannot do (soft-capping, attention sinks), or where the row's plan
+    did not reach the layer: without it sequences would see each other.
     """
     if flat_row is None or attention_mask is not None:
         raise RuntimeError("flat attention needs flat_row and no attention_mask")
@@ -188,12 +201,12 @@ def flat_attention(
     return _bucket_attention(q, k, v, flat_row, settings)[None], None
 
 
-@torch.compiler.disable  # the number of buckets differs from row to row: each number would be compiled by itself
 def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, row: FlatRow, settings: dict[str, Any]) -> Tensor:
     """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by one bucket after another."""
-    queries, places = [bucket.queries for bucket in row.buckets], [bucket.keys for bucket in row.buckets]
-    dealt = [_Deal.apply(q, queries, row.inverse, False)] + [_Deal.apply(x, places, row.inverse, row.shared) for x in (k, v)]
-    outputs = [_sdpa(*rows, bucket, **settings) for bucket, *rows in zip(row.buckets, *dealt, strict=True)]
+    queries, keys = [bucket.queries for bucket in row.buckets], [bucket.keys for bucket in row.buckets]
+    gathered = [_Gather.apply(q, queries, row.inverse, False)]
+    gathered += [_Gather.apply(x, keys, row.inverse, row.shared) for x in (k, v)]
+    outputs = [_sdpa(*rows, bucket, **settings) for bucket, *rows in zip(row.buckets, *gathered, strict=True)]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if row.inverse is None else out.index_select(0, row.inverse)
 
@@ -208,7 +221,7 @@ def _sdpa(
     mask = bucket.mask(window, v.dtype)
     if mask is None and _strips_pay(q):
         mask = bucket.mask(window, v.dtype, always=True)
-        strips = [(slice(at, at + STRIP), slice(at + STRIP)) for at in range(0, q.shape[2], STRIP)]
+        strips = [(slice(start, start + STRIP), slice(start + STRIP)) for start in range(0, q.shape[2], STRIP)]
         outputs = [attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen]) for own, seen in strips]
         out = torch.cat([output.transpose(1, 2) for output in outputs], 1)
     else:
@@ -217,25 +230,25 @@ def _sdpa(
 
 
 def _strips_pay(q: Tensor) -> bool:
-    """Whether queries (b, H, L, Dh) go faster strip by strip, each with the keys up to its end.
+    """Whether queries (b, H, L, Dh) are faster strip by strip, each with the keys up to its end.
 
-    The CPU's kernel skips what is masked in blocks of 512 keys only: of shorter sequences nothing.
+    The CPU's kernel skips masked keys in blocks of 512 only, which saves nothing for shorter sequences.
     """
     plain = q.device.type == "cpu" and q.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return plain and 2 * STRIP <= q.shape[2] <= LONGEST_IN_STRIPS and not torch.compiler.is_compiling()
 
 
-class _Deal(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     """The row (T, ...) -> for each bucket its tokens (b L, ...), padding included.
 
-    No real token attends to the padding, whose own output is dropped: its gradient is 0. So where no token counts in two
-    places, the gradient is gathered, in place of being added to zeros bucket by bucket. Of the queries none does: one
-    place's output is kept.
+    No real token attends to the padding, and the output of the padding is dropped: its gradient is 0. So where each token
+    of the row has one place in the buckets, its gradient is gathered from there, instead of being added up in zeros. That
+    holds for queries always: the output of one place is kept.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buckets: list[Tensor], inverse: Tensor | None, several: bool) -> tuple[Tensor, ...]:
-        """buckets: the token at each place. inverse (T,): the place of each token. several: it may have others."""
+        """buckets: the token at each place. inverse (T,): the place of each token. several: it may have more than one."""
         ctx.buckets, ctx.inverse, ctx.several, ctx.T = buckets, inverse, several, len(x)
         return tuple(x.index_select(0, index.view(-1)) for index in buckets)
 
@@ -253,24 +266,34 @@ class _Deal(torch.autograd.Function):
 def _ragged_attention(
     q: Tensor, k: Tensor, v: Tensor, row: Ragged, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by the kernel for sequences of unequal length.
+    """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by varlen_attn.
 
-    Where there are fewer queries than keys, it takes them for the last ones of the sequence. So a token of a shared start is
-    a query once only.
+    Where a sequence has fewer queries than keys, the kernel takes them for its last ones. So a token of a shared start is a
+    query once only.
     """
-    if row.places is not None:
-        k, v = k[row.places], v[row.places]
+    if row.token_map is not None:
+        k, v = k[row.token_map], v[row.token_map]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens seen before and after each one; -1: all
-    told = {"enable_gqa": q.shape[1] != k.shape[1]} if VARLEN_IS_TOLD_GQA else {}
-    return varlen_attn(q, k, v, row.own, row.full, *row.longest, scale=scaling, window_size=window, **told)
+    options = {"enable_gqa": q.shape[1] != k.shape[1]} if varlen_takes_enable_gqa else {}
+    return varlen_attn(q, k, v, row.own, row.full, *row.longest, scale=scaling, window_size=window, **options)
 
 
 def _has_varlen(device: torch.device) -> bool:
-    return varlen_attn is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether varlen_attn runs here. It is imported now: it brings the compiler along, which takes a second and a half."""
+    global varlen_attn, varlen_takes_enable_gqa
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if varlen_attn is None:
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            return False
+        varlen_takes_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return True
 
 
 def _varlen_dtype(value: Tensor) -> torch.dtype | None:
-    """What the kernel would compute in; None where it cannot: it knows 16 bits and heads of up to 192 in steps of 8."""
+    """What varlen_attn would compute in; None where it cannot: it has 16 bits and heads of up to 192 in steps of 8."""
     device = value.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) and value.shape[-1] in range(8, 193, 8) else None
@@ -278,7 +301,3 @@ def _varlen_dtype(value: Tensor) -> torch.dtype | None:
 
 def _no_mask(*args: object, **kwargs: object) -> None:
     return None
-
-
-AttentionInterface.register(FLAT, flat_attention)
-AttentionMaskInterface.register(FLAT, _no_mask)

@@ -1,49 +1,61 @@
 """A language model, called on a flat batch for per-token log-probabilities, and the parts and figures of it.
 
-`LogProbModel` is the one way in which a model is called for training, in all four stages. It runs the body of any causal
-language model on the flat row, and applies the LM head (common/head.py) only at the positions that are trained.
+`FlatModel` is the one way in which a model is called for training, in all four scripts. It runs the body of any causal
+language model on the flat row, and applies the LM head (lm_head.py) only at the positions that are trained.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from common.collators import Batch
+from common.errors import UserError
 from common.memory import to_device
-from common.model.attention import first_places, plan_flat_row
-from common.model.lm_head import nll, score
+from common.model import lm_head
+from common.model.attention import first_occurrences, plan_flat_row
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
-class TokenStats(NamedTuple):
-    """Per token of the flat row, all (T,) float32 and 0 where the token is not a target."""
+class Output(NamedTuple):
+    """What a FlatModel says of a flat row of T tokens; None for what was not asked for.
 
-    logps: Tensor
-    entropy: Tensor  # of the distribution that the token was drawn from, in nats
-    correct: Tensor  # 1 where the token was the most probable one; no gradient
+    A NamedTuple, because FSDP2 and Accelerate look for the tensors in what a model returns.
+    """
+
+    logps: Tensor  # (T,) float32: log p(token t | tokens before it in its sequence) of each target; 0 elsewhere
+    entropy: Tensor | None = None  # (T,) float32, in nats: of the distribution that predicts each target; 0 elsewhere
+    correct: Tensor | None = None  # (T,) float32: 1 where a target is the most probable token; no gradient
+    nll: Tensor | None = None  # (): -Σ nll_weights[t] · logps[t]
+    hidden: Tensor | None = None  # (T, D): what the LM head reads
+    mapped: Tensor | None = None  # (N, ...): what map_logits made of the logits, in the order of batch["targets"]
+    router_logits: tuple[Tensor, ...] | None = None  # (T, experts) of each layer with experts
+    extra: dict[str, Tensor] | None = None  # what each of the extra modules gave
 
 
-class LogProbModel(nn.Module):
-    """A causal language model that answers with log-probabilities.
-
-    Called on a flat batch (see common/collators.py) it returns logps (T,) float32:
-    `logps[t] = log p(token t | tokens before it in its sequence)` for the targets of the batch, 0 elsewhere.
+class FlatModel(nn.Module):
+    """A causal language model that is called on flat batches (see collators.flat_batch) and answers with an `Output`.
 
     Architectures whose layers carry a state along the row, or whose attention cannot be replaced, go through a padded
     batch instead (`padded`); the result is the same.
     """
 
     def __init__(self, lm: nn.Module, *, padded: bool = False):
+        """lm: a causal language model of transformers, or peft's wrapper of one."""
         super().__init__()
         self.lm = lm
+        self.extra = nn.ModuleDict()  # a script's own modules, which it adds before `adamw` and `run.prepare`
         self.padded = padded
-        self.offload = False  # what the body keeps for the backward pass is kept by the host
+        self.offload = False  # whether what the body keeps for the backward pass waits in the host's memory
+        self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)  # read by FSDP's wrapping policy
 
     @property
-    def config(self) -> Any:
+    def config(self) -> "PreTrainedConfig":
         return self.lm.config
 
     def tie_weights(self) -> None:
@@ -52,55 +64,106 @@ class LogProbModel(nn.Module):
 
     def forward(
         self,
-        batch: dict[str, Any],
+        batch: Batch,
+        *,
         temperature: float = 1.0,
-        stats: bool = False,
-        entropy_grad: bool = False,
         nll_weights: Tensor | None = None,
-    ) -> Tensor | TokenStats | tuple[Tensor, TokenStats]:
-        """batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets and previous (N,).
+        entropy: bool = False,
+        entropy_grad: bool = False,
+        hidden: bool = False,
+        map_logits: Callable[[Tensor, Tensor], Tensor] | None = None,
+        router_logits: bool = False,
+        extra: Sequence[str] = (),
+    ) -> Output:
+        """Log-probabilities of the targets of a batch, and what else is asked for.
 
-        temperature divides the logits, as it did when the tokens were sampled. Returns logps (T,), or TokenStats, in
-        which only logps has a gradient, and with entropy_grad the entropy.
+        batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets and previous (N,), token_map.
+        temperature: divides the logits, as it did when the tokens were sampled.
+        nll_weights (T,): out.nll is cheaper than the same sum over logps, because its gradient is formed along with the
+            logits (see lm_head.weighted_nll). Only nll has a gradient then; entropy and correct come for free.
+        entropy: also entropy and correct; the entropy has a gradient only with entropy_grad.
+        hidden: also the hidden states.
+        map_logits: f(logits (n, V) float32, rows (n,) int64) -> (n, ...), called on a chunk of the targets at a time and
+            again in the backward pass, so that the logits of all, (N, V), never exist unless f returns them. logits[i],
+            divided by the temperature, predict token rows[i] of the flat row.
+        router_logits: also the router's logits of a mixture of experts.
+        extra: names of modules in `self.extra` to call on the hidden states (T, D).
 
-        With nll_weights (T,) it returns the loss `-Σ nll_weights[t] · logps[t]`, (), and TokenStats without a gradient:
-        cheaper than the same sum over logps, because the gradient is formed on the way (see common/head.py).
+        Raises UserError for router_logits of a model without experts, for a name that is not in `self.extra`, and for a
+        sequence of more tokens than the model has positions.
         """
+        if nll_weights is not None and entropy_grad:
+            raise ValueError("with nll_weights the entropy has no gradient: use -(weights * out.logps).sum() instead")
+        for name in extra:
+            if name not in self.extra:
+                raise UserError(f"the model has no extra module {name!r}; it has: {', '.join(self.extra) or 'none'}")
+        check_positions(self, max(batch["lengths"]))
+        states, routers = self._run_body(batch, router_logits)
         targets = batch["targets"]
-        hidden = self.hidden(batch)
-        T = hidden.shape[0]
-
-        def scattered(scores: tuple[Tensor, ...]) -> list[Tensor]:
-            return [torch.zeros(T, dtype=s.dtype, device=s.device).index_put((targets,), s) for s in scores]
-
-        predicted = base_lm(self.lm), hidden.index_select(0, batch["previous"]), batch["input_ids"][0, targets]
+        predicting = base_lm(self.lm), states.index_select(0, batch["previous"])
+        tokens = batch["input_ids"][0, targets]
+        nll = mapped = None
         if nll_weights is not None:
-            loss, scores = nll(*predicted, nll_weights[targets], temperature)
-            return loss, TokenStats(*scattered(scores))
-        scores = scattered(score(*predicted, temperature, stats=stats, entropy_grad=entropy_grad))
-        return TokenStats(*scores) if stats else scores[0]
+            nll, scores = lm_head.weighted_nll(*predicting, tokens, nll_weights[targets], temperature)
+        else:
+            entropy = entropy or entropy_grad
+            scores = lm_head.log_probs(*predicting, tokens, temperature, entropy=entropy, entropy_grad=entropy_grad)
+        scores = [torch.zeros(len(states), dtype=s.dtype, device=s.device).index_put((targets,), s) for s in scores]
+        if map_logits is not None:
+            mapped = lm_head.map_logits(*predicting, targets, map_logits, temperature)
+        return Output(
+            *(scores if len(scores) == 3 else (scores[0], None, None)),
+            nll=nll,
+            hidden=states if hidden else None,
+            mapped=mapped,
+            router_logits=routers,
+            extra={name: self.extra[name](states) for name in extra} if extra else None,
+        )
 
-    def hidden(self, batch: dict[str, Any]) -> Tensor:
+    def hidden(self, batch: Batch) -> Tensor:
         """What the LM head reads, (T, D)."""
+        return self._run_body(batch)[0]
+
+    def _run_body(self, batch: Batch, router_logits: bool = False) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Hidden states (T, D), and where asked for the router logits (T, experts) of each layer with experts."""
+        options: dict[str, Any] = {"use_cache": False}  # with a cache, or any attention_mask, sequences see each other
+        if router_logits and hasattr(self.config.get_text_config(), "output_router_logits"):
+            options["output_router_logits"] = True
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext():
-            return self._hidden_padded(batch) if self.padded else self._hidden_flat(batch)
+            out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
+            hidden = to_row(out.last_hidden_state)
+        if not router_logits:
+            return hidden, None
+        if not (routers := getattr(out, "router_logits", None)):
+            raise UserError(f"router_logits: {type(base_lm(self.lm)).__name__} is no mixture of experts")
+        return hidden, tuple(to_row(logits) for logits in routers)
 
-    def _hidden_flat(self, batch: dict[str, Any]) -> Tensor:
-        return body(self.lm)(
-            input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
-            use_cache=False,  # with a cache, or with any attention_mask, transformers lets sequences see each other
-            flat_row=plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("places")),
-        ).last_hidden_state[0]
+    def _call_flat(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
+        """What transformers gives for the flat row, and how to make (T, ...) of a tensor in it."""
+        flat_row = plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("token_map"))
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "flat_row": flat_row}
+        return body(self.lm)(**inputs, **options), lambda x: x.reshape(-1, x.shape[-1])
 
-    def _hidden_padded(self, batch: dict[str, Any]) -> Tensor:
-        ids, lengths, places = batch["input_ids"][0], batch["lengths"], batch.get("places")
-        if places is not None:
-            ids = ids[to_device(places, ids.device)]
+    def _call_padded(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
+        """The same, for the sequences as the rows of a padded batch."""
+        ids, lengths, token_map = batch["input_ids"][0], batch["lengths"], batch.get("token_map")
+        if token_map is not None:
+            ids = ids[to_device(token_map, ids.device)]
         padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
         mask = torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
-        out = body(self.lm)(input_ids=padded, attention_mask=mask.long(), use_cache=False).last_hidden_state
-        return out[mask] if places is None else out[mask][to_device(first_places(places), ids.device)]
+
+        def to_row(x: Tensor) -> Tensor:
+            x = x.reshape(*mask.shape, -1)[mask]
+            return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
+
+        return body(self.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
+
+
+def check_positions(model: FlatModel, longest: int) -> None:
+    """Raise UserError where the longest sequence has more tokens than the model has positions."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and longest > most:
+        raise UserError(f"a sequence may have {longest} tokens, the model has {most} positions: lower the length limits")
 
 
 # --- the parts of a transformers model ------------------------------------------------------------------------------
@@ -118,17 +181,19 @@ def body(lm: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Where FSDP2 or DeepSpeed's ZeRO-3 shards the weights: all of them on each process, which may then call the language
-    model on its own.
+    """While it lasts, each process holds all the weights that FSDP2 or DeepSpeed's ZeRO-3 shards, and may call the language
+    model by itself.
 
-    All processes gather together, and each needs the memory of the whole model. Changes of the weights are lost.
+    All processes enter it together, and each needs the memory of the whole model. Changes of the weights are lost.
     """
+    from torch.distributed.fsdp import FSDPModule  # half a second
+
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     zero = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     for part in parts:
         part.unshard()
-    # The hooks of both would shard each block again after its call, and remember the calls, whose number differs between
-    # the processes, for what they gather in the next backward pass.
+    # Their hooks would shard each block again after its call, and plan the gathering of the next backward pass by these
+    # calls, whose number differs between the processes.
     hooked = list(model.modules()) if zero else parts
     hooks = [(kind, dict(kind)) for module in hooked for kind in (module._forward_pre_hooks, module._forward_hooks)]
     for kind, _ in hooks:
@@ -151,14 +216,15 @@ def _zero_gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContext
     return deepspeed.zero.GatheredParameters(parameters)
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: preference and policy losses compare log-probabilities, which dropout would blur."""
+def disable_dropout(model: FlatModel) -> FlatModel:
+    """The model with every dropout at 0: preference and policy losses compare log-probabilities, which it would blur."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in ("attention_dropout", "attn_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+    return model
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -170,7 +236,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes)
 
 
-def flops_per_token(model: LogProbModel, T: int) -> float:
+def flops_per_token(model: FlatModel, T: int) -> float:
     """Floating-point operations to train on one token: `6 · N + 6 · L · H · Dh · T`.
 
     N: parameters of the matrix products (all but the input embedding, the LM head included); L layers, H heads of size

@@ -1,18 +1,19 @@
-"""Norms and gated MLPs that compute what they did, in fewer passes over memory, and keep less for the backward pass.
+"""Fused norms and gated MLPs: the same results in fewer passes over memory, with less kept for the backward pass.
 
 Of a Llama-type block (hidden size D, MLP size I) autograd keeps about 10 D + 4 I numbers per token; with these functions
-8 D + 2 I. They know two forms, by which most models are built, and take the place of a module's own code only where they
-give the same on random numbers:
+8 D + 2 I. They replace the code of modules of two forms, by which most models are built, where they give the same on
+random numbers:
 
     RMSNorm(x) = w · x / sqrt(mean(x²) + ε)                (Zhang & Sennrich 2019, arXiv 1910.07467)
     MLP(x) = W_down (silu(W_gate x) · W_up x)              (SwiGLU: Shazeer 2020, arXiv 2002.05202)
 
-Under autocast the norm of a float32 hidden state comes out in autocast's dtype: what it goes to, the linear layers, would
-each make and keep that copy, and there the three projections of attention and the two of the MLP share one.
+Under autocast the norm of a float32 hidden state comes out in autocast's dtype. The linear layers that follow would each
+make and keep that copy; here the three projections of attention share one, and the two of the MLP another.
 
 Shapes: N tokens (or tokens and heads).
 """
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
-def lighten(lm: nn.Module) -> None:
-    """Let the norms and MLPs of a language model that have one of the two forms compute in the lean way."""
+def use_fused_layers(lm: nn.Module) -> None:
+    """Replace the code of all norms and MLPs of a language model that have one of the two forms."""
     for module in lm.modules():
         if _is_norm(module):
             _replace(module, _norm_forward, module.weight.shape[0])
@@ -42,25 +43,26 @@ def _is_mlp(module: nn.Module) -> bool:
     return all(type(part) is nn.Linear for part in parts) and len(list(module.parameters(recurse=False))) == 0
 
 
-def _replace(module: nn.Module, forward: Any, width: int) -> None:
+def _replace(module: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor], width: int) -> None:
+    """Let the module, for inputs (..., width), compute by `forward`, unless that gives something else."""
     weight = next(module.parameters())
     if weight.is_meta:
         return
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():
-        wanted = module(x)
+        expected = module(x)
         module.plain_forward = module.forward
         module.forward = MethodType(forward, module)
-        if torch.allclose(module(x), wanted, rtol=1e-5, atol=1e-6):
+        if torch.allclose(module(x), expected, rtol=1e-5, atol=1e-6):
             return
-    del module.forward, module.plain_forward  # what the class has shows again
+    del module.forward, module.plain_forward  # back to the forward of its class
 
 
 # --- RMSNorm --------------------------------------------------------------------------------------------------------
 
 
 def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():  # which fuses the plain form
+    if torch.compiler.is_compiling():  # the compiler fuses the plain form
         return self.plain_forward(x)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else None
@@ -110,7 +112,7 @@ def _mlp_forward(self: nn.Module, x: Tensor) -> Tensor:
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return down(F.silu(gate) * up)
-    # LoRA and quantisation put other modules there.
+    # LoRA and quantisation put another module in its place.
     if type(down) is nn.Linear and down.bias is None and not _hooked(down):
         return _GatedDown.apply(gate, up, down.weight)
     return down(_Gated.apply(gate, up))
@@ -142,7 +144,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _GatedDown(torch.autograd.Function):
-    """W_down (silu(gate) · up), of which the product is made again for the gradient of W_down."""
+    """W_down (silu(gate) · up); the product is computed again for the gradient of W_down."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:

@@ -3,19 +3,21 @@
 The full logits (N, V) never exist. With D the hidden size, full logits cost 6·N·D·V operations: one matrix product for
 the logits, one each for the gradients of the hidden states and of the head. What chunks cost depends on what is known:
 
-- `nll`: the weights of the tokens are known before the call (pretrain, SFT). The gradient of `-Σ w_t · log p_t` is formed
-  along with the logits, chunk by chunk: 6·N·D·V.
-- `score`: what becomes of the log-probabilities shows in the backward pass only (DPO, GRPO). The logits of more than one
-  chunk are computed twice: 8·N·D·V.
+- `weighted_nll`: the weights of the tokens are known before the call (pretrain, SFT). The gradient of `-Σ w_t · log p_t`
+  is formed along with the logits, chunk by chunk: 6·N·D·V.
+- `log_probs`: what becomes of the log-probabilities shows in the backward pass only (DPO, GRPO). The logits of more than
+  one chunk are computed twice: 8·N·D·V.
 - Under a frozen head (LoRA) both form the gradient at once: 4·N·D·V.
 
 A row of the gradient with respect to the logits is `w · (p - onehot)`: `w` and the sum under `p` go into the (n, D) factors
 of the matrix products, and the chunk of logits is overwritten by `exp(logits - largest)`, minus the sum at the token.
 
+`map_logits` hands the logits themselves, by chunks, to any function.
+
 Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +28,15 @@ from torch.utils.checkpoint import checkpoint
 # Logits at a time, and the least rows of them: matrix products with fewer are slow.
 HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 HEAD_CHUNK_ROWS = {"cpu": 256, "cuda": 256}
-# What is done element by element takes so many at a time, and that much memory besides. They fit a CPU's cache.
+# Elementwise operations take so many at a time, and that much memory besides. They fit a CPU's cache.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 
 
-class Curve(NamedTuple):
-    """What a family does with the logits: `bound · tanh(slope · logits / bound)`, or, without a bound, `slope · logits`."""
+class LogitTransform(NamedTuple):
+    """What a model makes of its head's output x: `cap · tanh(scale · x / cap)`, or, without a cap, `scale · x`."""
 
-    slope: float
-    bound: float | None
+    scale: float
+    cap: float | None
 
 
 def chunk_rows(device: torch.device, V: int) -> int:
@@ -48,59 +50,92 @@ def _of_device(table: dict[str, int], device: torch.device) -> int:
 
 def logits_of(inner: nn.Module, hidden: Tensor) -> Tensor:
     """The LM head of a transformers model on hidden states (N, D) -> logits (N, V), as the model itself shapes them."""
-    return _bend(inner.get_output_embeddings()(hidden), _curve(inner))
+    return _apply(_logit_transform(inner), inner.get_output_embeddings()(hidden))
 
 
-def score(
+def log_probs(
     inner: nn.Module,
     hidden: Tensor,
     tokens: Tensor,
     temperature: float = 1.0,
     *,
-    stats: bool = False,
+    entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of the tokens, from the hidden states that predict them.
 
     inner: the transformers model; hidden (N, D), tokens (N,) int64; temperature divides the logits. Returns float32 (N,)
-    each: logps and, with stats, the entropy of each distribution in nats and 1 where the token is its most probable one.
+    each: logps and, with entropy, the entropy of each distribution in nats and 1 where the token is its most probable one.
     Gradients flow through logps, and with entropy_grad through the entropy.
     """
-    curve = _curve(inner, temperature)
-    rows = chunk_rows(hidden.device, inner.config.get_text_config().vocab_size)  # ZeRO-3 shows no shape of a weight
+    transform = _logit_transform(inner, temperature)
     linear = _plain_linear(inner)
     if linear is not None:
-        grad = torch.is_grad_enabled()
-        scores = _Score.apply(hidden, linear.weight, linear.bias, tokens, curve, rows, grad, stats, entropy_grad and grad)
-        return scores if stats else scores[:1]
+        grad, rows = torch.is_grad_enabled(), _rows_at_once(inner, hidden)
+        scores = _LogProbs.apply(
+            hidden, linear.weight, linear.bias, tokens, transform, rows, grad, entropy, entropy_grad and grad
+        )
+        return scores if entropy else scores[:1]
 
-    def score_chunk(h: Tensor, t: Tensor) -> tuple[Tensor, ...]:
-        logits = _bend(inner.get_output_embeddings()(h).float(), curve)
+    def chunk_scores(h: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+        logits = _apply(transform, inner.get_output_embeddings()(h).float())
         normalizer = logits.logsumexp(-1)
         chosen = logits.gather(-1, t[:, None])[:, 0]
         logps = chosen - normalizer
-        if not stats:
+        if not entropy:
             return (logps,)
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):  # else nothing is kept for it
-            entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
-        return logps, entropy, (chosen >= logits.amax(-1)).float()
+            entropies = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
+        return logps, entropies, (chosen >= logits.amax(-1)).float()
 
+    return _in_chunks(inner, chunk_scores, hidden, tokens)
+
+
+def map_logits(
+    inner: nn.Module,
+    hidden: Tensor,
+    rows: Tensor,
+    function: Callable[[Tensor, Tensor], Tensor],
+    temperature: float = 1.0,
+) -> Tensor:
+    """function(logits (n, V) float32, rows (n,)) -> (n, ...), on a chunk of positions at a time, end to end: (N, ...).
+
+    hidden (N, D), rows (N,) int64, any number of each position; temperature divides the logits. A chunk is computed again
+    in the backward pass, so that the logits of one chunk exist at once.
+    """
+    transform = _logit_transform(inner, temperature)
+
+    def map_chunk(h: Tensor, r: Tensor) -> tuple[Tensor]:
+        return (function(_apply(transform, inner.get_output_embeddings()(h).float()), r),)
+
+    return _in_chunks(inner, map_chunk, hidden, rows)[0]
+
+
+def _rows_at_once(inner: nn.Module, hidden: Tensor) -> int:
+    return chunk_rows(hidden.device, inner.config.get_text_config().vocab_size)  # ZeRO-3 shows no shape of a weight
+
+
+def _in_chunks(
+    inner: nn.Module, function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, other: Tensor
+) -> tuple[Tensor, ...]:
+    """function(hidden, other) by chunks of rows, each of several computed again in the backward pass."""
+    rows = _rows_at_once(inner, hidden)
     # Each call of the head gathers it where ZeRO-3 shards it: the number of calls must be the same on every process.
-    if len(tokens) <= rows or hasattr(inner.get_output_embeddings().weight, "ds_id"):
-        return score_chunk(hidden, tokens)
+    if len(hidden) <= rows or hasattr(inner.get_output_embeddings().weight, "ds_id"):
+        return function(hidden, other)
     chunks = [
-        checkpoint(score_chunk, h, t, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden.split(rows), tokens.split(rows), strict=True)
+        checkpoint(function, h, o, use_reentrant=False, preserve_rng_state=False)
+        for h, o in zip(hidden.split(rows), other.split(rows), strict=True)
     ]
     return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
 
 
-def nll(
+def weighted_nll(
     inner: nn.Module, hidden: Tensor, tokens: Tensor, weights: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """`-Σ w_t · log p_t`, its gradient formed in this call where that saves work.
 
-    As `score`, with weights (N,) float32, through which no gradient flows. Returns the loss (), and logps, entropy and
+    As `log_probs`, with weights (N,) float32, through which no gradient flows. Returns the loss (), and logps, entropy and
     correct, (N,) each, without a gradient. The loss can be sent backward once.
     """
     linear = _plain_linear(inner)
@@ -108,15 +143,15 @@ def nll(
     if linear is not None and linear.weight.requires_grad and torch.is_grad_enabled():
         if _compute_dtype(linear.weight) != torch.float16:
             rows = chunk_rows(hidden.device, linear.weight.shape[0])
-            curve = _curve(inner, temperature)
-            loss, *scores = _WeightedNLL.apply(hidden, linear.weight, linear.bias, tokens, weights, curve, rows)
+            transform = _logit_transform(inner, temperature)
+            loss, *scores = _WeightedNLL.apply(hidden, linear.weight, linear.bias, tokens, weights, transform, rows)
             return loss, tuple(scores)
-    logps, entropy, correct = score(inner, hidden, tokens, temperature, stats=True)
+    logps, entropy, correct = log_probs(inner, hidden, tokens, temperature, entropy=True)
     return -(weights * logps).sum(), (logps.detach(), entropy.detach(), correct)
 
 
 def head_bytes(inner: nn.Module, N: int, device: torch.device, autocast: torch.dtype | None) -> int:
-    """The most memory that `nll` and `score` with its backward pass hold for N positions, all gradients included."""
+    """The most bytes that `weighted_nll`, or `log_probs` with its backward pass, hold for N positions, with gradients."""
     weight = inner.get_output_embeddings().weight
     V, D = weight.shape
     dtype = autocast or weight.dtype
@@ -139,22 +174,22 @@ def head_bytes(inner: nn.Module, N: int, device: torch.device, autocast: torch.d
 # --- the head of a model --------------------------------------------------------------------------------------------
 
 
-def _curve(inner: nn.Module, temperature: float = 1.0) -> Curve:
+def _logit_transform(inner: nn.Module, temperature: float = 1.0) -> LogitTransform:
     config = inner.config.get_text_config()
-    slope = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    slope /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    return Curve(slope / temperature, cap and cap / temperature)
+    return LogitTransform(scale / temperature, cap and cap / temperature)
 
 
-def _bend(logits: Tensor, curve: Curve) -> Tensor:
-    if curve.bound is not None:
-        return curve.bound * torch.tanh(logits * (curve.slope / curve.bound))
-    return logits if curve.slope == 1.0 else logits * curve.slope
+def _apply(transform: LogitTransform, logits: Tensor) -> Tensor:
+    if transform.cap is not None:
+        return transform.cap * torch.tanh(logits * (transform.scale / transform.cap))
+    return logits if transform.scale == 1.0 else logits * transform.scale
 
 
 def _plain_linear(inner: nn.Module) -> nn.Linear | None:
-    """The head, where it is a matrix at hand and nothing else: not adapted, quantised, sharded (DTensor, ZeRO-3), hooked."""
+    """The head, where it is a plain matrix: not adapted, quantised, sharded (DTensor, ZeRO-3) or hooked; else None."""
     module = inner.get_output_embeddings()
     if type(module) is not nn.Linear or type(module.weight) not in (Tensor, nn.Parameter):
         return None
@@ -181,7 +216,7 @@ class _Chunks:
         self.product = None
 
     def logits(self, hidden: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Places of so many rows, their hidden states, and their logits (n, V) in memory that the next chunk overwrites."""
+        """For each chunk: which rows, their hidden states (n, D), and their logits (n, V), which the next overwrites."""
         rows = max(1, min(rows, len(hidden)))
         exact = hidden.new_empty(rows, self.weight.shape[0], dtype=self.exact)
         self.product = exact if self.dtype == self.exact else torch.empty_like(exact, dtype=self.dtype)
@@ -196,7 +231,7 @@ class _Chunks:
             yield chunk, h, out if self.dtype == self.exact else exact[: len(h)].copy_(out)
 
     def rounded(self, gradient: Tensor) -> Tensor:
-        """The gradient of the last logits as the matrix products take it, in place of what they were rounded from."""
+        """The gradient of the last logits in the dtype of the matrix products, in the memory of their own product."""
         return gradient if self.dtype == self.exact else self.product[: len(gradient)].copy_(gradient)
 
     def backward(
@@ -230,17 +265,17 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 
 def _softmax_(
-    logits: Tensor, tokens: Tensor, curve: Curve, *, stats: bool, gradient: bool, normalize: bool = False
+    logits: Tensor, tokens: Tensor, transform: LogitTransform, *, stats: bool, gradient: bool, normalize: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What a chunk of logits (n, V), fresh from the matrix product, says of its tokens (n,). Overwrites the logits.
+    """The scores of tokens (n,) from a chunk of logits (n, V) as the matrix product gave it. Overwrites the logits.
 
     Returns logps, entropy and correct (3, n), the last two zeros without stats, and factor (n,): with gradient, the
-    derivative of logps by the logits is `factor[:, None] * logits` then; with normalize, at most 1 in each place of logits.
+    derivative of logps by the logits is `factor[:, None] * logits` then; with normalize, no logit is above 1 then.
     """
     scores, factor = logits.new_zeros(3, len(logits)), logits.new_empty(len(logits))
     for rows in _blocks(logits):
         block, index = logits[rows], tokens[rows, None]
-        steepness = _bend_(block, curve, gradient)
+        derivative = _apply_(transform, block, gradient)
         block.sub_(block.amax(-1, keepdim=True))
         chosen = block.gather(-1, index)
         exponentials = block.exp() if stats else block.exp_()
@@ -257,53 +292,55 @@ def _softmax_(
                 block.div_(total)
                 total.fill_(1)
             block.scatter_add_(-1, index, -total)
-            if steepness is not None:
-                block.mul_(steepness)
-            factor[rows] = (-curve.slope / total)[:, 0]
+            if derivative is not None:
+                block.mul_(derivative)
+            factor[rows] = (-transform.scale / total)[:, 0]
     return scores, factor
 
 
-def _entropy_gradient_(logits: Tensor, tokens: Tensor, curve: Curve, d_logps: Tensor, d_entropy: Tensor) -> None:
-    """Overwrites logits (n, V) by the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the slope."""
+def _entropy_gradient_(
+    logits: Tensor, tokens: Tensor, transform: LogitTransform, d_logps: Tensor, d_entropy: Tensor
+) -> None:
+    """Overwrites logits (n, V) by the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the scale."""
     for rows in _blocks(logits):
         block, index, by_logp, by_entropy = logits[rows], tokens[rows, None], d_logps[rows, None], d_entropy[rows, None]
-        steepness = _bend_(block, curve, gradient=True)
+        derivative = _apply_(transform, block, gradient=True)
         block.sub_(block.logsumexp(-1, keepdim=True))
         p = block.exp()
         entropy = -(p * block).sum(-1, keepdim=True)
         block.add_(entropy).mul_(by_entropy).add_(by_logp).mul_(p).neg_()  # -p · (d_logps + d_entropy · (log p + entropy))
         block.scatter_add_(-1, index, by_logp)
-        if steepness is not None:
-            block.mul_(steepness)
+        if derivative is not None:
+            block.mul_(derivative)
 
 
-def _bend_(logits: Tensor, curve: Curve, gradient: bool) -> Tensor | None:
-    """`_bend` in place; with gradient, returns the derivative of a bounded curve, divided by the slope."""
-    if curve.bound is None:
-        if curve.slope != 1.0:
-            logits.mul_(curve.slope)
+def _apply_(transform: LogitTransform, logits: Tensor, gradient: bool) -> Tensor | None:
+    """`_apply` in place; with gradient, returns the derivative of a capped transform, divided by the scale."""
+    if transform.cap is None:
+        if transform.scale != 1.0:
+            logits.mul_(transform.scale)
         return None
-    logits.mul_(curve.slope / curve.bound).tanh_()
-    steepness = logits.square().neg_().add_(1) if gradient else None
-    logits.mul_(curve.bound)
-    return steepness
+    logits.mul_(transform.scale / transform.cap).tanh_()
+    derivative = logits.square().neg_().add_(1) if gradient else None
+    logits.mul_(transform.cap)
+    return derivative
 
 
 # --- the gradients --------------------------------------------------------------------------------------------------
 
 
 class _WeightedNLL(torch.autograd.Function):
-    """See `nll`. The gradients are complete but for the number that the backward pass brings; the head's is float32."""
+    """See `weighted_nll`. The gradients are complete but for the factor of the backward pass; the head's is float32."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, tokens, weights, curve, rows):
+    def forward(ctx: Any, hidden, weight, bias, tokens, weights, transform, rows):
         chunks = _Chunks(weight, bias, _compute_dtype(weight))
         scores = hidden.new_empty(3, len(hidden), dtype=chunks.exact)
         d_hidden, d_weight, d_bias = ctx.gradients = _empty_gradients(ctx, hidden, weight, bias, chunks.exact)
         ctx.dtype = weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk, h, logits in chunks.logits(hidden, rows):
-                scores[:, chunk], factor = _softmax_(logits, tokens[chunk], curve, stats=True, gradient=True)
+                scores[:, chunk], factor = _softmax_(logits, tokens[chunk], transform, stats=True, gradient=True)
                 d_h = None if d_hidden is None else d_hidden[chunk]
                 chunks.backward(h, chunks.rounded(logits), factor * -weights[chunk], d_h, d_weight, d_bias)
         logps, entropy, correct = scores
@@ -314,19 +351,19 @@ class _WeightedNLL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss, *_):
         if ctx.gradients is None:
-            raise RuntimeError("the loss of nll can be sent backward only once: its gradients are scaled in place")
+            raise RuntimeError("the loss of weighted_nll can be sent backward only once: its gradients are scaled in place")
         d_hidden, d_weight, d_bias = (None if g is None else g.mul_(d_loss) for g in ctx.gradients)
         ctx.gradients = None
         return d_hidden, d_weight, d_bias, None, None, None, None
 
 
-class _Score(torch.autograd.Function):
-    """See `score`. What the backward pass brings, one number for each token, is a factor of the rows of all gradients."""
+class _LogProbs(torch.autograd.Function):
+    """See `log_probs`. The backward pass brings one number for each token, a factor of its row in all gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, tokens, curve, rows, grad, stats, entropy_grad):
+    def forward(ctx: Any, hidden, weight, bias, tokens, transform, rows, grad, stats, entropy_grad):
         chunks = _Chunks(weight, bias, _compute_dtype(weight))
-        ctx.dtype, ctx.curve, ctx.rows, ctx.entropy_grad = chunks.dtype, curve, rows, entropy_grad
+        ctx.dtype, ctx.transform, ctx.rows, ctx.entropy_grad = chunks.dtype, transform, rows, entropy_grad
         ctx.d_hidden = ctx.one_chunk = None
         trains_head = any(ctx.needs_input_grad[1:3])
         at_once = grad and any(ctx.needs_input_grad) and not entropy_grad and (not trains_head or len(hidden) <= rows)
@@ -336,7 +373,7 @@ class _Score(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk, h, logits in chunks.logits(hidden, rows):
                 scores[:, chunk], factor = _softmax_(
-                    logits, tokens[chunk], curve, stats=stats, gradient=at_once, normalize=chunks.dtype == torch.float16
+                    logits, tokens[chunk], transform, stats=stats, gradient=at_once, normalize=chunks.dtype == torch.float16
                 )
                 if ctx.d_hidden is not None:
                     chunks.backward(h, chunks.rounded(logits), factor, ctx.d_hidden[chunk], None, None)
@@ -367,11 +404,13 @@ class _Score(torch.autograd.Function):
                 return d_hidden, d_weight, d_bias, *[None] * 6
             for chunk, h, logits in chunks.logits(hidden, ctx.rows):
                 if ctx.entropy_grad:
-                    _entropy_gradient_(logits, tokens[chunk], ctx.curve, d_logps[chunk], d_entropy[chunk])
-                    factor = torch.full_like(d_logps[chunk], ctx.curve.slope)
+                    _entropy_gradient_(logits, tokens[chunk], ctx.transform, d_logps[chunk], d_entropy[chunk])
+                    factor = torch.full_like(d_logps[chunk], ctx.transform.scale)
                 else:
                     normalize = ctx.dtype == torch.float16
-                    _, factor = _softmax_(logits, tokens[chunk], ctx.curve, stats=False, gradient=True, normalize=normalize)
+                    _, factor = _softmax_(
+                        logits, tokens[chunk], ctx.transform, stats=False, gradient=True, normalize=normalize
+                    )
                     factor = factor * d_logps[chunk]
                 pass_on(chunk, h, chunks.rounded(logits), factor)
         return d_hidden, d_weight, d_bias, *[None] * 6

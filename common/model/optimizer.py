@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from common.args import CommonArgs
 from common.errors import UserError
 
 import torch
@@ -11,47 +12,49 @@ from torch import nn
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
-def adamw(
-    model: nn.Module, learning_rate: float, weight_decay: float, betas: tuple[float, float], epsilon: float
-) -> torch.optim.AdamW:
+def adamw(args: CommonArgs, model: nn.Module) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) on the trained parameters, weight decay on matrices only."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    fused = all(p.device.type in ("cpu", "cuda") for p in trained)  # one kernel for the whole update, where it exists
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=fused)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=all(p.device.type in ("cpu", "cuda") for p in trained),  # one kernel for the whole update, where it exists
+    )
 
 
-def schedule(
-    kind: str, peak: float, total_steps: int, warmup_steps: float, decay_fraction: float, min_ratio: float
-) -> Callable[[int], float]:
+def schedule(args: CommonArgs, total_steps: int) -> Callable[[int], float]:
     """step -> learning rate, for steps 0 .. total_steps - 1.
 
-    Linear warm-up over warmup_steps (below 1: that share of the run), then cosine, linear or no fall to min_ratio · peak;
-    wsd stays flat and falls linearly over the last decay_fraction of the run (Hu et al. 2024, arXiv 2404.06395).
+    Linear warm-up over warmup_steps (below 1: that share of the run), then cosine, linear or no decay to min_lr_ratio ·
+    learning_rate; wsd stays flat and falls linearly over the last lr_decay_fraction of the run (Hu et al. 2024, arXiv
+    2404.06395).
     """
+    kind, peak, least = args.lr_scheduler_type, args.learning_rate, args.min_lr_ratio
     if kind not in SCHEDULES:
         raise UserError(f"--lr_scheduler_type {kind}: one of {', '.join(SCHEDULES)}")
-    warmup = round(warmup_steps * total_steps) if warmup_steps < 1 else round(warmup_steps)
+    warmup = round(args.warmup_steps * total_steps) if args.warmup_steps < 1 else round(args.warmup_steps)
 
-    def at(step: int) -> float:
+    def lr_at(step: int) -> float:
         if step < warmup:
             return peak * (step + 1) / warmup
         progress = (step - warmup) / max(1, total_steps - warmup)
         if kind == "cosine":
-            fall = 0.5 * (1 + math.cos(math.pi * progress))
+            share = 0.5 * (1 + math.cos(math.pi * progress))
         elif kind == "linear":
-            fall = 1 - progress
+            share = 1 - progress
         elif kind == "wsd":
-            fall = min(1.0, (1 - step / total_steps) / max(decay_fraction, 1e-9))
+            share = min(1.0, (1 - step / total_steps) / max(args.lr_decay_fraction, 1e-9))
         else:
-            fall = 1.0
-        return peak * (min_ratio + (1 - min_ratio) * fall)
+            share = 1.0
+        return peak * (least + (1 - least) * share)
 
-    return at
+    return lr_at
 
 
 def set_lr(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -2,92 +2,106 @@
 
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.collators import flat_batch
-from common.data.examples import Units
+from common.args import CommonArgs
+from common.collators import Batch, flat_batch
+from common.data.examples import Examples
+from common.data.order import Shuffled
+from common.data.types import Tokenizer
 from common.errors import say
-from common.evaluate import gather_lists
 from common.losses import segment_sum
-from common.model.flat_model import LogProbModel
+from common.model.flat_model import FlatModel, Output
+from common.model.load import load_pretrained
+from common.processes import gather_lists
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 
-def reference_of(model: LogProbModel, frozen: LogProbModel | None) -> Callable[..., Tensor]:
-    """(batch, temperature) -> log-probabilities (T,) of the model as it was at the start, without gradients.
+class Reference:
+    """The model as it was at the start. Called like a FlatModel; without gradients, under the run's autocast."""
 
-    frozen: a second model with those weights; None: the model itself with its LoRA adapter off.
-    """
+    def __init__(self, accelerator: Accelerator, model: FlatModel, *, without_adapter: bool = False):
+        """model: a frozen one, or without_adapter the model that is trained, whose LoRA adapters are off here."""
+        self.accelerator, self.model, self.without_adapter = accelerator, model, without_adapter
 
     @torch.no_grad()
-    def reference(batch: dict[str, Any], temperature: float = 1.0) -> Tensor:
-        if frozen is not None:
-            return frozen(batch, temperature)
-        with model.lm.disable_adapter():
-            return model(batch, temperature)
+    def __call__(self, batch: Batch, **options: Any) -> Output:
+        with self.accelerator.autocast():
+            if not self.without_adapter:
+                return self.model(batch, **options)
+            with self.model.lm.disable_adapter():
+                return self.model(batch, **options)
 
-    return reference
+
+def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.Module, tokenizer: Tokenizer) -> Reference:
+    """A second model with the weights of args.model_name_or_path; with LoRA none, but the model without its adapters.
+
+    model: the one that is trained, as `run.prepare` gave it.
+    """
+    if args.use_peft:
+        return Reference(accelerator, accelerator.unwrap_model(model), without_adapter=True)
+    frozen = load_pretrained(args, args.model_name_or_path, len(tokenizer))
+    return Reference(accelerator, frozen.to(accelerator.device).eval())
 
 
-def precompute(
-    accelerator: Any,
-    reference: Callable[..., Tensor],
-    weights: nn.Module,
-    pairs: Units,
-    batch_size: int,
-    cache_dir: str,
+def precompute_ref_logps(
+    args: CommonArgs, accelerator: Accelerator, reference: Reference, data: Shuffled | Examples
 ) -> None:
     """Give every sequence its log-probability under the reference, as the per-sequence field ref_logps.
 
-    weights: the module behind `reference`. Its values, the tokens and the precision are the key of the file in cache_dir.
-    Called on every process; each scores its share.
+    data: Examples, or the training data made of them (its `data`). Called on every process; each scores its share. The
+    values are kept in args.dataset_cache_dir, in a file whose name is a hash of all that they depend on.
     """
-    if not len(pairs):
+    examples: Examples = getattr(data, "data", data)
+    if not len(examples):
         return
-    path = Path(cache_dir, f"ref_logps-{fingerprint(weights, pairs, accelerator.mixed_precision)}.npy")
+    key = fingerprint(reference.model, examples, accelerator.mixed_precision)
+    path = Path(args.dataset_cache_dir, f"ref_logps-{key}.npy")
     known = [np.load(path) if accelerator.is_main_process and path.exists() else None]
-    if accelerator.num_processes > 1:  # another node may have another disk
-        torch.distributed.broadcast_object_list(known)
-    if known[0] is not None:
-        say(f"reference: the scores of {len(pairs):,} pairs are in {path}")
-        pairs.add_field("ref_logps", known[0])
-        return
-    say(f"reference: scoring {len(pairs):,} pairs")
-    ours = list(range(accelerator.process_index, len(pairs), accelerator.num_processes))
-    ours.sort(key=lambda i: int(pairs.lengths[i]))  # batches of like size
-    found = []
-    for at in range(0, len(ours), batch_size):
-        batch = flat_batch([pairs[i] for i in ours[at : at + batch_size]], accelerator.device)
-        with accelerator.autocast():
-            found += segment_sum(reference(batch), batch["cu_seqlens"]).view(-1, 2).tolist()
-    scores = np.array(
-        [both for _, both in sorted(gather_lists(accelerator, list(zip(ours, found, strict=True))))], np.float32
-    )
-    if accelerator.is_main_process:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(temporary, "wb") as file:
-            np.save(file, scores.flatten())
-        os.replace(temporary, path)
-    pairs.add_field("ref_logps", scores.flatten())
+    (scores,) = broadcast_object_list(known)  # another node may have another disk
+    if scores is not None:
+        say(f"reference: the scores of {len(examples):,} pairs are in {path}")
+    else:
+        say(f"reference: scoring {len(examples):,} pairs")
+        scores = _score(args, accelerator, reference, examples)
+        if accelerator.is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            with open(temporary, "wb") as file:
+                np.save(file, scores)
+            os.replace(temporary, path)
+    examples.add_field("ref_logps", scores)
 
 
-def fingerprint(weights: nn.Module, pairs: Units, mixed_precision: str) -> str:
-    """A hash of everything that the scores depend on: 16 hexadecimal digits. Called on every process."""
+def _score(args: CommonArgs, accelerator: Accelerator, reference: Reference, examples: Examples) -> np.ndarray:
+    """The log-probability of each sequence, summed over its trained tokens: (sequences,) float32."""
+    mine = list(range(accelerator.process_index, len(examples), accelerator.num_processes))
+    mine.sort(key=lambda i: int(examples.lengths[i]))  # batches of similar size
+    found: list[tuple[int, list[float]]] = []
+    for start in range(0, len(mine), args.per_device_eval_batch_size):
+        members = mine[start : start + args.per_device_eval_batch_size]
+        batch = flat_batch([examples[i] for i in members], accelerator.device)
+        sums = segment_sum(reference(batch).logps, batch["cu_seqlens"])
+        found += zip(members, sums.view(len(members), -1).tolist(), strict=True)
+    return np.array([values for _, values in sorted(gather_lists(accelerator, found))], np.float32).flatten()
+
+
+def fingerprint(model: FlatModel, examples: Examples, mixed_precision: str) -> str:
+    """A hash of the weights, tokens and precision: 16 hexadecimal digits. Called on every process."""
     digest = hashlib.sha256(mixed_precision.encode())
-    for name, tensor in weights.state_dict().items():
-        if "lora_" not in name:  # off in the reference
+    for name, tensor in model.state_dict().items():
+        if "lora_" not in name and not name.startswith("extra."):  # no part of the reference
             tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    if any(hasattr(p, "ds_id") for p in weights.parameters()):  # ZeRO-3 keeps the values elsewhere
+    if any(hasattr(p, "ds_id") for p in model.parameters()):  # ZeRO-3 keeps the values elsewhere
         digest.update(os.urandom(16))
-    for file in pairs.files:
+    for file in examples.files:
         for array in (file.ids, file.mask, file.starts, file.ends):
             if array is not None:
                 digest.update(np.ascontiguousarray(array))

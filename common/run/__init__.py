@@ -1,1 +1,5 @@
 """What a run needs around its loop: folder, checkpoints, metrics, signals, memory."""
+
+from common.run.run import Run
+
+__all__ = ["Run"]

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from common.args import CommonArgs
 from common.errors import UserError, say
 
 LOWER, HIGHER = ("loss", "perplexity"), ("accurac", "reward", "exact", "margin")  # in a metric's name: what is better
@@ -15,11 +16,12 @@ class Best:
     The evaluation before the first step is no candidate: what is kept is a trained model.
     """
 
-    def __init__(self, metric: str | None, patience: int = 0, delta: float = 0.0, eval_steps: int = 1):
-        """metric: its name, or min:NAME, max:NAME where the name does not say which is better. patience 0: never stop."""
+    def __init__(self, args: CommonArgs):
+        """args.save_best: the name of a metric, or min:NAME, max:NAME where the name does not say which is better."""
+        metric, patience, delta = args.save_best, args.early_stopping_patience, args.early_stopping_delta
         if patience and not metric:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
-        if metric and not eval_steps:
+        if metric and not args.eval_steps:
             raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
         if patience < 0 or delta < 0:
             raise UserError("early_stopping_patience and early_stopping_delta are not negative")
@@ -57,7 +59,7 @@ class Best:
             self.value, self.step = self._before
 
     def stops(self, step: int) -> bool:
-        """Whether the run ends here, which is said aloud."""
+        """Whether the run ends here, which is said."""
         if not self.patience or self._waited < self.patience:
             return False
         least = f" by at least {self.delta:g}" if self.delta else ""

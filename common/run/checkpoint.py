@@ -15,33 +15,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.args import CommonArgs
+from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED
-from common.model.flat_model import gathered
-from common.run.output_dir import WEIGHTS, checkpoints, defect, flush, read_state, seal, step_of
+from common.model.flat_model import FlatModel, gathered
+from common.run.best import Best
+from common.run.output_dir import WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
 
 import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
 
+EXTRA = "extra.safetensors"  # the modules that a script has put into model.extra
 OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml")  # what a checkpoint has beside the model
 DISK_ERROR = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 
 
 def save_checkpoint(
-    accelerator: Any,
-    model: Any,
-    optimizer: Any,
-    tokenizer: Any,
-    output_dir: str,
+    args: CommonArgs,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Tokenizer,
     step: int,
     state: dict[str, Any],
-    total_limit: int,
-    best: Any = None,
+    best: Best,
 ) -> bool:
-    """Write checkpoint-<step>, prune to total_limit and the best (best.Best) one; whether it could be written.
+    """Write checkpoint-<step>, keep the newest args.save_total_limit and the best one; whether it could be written.
 
     Called on every process; step: updates done so far. Where the disk does not take it, that is said, and training goes on:
     what there is stays, and the next save tries again.
     """
+    output_dir = args.output_dir
     final, temporary = Path(output_dir, f"checkpoint-{step}"), Path(output_dir, f".checkpoint-{step}.tmp")
     sharded = accelerator.distributed_type in SHARDED
     write_model = _model_writer(accelerator, model, tokenizer)
@@ -55,11 +62,11 @@ def save_checkpoint(
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
 
     def complete() -> None:
-        known = {"step": step, "processes": accelerator.num_processes, **state}
-        (temporary / "trainer_state.json").write_text(json.dumps(known | ({"best": best.state()} if best else {})))
+        known = {"step": step, "processes": accelerator.num_processes, **state, "best": best.state()}
+        (temporary / "trainer_state.json").write_text(json.dumps(known))
         if Path(output_dir, "args.yaml").exists():
             shutil.copy(Path(output_dir, "args.yaml"), temporary)
-        seal(temporary)
+        write_manifest(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
         flush(final.parent)
@@ -71,28 +78,29 @@ def save_checkpoint(
     if problem:
         if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
-        if best:
-            best.withdraw(step)
+        best.withdraw(step)
         say(f"{final} could not be written ({problem}): training goes on, and the next save tries again")
         return False
     if accelerator.is_main_process:
-        prune(output_dir, step, total_limit, best.step if best else None)
+        prune(output_dir, step, args.save_total_limit, best.step)
     accelerator.wait_for_everyone()
     return True
 
 
 def export(
-    accelerator: Any, model: Any, tokenizer: Any, output_dir: str, merge_lora: bool = False, best: Path | None = None
+    args: CommonArgs, accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, best: Path | None = None
 ) -> None:
-    """The final model directly in output_dir: that of the checkpoint `best`, or the present one.
+    """The final model directly in args.output_dir: that of the checkpoint `best`, or the present one.
 
-    merge_lora: with its adapters merged in, at the end of the run. Raises UserError where the disk does not take it.
+    With --merge_lora its adapters are merged into it, so this is the end of the run. Raises UserError where the disk does
+    not take it.
     """
+    output_dir = args.output_dir
     wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
-    if best is not None and (problem := defect(best)) is not None:
+    if best is not None and (problem := find_damage(best)) is not None:
         say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
         best = None
-    if merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
+    if args.merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
         write_model = _model_writer(accelerator, model, tokenizer, _merge_adapter(accelerator, wrapper, best))
     else:
         write_model = _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
@@ -124,7 +132,7 @@ def export(
         say(f"the final model is that of {best}, the best one")
 
 
-def resume(accelerator: Any, checkpoint: Path | None, optimizer: Any) -> dict[str, Any]:
+def resume(accelerator: Accelerator, checkpoint: Path | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Bring back the optimizer; returns trainer_state.json ({"step": 0} without a checkpoint).
 
     The weights are not loaded here: the model was created from the checkpoint's folder. Nothing in the files is executed.
@@ -150,6 +158,18 @@ def resume(accelerator: Any, checkpoint: Path | None, optimizer: Any) -> dict[st
     return state
 
 
+def load_extra(model: FlatModel, checkpoint: Path | None) -> None:
+    """Bring back the modules that the script has put into `model.extra`, before Accelerate prepares the model."""
+    if checkpoint is None or not len(model.extra):
+        return
+    file = checkpoint / EXTRA
+    try:
+        model.extra.load_state_dict(load_file(file))
+    except Exception as error:  # missing, damaged, or of other modules
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{file} does not hold the modules {', '.join(model.extra)} of this script: {reason}") from None
+
+
 def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> None:
     """Keep the newest total_limit (0: all) checkpoints and the best one, once checkpoint-<step> is whole."""
     found = checkpoints(output_dir)
@@ -163,7 +183,7 @@ def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> Non
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _merge_adapter(accelerator: Any, wrapper: Any, best: Path | None) -> dict[str, torch.Tensor] | None:
+def _merge_adapter(accelerator: Accelerator, wrapper: FlatModel, best: Path | None) -> dict[str, torch.Tensor] | None:
     """Merge the LoRA adapter, that of the checkpoint `best` or the present one, into the model, for good.
 
     Returns the merged weights by name ({} but on the main process) where DeepSpeed's ZeRO-3 shards them again after that.
@@ -179,29 +199,32 @@ def _merge_adapter(accelerator: Any, wrapper: Any, best: Path | None) -> dict[st
         wrapper.lm = wrapper.lm.merge_and_unload()
         if not zero3:
             return None
-        whole = wrapper.state_dict() if accelerator.is_main_process else {}
-        return {name: weight.cpu().clone() for name, weight in whole.items()}
+        weights = wrapper.state_dict() if accelerator.is_main_process else {}
+        return {name: weight.cpu().clone() for name, weight in weights.items()}
 
 
 def _model_writer(
-    accelerator: Any, model: Any, tokenizer: Any, whole: dict[str, torch.Tensor] | None = None
+    accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, merged: dict[str, torch.Tensor] | None = None
 ) -> Callable[[Path], None]:
-    """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them. Called on every process.
+    """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them, and `model.extra` beside them.
 
-    whole: the weights by name, where they are known already.
+    Called on every process. merged: the weights by name, where they are known already.
     """
     wrapper, weights = accelerator.unwrap_model(model, keep_torch_compile=False), None
-    lm = wrapper.lm
+    lm, extra = wrapper.lm, wrapper.extra.state_dict()
     if accelerator.distributed_type in SHARDED:
         tied = dict(wrapper.named_parameters(remove_duplicate=False)).keys() - dict(wrapper.named_parameters()).keys()
-        if whole is None:
-            whole = accelerator.get_state_dict(model) or {}  # ZeRO-3 gives them to the main process only
+        if merged is None:
+            merged = accelerator.get_state_dict(model) or {}  # ZeRO-3 gives them to the main process only
         # A tied weight stands under each of its names.
-        weights = {name.removeprefix("lm."): w for name, w in whole.items() if name not in tied}
+        weights = {name.removeprefix("lm."): w for name, w in merged.items() if name.startswith("lm.") and name not in tied}
+        extra = {name.removeprefix("extra."): w for name, w in merged.items() if name.startswith("extra.")}
 
     def write(folder: Path) -> None:
         lm.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
+        if extra:
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in extra.items()}, folder / EXTRA)
 
     return write
 
@@ -217,7 +240,7 @@ def _model_copier(checkpoint: Path) -> Callable[[Path], None]:
     return write
 
 
-def _attempt(accelerator: Any, write: Callable[[], None], everyone: bool = False) -> str | None:
+def _attempt(accelerator: Accelerator, write: Callable[[], None], everyone: bool = False) -> str | None:
     """Call `write` on the main process (or everyone); what the disk has against it, None on all processes if nothing."""
     problem = None
     if everyone or accelerator.is_main_process:

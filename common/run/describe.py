@@ -4,44 +4,53 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.args import CommonArgs
+from common.collators import Rollouts, Windows
+from common.data.examples import Examples
+from common.data.load import Rows
 from common.data.tokens import show_trained
+from common.data.types import Tokenizer
 from common.errors import say
 from common.memory import SHARDED, memory, tokens_at_once
-from common.model.flat_model import count_parameters
+from common.model.flat_model import FlatModel, check_positions, count_parameters
 from common.run.estimate import needs, show_memory, show_size
+from common.sampling import why_not_sampled
 
 import numpy as np
+from accelerate import Accelerator
 
 BINS = 8  # of the histogram
 SHOWN = 3000  # characters of an example
 
 
 def describe(
-    accelerator: Any,
-    args: Any,
-    model: Any,
-    tokenizer: Any,
-    samples: Any,
-    eval_data: Any,
-    plan: dict[str, Any],
-    unit: str,
+    args: CommonArgs,
+    accelerator: Accelerator,
+    model: FlatModel,
+    tokenizer: Tokenizer,
+    windows: Windows | Rollouts,
+    held_out: Examples | Rows,
+    example: str,
     reference: bool = False,
-) -> bool:
-    """Say what will be trained on. Returns args.dry_run: whether that is all that is wanted.
+) -> None:
+    """Say what will be trained on. A dry run says everything; a run says a little and writes dataset.json.
 
-    samples: order.Shuffled or stream.Stream; for GRPO, whose samples are prompts, samples.Items. plan: see Windows.plan.
-    unit: what it counts. reference: a frozen model stands beside this one. A dry run says everything; a run says a little
-    and writes dataset.json.
+    example: what one is called. reference: a frozen model stands beside this one. Raises UserError where a sequence is
+    longer than the model has positions.
     """
-    data, packs = getattr(samples, "data", samples), getattr(samples, "units", samples)
+    plan, train = windows.plan(), windows.train
+    check_positions(model, max(windows.longest, held_out.longest))
+    if reason := why_not_sampled(model):
+        say(f"no samples at the evaluations: {reason}")
+    data, packs = getattr(train, "data", train), getattr(train, "examples", train)
     trained, parameters = count_parameters(model)
     facts = {
         "sources": with_shares(data.facts()),
-        "eval_sources": eval_data.facts() if hasattr(eval_data, "facts") else [],
+        "eval_sources": held_out.facts(),
         "lengths": lengths(data.lengths),
         "packing": None,
-        "unit": unit,
-        "batched_as": unit if packs is data else "row",
+        "example": example,
+        "batched_as": example if packs is data else "row",
         "plan": {name: value for name, value in plan.items() if name != "largest_micro_batch"},
         "parameters": {"trained": trained, "all": parameters},
     }
@@ -51,32 +60,45 @@ def describe(
     facts["tokens_at_once"] = at_once if sum(plan["largest_micro_batch"]) >= 2 * at_once else None
     facts["memory_gib"], helps = None, []
     if args.dry_run or accelerator.distributed_type not in SHARDED:
-        if not args.dry_run:
-            model.to(accelerator.device)  # where it is going anyway, and where a look at it is quick
         shape = plan["largest_micro_batch"], trained_share(facts["sources"])
         facts["memory_gib"], helps = needs(accelerator, model, *shape, reference)
     limit = memory(accelerator.device).limit
     if args.dry_run:
         show(facts, data, tokenizer, limit, helps, args.dataset_streaming)
-        return True
+        return
     if helps:
         say(f"memory: this run needs about {facts['memory_gib']['total']:.1f} GiB, and there are {limit:.1f}")
         show_savings(helps)
-    show_examples(data, tokenizer, unit, 1)
+    show_examples(data, tokenizer, example, 1)
     say(
-        f"{trained:,} of {parameters:,} parameters trained; {len(data):,} {unit}s"
-        f"{' in the first block' if args.dataset_streaming else ''}, {len(eval_data):,} held out; "
-        f"{plan['steps']} steps of {plan['units_per_step']:g} {facts['batched_as']}s"
+        f"{trained:,} of {parameters:,} parameters trained; {len(data):,} {example}s"
+        f"{' in the first block' if args.dataset_streaming else ''}, {len(held_out):,} held out; "
+        f"{plan['steps']} steps of {plan['examples_per_step']:g} {facts['batched_as']}s"
     )
     if accelerator.is_main_process:
         text = json.dumps(facts, indent=1, ensure_ascii=False)
         Path(args.output_dir, "dataset.json").write_text(text, encoding="utf-8")
-    return False
 
 
-def show(facts: dict[str, Any], data: Any, tokenizer: Any, limit: float, helps: list, streaming: bool) -> None:
+def typical_length(windows: Windows | Rollouts) -> float:
+    """How long the sequence of a token is, on average over the tokens: what attention costs each of them."""
+    if isinstance(windows, Rollouts):
+        return windows.longest
+    data = windows.train.data
+    sizes = np.minimum(data.lengths / len(data[0]), windows.longest)  # where an example has two sequences, about
+    return float((sizes**2).sum() / sizes.sum())
+
+
+def show(
+    facts: dict[str, Any],
+    data: Examples | Rows,
+    tokenizer: Tokenizer,
+    limit: float,
+    helps: list[tuple[str, float]],
+    streaming: bool,
+) -> None:
     """All facts and two examples on the console."""
-    unit = facts["unit"]
+    example = facts["example"]
     say(f"\ndata{' (what is in the first block of the stream)' if streaming else ''}")
     show_sources(facts["sources"])
     if facts["eval_sources"]:
@@ -84,7 +106,7 @@ def show(facts: dict[str, Any], data: Any, tokenizer: Any, limit: float, helps: 
         show_sources(facts["eval_sources"])
     found = facts["lengths"]
     marks = ", ".join(f"{name} {found[name]:,}" for name in ("min", "p50", "p90", "p99", "max"))
-    say(f"\ntokens of a {unit}: {marks}, mean {found['mean']:,.1f}")
+    say(f"\ntokens of a {example}: {marks}, mean {found['mean']:,.1f}")
     most = max(count for _, _, count in found["histogram"])
     for low, high, count in found["histogram"]:
         say(f"    {low:>7,} - {high:<7,} {'#' * round(40 * count / most):<40} {count:,}")
@@ -92,7 +114,7 @@ def show(facts: dict[str, Any], data: Any, tokenizer: Any, limit: float, helps: 
         rows, max_length, share = facts["packing"].values()
         say(f"packed into {rows:,} rows of up to {max_length:,} tokens, {share:.1%} full")
     plan = facts["plan"]
-    each = f"{plan['units_per_step']:g} {facts['batched_as']}s, about {plan['tokens_per_step']:,} tokens"
+    each = f"{plan['examples_per_step']:g} {facts['batched_as']}s, about {plan['tokens_per_step']:,} tokens"
     say(f"\nsteps: {plan['steps']:,}, each of {each}")
     if plan.get("utilisation"):
         say(f"micro-batches: {plan['utilisation']:.1%} of max_tokens_per_batch used")
@@ -104,7 +126,7 @@ def show(facts: dict[str, Any], data: Any, tokenizer: Any, limit: float, helps: 
     if facts["memory_gib"]:
         say(f"\n{show_memory(facts['memory_gib'], limit)}\n")
         show_savings(helps)
-    show_examples(data, tokenizer, unit, 2)
+    show_examples(data, tokenizer, example, 2)
     say("\ndry run: nothing was trained, and nothing written in output_dir")
 
 
@@ -114,7 +136,7 @@ def show_sources(sources: list[dict[str, Any]]) -> None:
     for found in sources:
         trained = f"{found['trained_tokens'] / max(found['tokens'], 1):.1%}" if "trained_tokens" in found else "-"
         share = f"{found['share']:.1%}" if "share" in found else "-"
-        numbers = f"{found['rows']:>9,} {found['units']:>9,} {found['tokens']:>13,} {trained:>8} {share:>7}"
+        numbers = f"{found['rows']:>9,} {found['examples']:>9,} {found['tokens']:>13,} {trained:>8} {share:>7}"
         say(f"    {found['source']:20} {found['format']:17} {numbers}")
         for reason, dropped in found["dropped"].items():
             say(f"        left out: {dropped['count']:,}, {reason} ({', '.join(dropped['first'])})")
@@ -126,29 +148,29 @@ def show_savings(helps: list[tuple[str, float]]) -> None:
         say(f"    about {show_size(gain)} less with {what}")
 
 
-def show_examples(data: Any, tokenizer: Any, unit: str, most: int) -> None:
-    """The first units as text with what is trained marked."""
+def show_examples(data: Examples | Rows, tokenizer: Tokenizer, name: str, most: int) -> None:
+    """The first examples as text with what is trained marked."""
     for i in range(min(most, len(data))):
         example = data[i]
         if isinstance(example, dict):  # a prompt
-            say(f"{unit} {i + 1}:\n{tokenizer.decode(example['prompt_ids']).rstrip()}\n")
+            say(f"{name} {i + 1}:\n{tokenizer.decode(example['prompt_ids']).rstrip()}\n")
             continue
-        names = ("chosen", "rejected") if len(example) == 2 else ("",)
-        for name, sequence in zip(names, example, strict=True):
-            say(f"{' '.join(filter(None, (unit, str(i + 1), name)))}, with what is trained marked:")
+        sides = ("chosen", "rejected") if len(example) == 2 else ("",)
+        for side, sequence in zip(sides, example, strict=True):
+            say(f"{' '.join(filter(None, (name, str(i + 1), side)))}, with what is trained marked:")
             shown = show_trained(sequence, tokenizer).rstrip("\n")
             say(f"{shown if len(shown) <= SHOWN else f'{shown[:SHOWN]} ...'}\n")
 
 
 def with_shares(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The sources with their share of an epoch: of its units where they have weights, else of its tokens."""
+    """The sources with their share of an epoch: of its examples where they have weights, else of its tokens."""
     weighted = all(found["weight"] for found in sources)
     parts = [found["weight"] if weighted else found["tokens"] for found in sources]
     return [found | {"share": part / max(sum(parts), 1)} for found, part in zip(sources, parts, strict=True)]
 
 
 def lengths(sizes: np.ndarray) -> dict[str, Any]:
-    """Percentiles of the tokens of the units, and a histogram as [low, high, units]."""
+    """Percentiles of the tokens of the examples, and a histogram as [low, high, examples]."""
     marks = np.percentile(sizes, [0, 50, 90, 99, 100]).astype(int).tolist()
     edges = np.unique(np.geomspace(max(marks[0], 1), marks[-1] + 1, BINS + 1).round().astype(int))
     counts = np.histogram(sizes, edges)[0].tolist()

@@ -10,15 +10,16 @@ import math
 import os
 import platform
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from common.memory import GIB, SHARDED, memory, tokens_at_once
-from common.model.flat_model import LogProbModel, base_lm
+from common.model.flat_model import FlatModel, base_lm
 from common.model.lm_head import head_bytes
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,7 +39,7 @@ HEAP_LOSS, HEAP_LARGEST = 0.5, 32 * MIB
 
 
 def estimate(
-    model: LogProbModel,
+    model: FlatModel,
     tokens: int,
     targets: int,
     *,
@@ -128,8 +129,8 @@ def estimate(
 
 
 def needs(
-    accelerator: Any,
-    model: LogProbModel,
+    accelerator: Accelerator,
+    model: FlatModel,
     lengths: list[int],
     share: float,
     reference: bool = False,
@@ -140,7 +141,7 @@ def needs(
     share: of the tokens, how many are trained. There are savings only where it does not fit, or with always_help.
     """
     pieces = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))
-    size = math.ceil(len(lengths) / pieces)  # of the pieces that the micro-batch will be cut into
+    size = math.ceil(len(lengths) / pieces)  # of the pieces that the micro-batch will be split into
     lengths = max((lengths[i : i + size] for i in range(0, len(lengths), size)), key=sum)
     sharded = accelerator.distributed_type in SHARDED
     options = {
@@ -175,7 +176,7 @@ def show_memory(parts: dict[str, float], device_limit: float) -> str:
 
 
 def savings(
-    model: LogProbModel,
+    model: FlatModel,
     parts: dict[str, float],
     tokens: int,
     targets: int,
@@ -239,7 +240,7 @@ class Body(NamedTuple):
     backward: list[Stretch]  # first what comes after the last block, then the blocks from the last to the first
 
 
-def nbytes(tensors: Any) -> int:
+def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors; of meta tensors, what they will take."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -284,7 +285,7 @@ class _Live(TorchDispatchMode):
         return done
 
 
-def _probe_body(model: LogProbModel, lengths: list[int], mixed_precision: str, tokens: float) -> Body:
+def _probe_body(model: FlatModel, lengths: list[int], mixed_precision: str, tokens: float) -> Body:
     """Send a row through the model without its LM head, forward and backward, in place of a row of `tokens` tokens."""
     device = next(model.parameters()).device
     T, V = sum(lengths), model.config.get_text_config().vocab_size
@@ -325,12 +326,12 @@ def _probe_body(model: LogProbModel, lengths: list[int], mixed_precision: str, t
     return Body(forward, end, backward)
 
 
-def _blocks(model: LogProbModel) -> list[nn.Module]:
+def _blocks(model: FlatModel) -> list[nn.Module]:
     """The transformer blocks, by the class names that the architecture gives."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
-def _extent(model: LogProbModel, lengths: list[int]) -> tuple[int, int]:
+def _extent(model: FlatModel, lengths: list[int]) -> tuple[int, int]:
     """Tokens of a row and the squares of its lengths, summed; with padding where the model is given padded batches."""
     if model.padded:
         lengths = [max(lengths)] * len(lengths)

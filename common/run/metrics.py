@@ -12,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.args import CommonArgs
 from common.errors import UserError
 from common.memory import memory, relieve
 from common.model.flat_model import peak_flops
 from common.run.output_dir import LINES, replace_text
 
 import torch
+from accelerate import Accelerator
+from torch import Tensor
 from tqdm import tqdm
 
 SPIKE = 6.0  # standard deviations of the last losses above their mean
@@ -39,7 +42,7 @@ def check_tracker(name: str | None) -> None:
         raise UserError(f"--report_to {name} needs it installed: pip install {TRACKERS[name]}")
 
 
-def whole(norm: Any) -> Any:
+def full_norm(norm: Any) -> Any:
     """A gradient norm as a tensor: FSDP2 gives a DTensor, of which each process has a part, DeepSpeed a Python float.
 
     Called on every process.
@@ -52,18 +55,19 @@ def whole(norm: Any) -> Any:
 class Metrics:
     """Sums and weights that stay on the device until they are logged; then one reduction over the processes.
 
-    A metric is `sum of values / sum of weights` over the micro-batches and processes since it was last logged, so that
-    each token (or pair, or completion) counts once.
+    A metric is `sum of weighted values / sum of weights` over the micro-batches and processes since it was last logged, so
+    that each token (or pair, or completion) counts once.
     """
 
-    def __init__(self, accelerator: Any, output_dir: str, run_name: str | None, tracker_config: dict[str, Any]):
-        self.accelerator = accelerator
-        self.output_dir = Path(output_dir)
-        self.sums: dict[str, list[torch.Tensor]] = {}
-        self.window: dict[str, list[torch.Tensor]] = {}  # the same of the window that is under way
-        self.window_is_bad: torch.Tensor | None = None  # bool: nothing was trained on it, its values do not count
+    def __init__(self, accelerator: Accelerator, args: CommonArgs, flops_per_token: float | None = None):
+        """flops_per_token: gives `mfu` = tokens per second · flops_per_token / (peak · processes) where the GPU is known."""
+        self.accelerator, self.flops_per_token = accelerator, flops_per_token
+        self.output_dir = Path(args.output_dir)
+        self.sums: dict[str, list[Tensor]] = {}
+        self.window: dict[str, list[Tensor]] = {}  # the same of the window that is under way
+        self.window_is_bad: Tensor | None = None  # bool: nothing was trained on it, its values do not count
         self.bad_steps: list[int] = []  # that were not taken
-        self.settle: Callable[[], None] = lambda: None  # brings bad_steps up to date (see Health)
+        self.flush: Callable[[], None] = lambda: None  # brings bad_steps up to date (see NonFinite)
         self.losses: list[float] = []  # the last ones that were logged, to know a spike by
         self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
@@ -72,27 +76,34 @@ class Metrics:
         self.last: dict[str, float] = {}
         self.started = self.clock = time.perf_counter()
         self.clock_tokens = 0
-        self.run_name = run_name or self.output_dir.name
-        self.tracker_config = tracker_config
+        self.run_name = args.run_name or self.output_dir.name
+        self.tracker_config = vars(args)
 
-    def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
-        """Add values, each a sum over `weight` units, to the window that is under way."""
-        device = self.accelerator.device
+    def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
+        """Add to the window that is under way: each metric is the mean of its values, by these weights.
+
+        weights: of the shape of the values, for instance the mask of the tokens that count; or one number for one value.
+        """
         for name, value in values.items():
-            pair = self.window.setdefault(
-                name,
-                [
-                    torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
-                    for _ in range(2)
-                ],
-            )
-            pair[0] += value.detach() if isinstance(value, torch.Tensor) else value
-            pair[1] += weight.detach() if isinstance(weight, torch.Tensor) else weight
+            if isinstance(value, Tensor):
+                self._add(name, (value.detach() * weights).sum(), torch.as_tensor(weights).sum())
+            else:
+                self._add(name, value * weights, weights)
 
-    def add_share(self, **values: torch.Tensor) -> None:
-        """Add values that are this micro-batch's share of the window's value (a loss already divided by its count)."""
+    def add_sum(self, **values: Tensor) -> None:
+        """Add values () that are this micro-batch's part of the window's value, such as a loss that is already divided by
+        what the window holds: the metric is their sum over the micro-batches and processes."""
         micro_batches = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
-        self.add(1.0 / micro_batches, **values)
+        for name, value in values.items():
+            self._add(name, value.detach(), 1.0 / micro_batches)
+
+    def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
+        device = self.accelerator.device
+        dtype = torch.float64 if device.type != "mps" else torch.float32
+        if name not in self.window:
+            self.window[name] = [torch.zeros((), dtype=dtype, device=device) for _ in range(2)]
+        self.window[name][0] += total
+        self.window[name][1] += weight
 
     def forget_window(self) -> None:
         """The window that is under way is begun again: what was added for it does not count."""
@@ -102,8 +113,8 @@ class Metrics:
         """The window is done: its values count, unless it was bad."""
         for name, pair in self.window.items():
             total = self.sums.setdefault(name, [torch.zeros_like(part) for part in pair])
-            for whole, part in zip(total, pair, strict=True):
-                whole += part if self.window_is_bad is None else torch.where(self.window_is_bad, 0.0, part)
+            for kept, part in zip(total, pair, strict=True):
+                kept += part if self.window_is_bad is None else torch.where(self.window_is_bad, 0.0, part)
         self.window, self.window_is_bad = {}, None
         self.num_tokens += num_tokens
 
@@ -122,7 +133,7 @@ class Metrics:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps. Called on every process."""
-        self.settle()
+        self.flush()
         self.carry = self.reduce()
         kept = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
         return {name: getattr(self, name) for name in kept}
@@ -165,20 +176,17 @@ class Metrics:
         settings["tensorboard"] = {"purge_step": last + 1}
         self.accelerator.init_trackers("plainloop", config=config, init_kwargs=settings)
 
-    def log(self, step: int, bar: Any = None, flops_per_token: float | None = None, **now: float) -> None:
-        """Write the means since the last call, and the values given here. step: updates done.
-
-        flops_per_token: where the GPU's peak is known, `mfu` = tokens per second · flops_per_token / (peak · processes).
-        """
-        self.settle()
+    def log(self, step: int, bar: tqdm | None = None, **now: float | Tensor | None) -> None:
+        """Write the means since the last call, and the values given here. step: updates done."""
+        self.flush()
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
-        values |= {name: whole(v) for name, v in now.items() if v is not None}  # DeepSpeed keeps the norm to itself
+        values |= {name: full_norm(v) for name, v in now.items() if v is not None}  # DeepSpeed keeps the norm to itself
         values["num_tokens"] = self.num_tokens
         values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
         peak = peak_flops(self.accelerator.device)
-        if flops_per_token and peak:
-            values["mfu"] = values["tokens_per_second"] * flops_per_token / (peak * self.accelerator.num_processes)
+        if self.flops_per_token and peak:
+            values["mfu"] = values["tokens_per_second"] * self.flops_per_token / (peak * self.accelerator.num_processes)
         relieve(self.accelerator.device)
         values["memory_gib"], values["peak_memory_gib"], _ = memory(self.accelerator.device)
         if self.bad_steps:
@@ -230,7 +238,7 @@ class Metrics:
 
     def finish(self, best: dict[str, Any] | None = None) -> None:
         """curves.png, and summary.json, which stands for a complete run. best: what is known of the best evaluation."""
-        self.settle()
+        self.flush()
         if not self.accelerator.is_main_process:
             return
         draw_curves(self.output_dir)

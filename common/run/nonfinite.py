@@ -1,91 +1,84 @@
-"""Numbers that go wrong: a step with a NaN or an infinity is not taken, and what it was made of is kept for a look."""
+"""Numbers that go wrong: a step with a NaN or an infinity is not taken, and its batch is kept for a look."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from common.collators import Window
+from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED, AsyncScalar
-from common.run.metrics import Metrics, whole
+from common.run.metrics import Metrics, full_norm
 from common.run.output_dir import checkpoints
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
 
 
 class Found(NamedTuple):
     """What was found of a window."""
 
     bad: AsyncScalar  # bool
-    loss: torch.Tensor
-    grad_norm: torch.Tensor | None
+    loss: Tensor
+    grad_norm: Tensor | None
     step: int
-    units: list
-    places: Callable[[], list[str]] | None
+    window: Window
 
 
-class Health:
+class NonFinite:
     """Looks at the loss and the gradient norm of every window before its step is taken.
 
-    On a GPU nobody waits for the answer (but with sharded weights and with fp16): AdamW reads it there and changes nothing,
-    and here it is asked for a step later, or when something is logged or saved.
+    On a GPU nobody waits for the answer (but with sharded weights and with fp16): AdamW's kernel reads it there and changes
+    nothing, and the host asks for it a step later, or when something is logged or saved.
     """
 
-    def __init__(self, metrics: Metrics, tokenizer: Any, optimizer: Any, max_bad_steps: int):
+    def __init__(self, metrics: Metrics, tokenizer: Tokenizer, optimizer: AcceleratedOptimizer, max_bad_steps: int):
         """max_bad_steps: so many bad windows in a row end the run."""
         self.metrics, self.tokenizer, self.optimizer, self.max_bad_steps = metrics, tokenizer, optimizer, max_bad_steps
         self.found: Found | None = None  # not looked at yet
-        metrics.settle = self.settle
+        metrics.flush = self.flush
 
-    def check(
-        self,
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor | None,
-        step: int,
-        units: list,
-        places: Callable[[], list[str]] | None = None,
-    ) -> None:
-        """With a NaN or an infinity: let the optimizer change nothing, and keep the window.
+    def check(self, loss: Tensor, grad_norm: Tensor | None, step: int, window: Window) -> bool:
+        """Whether the optimizer is to take the step. If not, the window is kept in bad_batches/.
 
         loss: of the last micro-batch; a NaN in another one is in the gradient. grad_norm: None where an engine keeps it to
-        itself. units: of the window; places(): where they came from. With fp16 an infinite gradient is the business of the
-        loss scaler, which leaves out the step and lowers the scale. Raises UserError after max_bad_steps in a row.
+        itself. With fp16 an infinite gradient is left to the loss scaler, which leaves out the step and lowers the scale.
+        Raises UserError after max_bad_steps in a row.
         """
-        accelerator, grad_norm = self.metrics.accelerator, whole(grad_norm)
+        accelerator, grad_norm = self.metrics.accelerator, full_norm(grad_norm)
         bad = ~torch.isfinite(loss.detach())
         if grad_norm is not None and not accelerator.scaler:
             bad = bad | ~torch.isfinite(grad_norm)
         if accelerator.num_processes > 1:  # all processes take the step, or none does
             bad = accelerator.reduce(bad.float(), "sum") > 0
-        self.settle()  # of the step before
+        self.flush()  # of the step before
         self.metrics.window_is_bad = bad
-        self.found = Found(AsyncScalar(bad), loss.detach(), grad_norm, step, units, places)
+        self.found = Found(AsyncScalar(bad), loss.detach(), grad_norm, step, window)
         if self._adamw_looks():
             self.optimizer.optimizer.found_inf = bad.float()
-            return
-        if bad and not accelerator.scaler:
-            self.optimizer.zero_grad()
-        self.settle()
+            return True
+        self.flush()
+        return bool(accelerator.scaler) or not bad
 
     def _adamw_looks(self) -> bool:
         """Whether AdamW's kernel leaves out the step by itself, so that no value has to come from the device now."""
         accelerator = self.metrics.accelerator
-        own = accelerator.distributed_type not in SHARDED and not accelerator.scaler
-        return own and accelerator.device.type == "cuda" and bool(self.optimizer.defaults.get("fused"))
+        plain = accelerator.distributed_type not in SHARDED and not accelerator.scaler
+        return plain and accelerator.device.type == "cuda" and bool(self.optimizer.defaults.get("fused"))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Say and keep what was found of the last window, if it was bad. Raises UserError after max_bad_steps in a row."""
         found, self.found = self.found, None
         if found is None or not found.bad.value():
             return
-        metrics, accelerator = self.metrics, self.metrics.accelerator
-        _, loss, grad_norm, step, units, places = found
+        metrics, step = self.metrics, found.step
         metrics.bad_steps.append(step + 1)
-        norm = float("nan") if grad_norm is None else float(grad_norm)
-        what = f"step {step + 1}: loss {loss.item():g}, gradient norm {norm:g}: the step was not taken"
+        norm = float("nan") if found.grad_norm is None else float(found.grad_norm)
+        what = f"step {step + 1}: loss {found.loss.item():g}, gradient norm {norm:g}: the step was not taken"
         path = metrics.output_dir / "bad_batches" / f"step-{step + 1}.jsonl"
-        if accelerator.is_main_process:
-            self._write(path, units, places() if places else [""] * len(units))
+        if metrics.accelerator.is_main_process:
+            self._write(path, found.window)
         in_a_row = sum(later in metrics.bad_steps for later in range(step + 2 - self.max_bad_steps, step + 2))
         if in_a_row < self.max_bad_steps:
             say(f"{what}; its batch is in {path}")
@@ -97,11 +90,12 @@ class Health:
             "try a lower --learning_rate, or look for broken rows"
         )
 
-    def _write(self, path: Path, units: list, places: list[str]) -> None:
+    def _write(self, path: Path, window: Window) -> None:
         """The sequences of a window, a line for each, as text."""
         lines = []
-        for unit, where in zip(units, places, strict=True):
-            for sequence in unit:
+        origins = window.origins() if window.origins else [""] * len(window.examples)
+        for example, where in zip(window.examples, origins, strict=True):
+            for sequence in example:
                 ids, trained = sequence["input_ids"], sequence["loss_mask"].astype(bool)
                 texts = {"text": self.tokenizer.decode(ids), "trained": self.tokenizer.decode(ids[trained])}
                 lines.append({"where": where, "tokens": len(ids)} | texts)

@@ -10,31 +10,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from common.args import CommonArgs, MayChange, may_change
 from common.errors import UserError, say
 
 import yaml
 
-# Arguments that may change between a checkpoint and the run that goes on with it; both sets are said aloud. Everything else
-# makes another run: its model, its data and their order, its objective. The list is of what may change because it is the
-# shorter one, and because a flag that is in no list is then refused, and not trained with by mistake.
-COURSE = {"learning_rate", "lr_scheduler_type", "warmup_steps", "lr_decay_fraction", "min_lr_ratio", "weight_decay"}
-COURSE |= {"adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "save_best", "early_stopping_delta"}
-LENGTH = {"max_steps", "num_train_epochs", "early_stopping_patience"}  # with another one, a complete run may go on
-# The micro-batches of a step: with the same product, and any number of processes, each step has the same samples.
-COURSE |= {"per_device_train_batch_size", "gradient_accumulation_steps"}
-# What evaluations measure: with --save_best they are compared with each other, and it must stay.
-EVALUATION = {"dataset_eval_split", "eval_dataset_name", "max_eval_samples", "eval_prompts", "eval_reward_funcs"}
-EVALUATION |= {"eval_temperatures", "eval_max_new_tokens"}
-# How the run is carried out and what it writes.
-MAY_CHANGE = COURSE | LENGTH | EVALUATION | {"eval_steps", "per_device_eval_batch_size", "num_samples", "logging_steps"}
-MAY_CHANGE |= {"save_steps", "save_total_limit", "report_to", "run_name", "output_dir", "overwrite_output_dir", "dry_run"}
-MAY_CHANGE |= {"resume_from_checkpoint", "dataset_cache_dir", "dataset_num_proc", "strict_data", "trust_remote_code"}
-MAY_CHANGE |= {"auto_micro_batch", "max_bad_steps", "max_hours", "save_minutes", "reward_timeout", "merge_lora"}
-MAY_CHANGE |= {"gradient_checkpointing", "activation_offloading", "torch_compile"}
-MAY_CHANGE |= {"precompute_ref_log_probs", "generation_batch_size"}
-
 LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
-WEIGHTS = ("model*.safetensors*", "adapter_*")  # of an exported model
+WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
 
 
 def checkpoints(output_dir: str) -> list[Path]:
@@ -43,16 +25,16 @@ def checkpoints(output_dir: str) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def newest_whole(output_dir: str) -> Path | None:
+def newest_intact(output_dir: str) -> Path | None:
     """The newest checkpoint that verifies; those passed over are named."""
     for checkpoint in reversed(checkpoints(output_dir)):
-        if (problem := defect(checkpoint)) is None:
+        if (problem := find_damage(checkpoint)) is None:
             return checkpoint
         say(f"{checkpoint} is passed over: {problem}")
     return None
 
 
-def defect(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None if each file has the size and hash of the manifest."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
@@ -74,40 +56,44 @@ def earlier_args(folder: str | Path) -> dict[str, Any] | None:
     return _read_args(Path(folder)) if begun else None
 
 
-def claim_output_dir(args: dict[str, Any], saved_args: dict[str, Any] | None, processes: int | None = None) -> Path | None:
+def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, processes: int | None = None) -> Path | None:
     """Decide what this run does with its output folder; returns the checkpoint to go on from.
 
-    args: this run's arguments; saved_args: see earlier_args; processes: of this run. Raises UserError where going on would
+    saved_args: see earlier_args; processes: of this run. Raises UserError where going on would
     mix two runs, SystemExit(0) where the same run is already complete. Deletes nothing.
     """
+    args, allowed = vars(arguments), may_change(type(arguments))
     output_dir, wish = args["output_dir"], args["resume_from_checkpoint"]
     here, again = Path(output_dir).resolve(), "--overwrite_output_dir starts over, or choose another --output_dir"
     if args["model_name_or_path"] and Path(args["model_name_or_path"]).resolve().is_relative_to(here):
         raise UserError(f"--output_dir {output_dir} holds the model to start from: choose another")
     named = None if wish in ("auto", "none") else Path(wish)
     inside = named is not None and named.resolve().is_relative_to(here)
-    if named and (problem := defect(named)) is not None:
+    if named and (problem := find_damage(named)) is not None:
         raise UserError(f"--resume_from_checkpoint {wish}: {problem}")
     if args["overwrite_output_dir"] or saved_args is None:
         if inside and args["overwrite_output_dir"]:
             raise UserError(f"--resume_from_checkpoint {wish} lies in the folder that --overwrite_output_dir empties")
         if named:
-            _compare(args, _read_args(named), named, processes, "to start from its weights, use --model_name_or_path")
+            _compare(
+                args, allowed, _read_args(named), named, processes, "to start from its weights, use --model_name_or_path"
+            )
         return named
     if named and not inside and saved_args.get("resume_from_checkpoint") != wish:
         raise UserError(f"{output_dir} holds another run than that of {wish}: {again}")
-    checkpoint = named if inside else newest_whole(output_dir) or named
+    checkpoint = named if inside else newest_intact(output_dir) or named
     before = (checkpoint and _read_args(checkpoint)) or saved_args
     if not before:
         raise UserError(f"{output_dir} holds a run whose args.yaml cannot be read: {again}")
     if wish == "none":
         raise UserError(f"{output_dir} holds an earlier run: {again}")
     complete = not inside and Path(output_dir, "summary.json").exists()
-    _compare(args, before, None if complete else checkpoint, processes, again)
+    _compare(args, allowed, before, None if complete else checkpoint, processes, again)
     if complete:
         changed = _changed(args, saved_args or before)
-        if not LENGTH & set(changed) or 0 < args["max_steps"] <= _last_step(output_dir):
-            if course := [name for name in changed if name in COURSE | LENGTH]:
+        longer = any(allowed[name] == "length" for name in changed)
+        if not longer or 0 < args["max_steps"] <= _last_step(output_dir):
+            if course := [name for name in changed if allowed[name] in ("course", "length")]:
                 shown = _shown(args, saved_args or before, course)
                 raise UserError(
                     f"{output_dir} holds a complete run ({shown}): a larger --max_steps goes on with it; {again}"
@@ -116,7 +102,7 @@ def claim_output_dir(args: dict[str, Any], saved_args: dict[str, Any] | None, pr
             raise SystemExit(0)
         if checkpoint is None:
             raise UserError(f"{output_dir} holds a complete run, and no checkpoint to go on from: {again}")
-        _compare(args, before, checkpoint, processes, again)
+        _compare(args, allowed, before, checkpoint, processes, again)
     return checkpoint
 
 
@@ -129,7 +115,7 @@ def delete_run(output_dir: Path) -> None:
             file.unlink()
 
 
-def seal(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Flush every file to the disk and list it in manifest.json."""
     files, manifest = {}, folder / "manifest.json"
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != manifest):
@@ -158,16 +144,22 @@ def flush(path: Path) -> None:
 
 
 def _compare(
-    args: dict[str, Any], before: dict[str, Any], checkpoint: Path | None, processes: int | None, instead: str
+    args: dict[str, Any],
+    allowed: dict[str, MayChange | None],
+    before: dict[str, Any],
+    checkpoint: Path | None,
+    processes: int | None,
+    instead: str,
 ) -> None:
     """Raise UserError where the arguments make another run than those before; say the others that have changed.
 
+    allowed: what may change (see args.may_change).
     checkpoint: the one to go on from; None: there is none, and nothing is said. before: {} where it is not known.
     """
     changed = _changed(args, before) if before else []
     compared = args.get("save_best") and args["save_best"] == before.get("save_best")
-    allowed = MAY_CHANGE - EVALUATION if compared else MAY_CHANGE
-    if refused := [name for name in changed if name not in allowed]:
+    fixed = (None, "evaluation") if compared else (None,)  # evaluations that are compared have to measure the same
+    if refused := [name for name in changed if allowed[name] in fixed]:
         raise UserError(f"{checkpoint or args['output_dir']} is of another run ({_shown(args, before, refused)}): {instead}")
     if checkpoint is None:
         return

@@ -1,51 +1,58 @@
 """Windows that fit into the memory: where it runs out, in smaller micro-batches. The gradient stays what it is.
 
 A loss is a sum over what is in the window, divided by what the window holds; so a window that is begun again with each of
-its micro-batches cut into two has the same gradient. From then on all windows are cut like this. And on a CPU they are cut
-from the start where that costs no time (`tokens_at_once`).
+its micro-batches split into two has the same gradient. From then on all windows are split like this. And on a CPU they are
+split from the start where that costs no time (`tokens_at_once`).
 
 Several processes have to agree on it. One that runs out in the middle of a backward pass has left a sum of gradients for
-which the others wait, so with --auto_micro_batch DistributedDataParallel is laid aside: each process computes by itself,
-all agree whether memory sufficed, and one sum of all gradients follows. It costs the overlap of computing and sending.
+which the others wait, so with --auto_micro_batch DistributedDataParallel is not used: each process computes by itself, all
+agree whether memory sufficed, and one sum of all gradients follows. It costs the overlap of computing and sending.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError, say
 from common.memory import SHARDED, empty_caches, is_oom, tokens_at_once
 from common.run.estimate import needs, show_size
+from common.run.launch import KEPT
 from common.run.metrics import Metrics
-from common.run.run import KEPT
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 BUCKET = 2**23  # elements of gradients that are sent at a time
 
-Gradients = Callable[[int, Window], Tensor]
+Gradients = Callable[[Window], Tensor]
 
 
-class Fit:
-    """`fit(gradients, step, window)`: calls gradients(step, window), again in smaller micro-batches where it has to."""
+class Retry:
+    """`retry(gradients, step, window)`: calls gradients(window), again in smaller micro-batches where it has to."""
 
-    def __init__(self, accelerator: Any, model: nn.Module, metrics: Metrics, auto_micro_batch: bool):
-        """model: as Accelerate prepared it. From now on `fit.model` is to be called in its place.
+    def __init__(self, args: CommonArgs, accelerator: Accelerator, model: nn.Module, metrics: Metrics):
+        """model: as Accelerate prepared it. From now on `retry.model` is to be called in its place.
 
-        Raises UserError for auto_micro_batch where weights are sharded: there every forward pass waits for all processes.
+        Raises UserError for --auto_micro_batch where weights are sharded: there every forward pass waits for all processes.
         """
-        if auto_micro_batch and accelerator.distributed_type in SHARDED:
+        if args.auto_micro_batch and accelerator.distributed_type in SHARDED:
             raise UserError(
                 "--auto_micro_batch: with sharded weights a process that runs out of memory leaves the others waiting; "
                 "choose per_device_train_batch_size by hand (--dry_run estimates what is needed)"
             )
-        self.accelerator, self.model, self.metrics = accelerator, model, metrics
-        self.splits = 1  # parts into which each micro-batch is cut
-        self.tokens = tokens_at_once(accelerator, accelerator.unwrap_model(model))  # that go through the model together
-        self._sums = auto_micro_batch and accelerator.num_processes > 1
-        self._recovers = auto_micro_batch or accelerator.num_processes == 1
+        self.accelerator, self.model, self.metrics, self.seed = accelerator, model, metrics, args.seed
+        self.splits = 1  # parts into which each micro-batch is split
+        # DeepSpeed's engine divides by the micro-batches that it was told of, and keeps what it has added up: its windows
+        # are neither split nor begun again.
+        engine = accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.tokens = math.inf if engine else tokens_at_once(accelerator, accelerator.unwrap_model(model))
+        self._sums = args.auto_micro_batch and accelerator.num_processes > 1
+        self._recovers = not engine and (args.auto_micro_batch or accelerator.num_processes == 1)
         if self._sums:
             KEPT.append(model)
             self.model = accelerator.unwrap_model(model)
@@ -57,8 +64,9 @@ class Fit:
         """
         while True:
             reason = None
+            self._seed_dropout(step)
             try:
-                loss = gradients(step, window.cut(self.splits, self.tokens))
+                loss = gradients(window.split(self.splits, self.tokens))
             except Exception as error:
                 if not is_oom(error):
                     raise
@@ -71,8 +79,8 @@ class Fit:
             self._sum_gradients()
         return loss
 
-    def try_largest(self, gradients: Gradients, window: Window, optimizer: Any) -> None:
-        """Before the first step: cut micro-batches until the largest of the run fits beside the state of the optimizer."""
+    def try_largest(self, gradients: Gradients, window: Window, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first step: split micro-batches until the largest of the run fits beside the state of the optimizer."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         reserved = [] if optimizer.state else [torch.empty_like(p) for p in trained for _ in range(2)]  # AdamW's moments
         self(gradients, 0, window)
@@ -87,15 +95,20 @@ class Fit:
     def restore(self, state: dict[str, Any]) -> None:
         self.splits = state.get("splits", 1)
 
+    def _seed_dropout(self, step: int) -> None:
+        """Dropout of this window on this process as a pure function of its place in the run."""
+        torch.manual_seed((self.seed * 1_000_003 + step) * 10_007 + self.accelerator.process_index)
+
     def _start_again(self, step: int, window: Window, reason: str | None) -> None:
-        """Forget the window that was begun, and cut the micro-batches once more."""
+        """Forget the window that was begun, and split the micro-batches once more."""
         self._forget()
         if reason and not self._recovers:
-            raise UserError(f"step {step + 1}: out of memory ({reason}); {self._what_helps(window, '--auto_micro_batch')}")
+            others = [] if self.accelerator.distributed_type in SHARDED else ["--auto_micro_batch"]
+            raise UserError(f"step {step + 1}: out of memory ({reason}); {self._what_helps(window, *others)}")
         if reason and self.splits >= window.most_parts:
             raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {self._what_helps(window)}")
         self.splits *= 2
-        shape = _shape(window.cut(self.splits, self.tokens))
+        shape = _shape(window.split(self.splits, self.tokens))
         say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
 
     def _what_helps(self, window: Window, *others: str) -> str:

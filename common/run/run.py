@@ -1,166 +1,190 @@
-"""The two ends of a run: `start` (processes, seed, output folder) and `finish` (final model, summary, curves)."""
+"""What a run needs around its loop: folder, checkpoints, metrics, signals, the best evaluation, memory, bad numbers.
 
-import dataclasses
-import importlib.util
+A `Run` never calls the model, holds no loop and steps no optimizer: that is the script's. It calls one function of the
+script in one place (`retry_smaller`), to begin a window again that has run out of memory.
+"""
+
 import os
-import shutil
 import sys
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.args import save_args
+from common.args import CommonArgs
+from common.collators import Rollouts, Window, Windows
+from common.data.types import Tokenizer
 from common.errors import UserError, say
+from common.model import FlatModel
+from common.model.flat_model import flops_per_token
 from common.run.best import Best
-from common.run.checkpoint import export, prune
-from common.run.metrics import Metrics, check_tracker
-from common.run.output_dir import claim_output_dir, delete_run, earlier_args
+from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
+from common.run.describe import describe, typical_length
+from common.run.launch import KEPT, start
+from common.run.metrics import Metrics
+from common.run.nonfinite import NonFinite
+from common.run.retry import Gradients, Retry
+from common.run.signals import Signals
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
+from torch import Tensor, nn
 from tqdm import tqdm
 
-# DistributedDataParallel holds torch's process group, whose destructor waits for its threads while it has the GIL, for
-# which one of them may be waiting to let go of its last tensor: a deadlock (seen with gloo). So it is kept, and
-# `arguments.run` ends the process without destroying anything.
-KEPT: list[Any] = []
 
+class Run:
+    """The plumbing of one run. `accelerator` and `checkpoint` (what it goes on from, or None) are there from the start."""
 
-def start(args: Any, script: str) -> tuple[Accelerator, Path | None]:
-    """The Accelerator of this run, and the checkpoint that it goes on from (None: from the beginning).
+    def __init__(self, args: CommonArgs, script: str):
+        """Start the processes, claim args.output_dir, and leave args.yaml and a copy of `script` there.
 
-    Refuses launches that are not what they seem, claims the output folder, and leaves args.yaml and a copy of the script
-    in it.
-    """
-    check_tracker(args.report_to)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and importlib.util.find_spec("deepspeed") is None:
-        raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
-    if args.per_device_train_batch_size < 1 or args.gradient_accumulation_steps < 1 or args.per_device_eval_batch_size < 1:
-        raise UserError("batch sizes and gradient_accumulation_steps are at least 1")
-    accelerator = Accelerator(
-        # sync_with_dataloader=False: a window is whole, whatever the length of an epoch.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        cpu=not torch.accelerator.is_available(),  # else two CPU processes would each take themselves for the only one
-        log_with=None if args.dry_run else args.report_to,
-        project_dir=args.output_dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # long preparations on one process
-    )
-    _refuse_false_launches(accelerator)
-    if args.activation_offloading and accelerator.device.type != "cuda":
-        raise UserError(f"--activation_offloading is for a CUDA GPU's memory; this run is on {accelerator.device.type}")
-    if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
-        plugin = accelerator.state.fsdp_plugin  # which would round log-probabilities and the sums of gradients, too
-        plugin.mixed_precision_policy = dataclasses.replace(
-            plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
+        Raises UserError for launches that are not what they seem, and for a folder that holds another run.
+        """
+        self.args, self.name = args, Path(script).stem.removeprefix("train_")
+        self.accelerator, self.checkpoint = start(args, script)
+        self.said: set[str] = set()
+
+    def describe(
+        self,
+        model: FlatModel,
+        tokenizer: Tokenizer,
+        windows: Windows | Rollouts,
+        held_out: Any,
+        example: str,
+        reference: bool = False,
+    ) -> None:
+        """Say what will be trained on, and write it to dataset.json; with --dry_run say everything, and write nothing.
+
+        example: what one is called ("pair"). reference: a second, frozen model will stand beside this one. Raises UserError
+        where a sequence is longer than the model has positions.
+        """
+        describe(self.args, self.accelerator, model, tokenizer, windows, held_out, example, reference)
+
+    def prepare(
+        self, model: FlatModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, windows: Windows | Rollouts
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Accelerate's `prepare`, and everything as the checkpoint has it: optimizer, modules in `model.extra`, metrics,
+        the place in the data. Returns the model and the optimizer to train with."""
+        args, accelerator = self.args, self.accelerator
+        flops = flops_per_token(model, typical_length(windows))
+        load_extra(model, self.checkpoint)
+        self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
+        self.tokenizer, self.windows = tokenizer, windows
+        state = resume(accelerator, self.checkpoint, self.optimizer)
+        self.first_step = state["step"]
+        # What was evaluated and saved up to here is not done again.
+        self.resumed_at = self.first_step if self.checkpoint else -1
+        self.metrics = Metrics(accelerator, args, flops)
+        self.nonfinite = NonFinite(self.metrics, tokenizer, self.optimizer, args.max_bad_steps)
+        self.retry = Retry(args, accelerator, self.model, self.metrics)
+        self.model = self.retry.model
+        self.best = Best(args)
+        for part in (self.metrics, self.retry, self.best):
+            part.restore(state)
+        windows.restore(self.first_step, state.get("windows", {}))
+        return self.model, self.optimizer
+
+    # --- the loop -------------------------------------------------------------------------------------------------------
+
+    def steps(self, last_step: int, save_every: int = 1) -> Iterator[int]:
+        """Updates done so far, from the checkpoint's to last_step (included, for what happens after the last update).
+
+        save_every: a checkpoint can be made at the multiples of it only (GRPO, between two rollouts).
+        """
+        if self.first_step > last_step:
+            raise UserError(f"the checkpoint is at step {self.first_step}, and this run would end at step {last_step}")
+        self.last_step, self.save_every, self.wish, self.save_wanted = last_step, save_every, "", False
+        # GRPO waits for the GPU anyway: there a signal is answered at once.
+        self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, Rollouts))
+        self.bar = tqdm(
+            range(self.first_step, last_step + 1),
+            desc=self.name,
+            initial=self.first_step,
+            total=last_step,
+            disable=os.environ.get("RANK", "0") != "0",
+            mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines where the output is a file
+            dynamic_ncols=True,
         )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _set_up_deepspeed(accelerator.state.deepspeed_plugin, args)
-    output_dir = Path(args.output_dir)
-    saved_args = earlier_args(output_dir)
-    checkpoint = None if args.dry_run else claim_output_dir(vars(args), saved_args, accelerator.num_processes)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process and not args.dry_run:
-        try:
-            if args.overwrite_output_dir and saved_args is not None:
-                delete_run(output_dir)
-            output_dir.mkdir(parents=True, exist_ok=True)
-            (output_dir / "summary.json").unlink(missing_ok=True)  # it stands for a complete run
-            save_args(args, output_dir / ".args.yaml.tmp")
-            os.replace(output_dir / ".args.yaml.tmp", output_dir / "args.yaml")
-            shutil.copy(script, output_dir / Path(script).name)
-        except OSError as error:
-            raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
-    accelerator.wait_for_everyone()
-    set_seed(args.seed)
-    if args.dtype == "bfloat16":
-        say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
-    threads = f" ({torch.get_num_threads()} CPU threads each)" if accelerator.device.type == "cpu" else ""
-    say(
-        f"{accelerator.num_processes} process(es) on {accelerator.device.type}{threads}, "
-        f"mixed precision {accelerator.mixed_precision}, output in {output_dir}"
-    )
-    return accelerator, checkpoint
+        for step in self.bar:
+            self.step = step
+            yield step
 
+    def eval_due(self, step: int) -> bool:
+        """Every eval_steps, and before the first and after the last update."""
+        return self._due(step, self.args.eval_steps, self.resumed_at, self.last_step)
 
-def finish(
-    accelerator: Accelerator, args: Any, model: Any, tokenizer: Any, metrics: Metrics, best: Best, next_command: str
-) -> None:
-    """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
-    export(accelerator, model, tokenizer, args.output_dir, args.merge_lora, best.folder(args.output_dir))
-    if accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
-        prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
-    metrics.finish(best.state() if best.step else None)
-    before_after = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
-    if before_after:
-        say("\nbefore -> after, held out:")
-    for name, before, after in before_after:
-        say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
-    say(f"\nsaved in {args.output_dir}: the model and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png")
-    say(f"try next: {next_command}")
-    accelerator.wait_for_everyone()  # none leaves while another still writes
-    accelerator.end_training()
-    if accelerator.num_processes > 1:
-        KEPT.append(model)
+    def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        """Write an evaluation and its samples; note whether it is the best one."""
+        self.metrics.log_eval(step, values, samples, show=self.args.num_samples)
+        if step % self.save_every == 0:  # where it can be saved
+            self.best.update(step, values)
 
+    def save_due(self, step: int) -> bool:
+        """save_steps, save_minutes, a new best evaluation, a signal, max_hours. The same on every process."""
+        can_save = step % self.save_every == 0
+        self.wish = self.signals.asked_for(possible=can_save and step < self.last_step)
+        due = self._due(step, self.args.save_steps, max(self.resumed_at, 0))
+        self.save_wanted |= bool(self.wish) or due or self.best.step == step > self.resumed_at
+        return self.save_wanted and can_save
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Dropout of this window on this process as a pure function of its place in the run."""
-    torch.manual_seed((seed * 1_000_003 + step) * 10_007 + rank)
+    def save(self, step: int) -> None:
+        """Write checkpoint-<step>, and delete those that are no longer kept. A full disk is said; training goes on."""
+        state = self.metrics.state() | self.retry.state() | {"windows": self.windows.state(step)}
+        save_checkpoint(self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best)
+        self.signals.saved()
+        self.save_wanted = False
 
+    def ends(self, step: int) -> bool:
+        """After the last step, or without a better evaluation for long; a run that was told to stop leaves here, with exit
+        code 75."""
+        if self.wish == "stop":
+            self.signals.leave(self.args.output_dir, step)
+        return step == self.last_step or self.best.stops(step)
 
-def _set_up_deepspeed(plugin: Any, args: Any) -> None:
-    """What DeepSpeed has to know of the arguments, before there is a model."""
-    from transformers.integrations import unset_hf_deepspeed_config
+    def retry_smaller(self, gradients: Gradients, window: Window) -> Tensor:
+        """gradients(window), again in smaller micro-batches where memory runs out: the gradient stays the same. Dropout is a
+        function of (seed, step, process). Returns the loss of the last micro-batch."""
+        if self.args.auto_micro_batch and self.step == self.first_step and not self.checkpoint:
+            self.retry.try_largest(gradients, self.windows.largest() or window, self.optimizer)
+        return self.retry(gradients, self.step, window)
 
-    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
-    plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6  # told nothing, its engine clips to 1.0
-    # With ZeRO-3, transformers would shard each model that it loads: the reference as well, which no engine gathers, and
-    # before the checks of `model.wrap`. So each process loads whole models, and `prepare` shards the one that is trained.
-    plugin.zero3_init_flag = False
-    unset_hf_deepspeed_config()
+    def is_finite(self, loss: Tensor, grad_norm: Tensor | None, window: Window) -> bool:
+        """Whether the step can be taken. A NaN or an infinity is said, and counted, and the window kept in bad_batches/."""
+        return self.nonfinite.check(loss, grad_norm, self.step, window)
 
+    def log(self, step: int, window: Window, **values: float | Tensor | None) -> None:
+        """The window is done; every logging_steps the means of what was added to `metrics` are written, with `values`."""
+        self.metrics.close_window(window.num_tokens)
+        if self._due(step, self.args.logging_steps, self.resumed_at, self.last_step):
+            self.metrics.log(step, self.bar, **values)
 
-def _refuse_false_launches(accelerator: Accelerator) -> None:
-    """Launches that Accelerate accepts in silence and runs as something else."""
-    env = os.environ
-    if int(env.get("WORLD_SIZE", "1")) != accelerator.num_processes:
-        raise UserError(
-            f"launched as {env['WORLD_SIZE']} processes, but each takes itself for {accelerator.num_processes}: "
-            "set ACCELERATE_USE_CPU=true, or use accelerate_configs/cpu_ddp.yaml"
-        )
-    if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
-        raise UserError(
-            "accelerate launch was asked for several CPU processes and started one: "
-            "use accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
-        )
-    for variable, kind in (("FSDP", DistributedType.FSDP), ("DEEPSPEED", DistributedType.DEEPSPEED)):
-        if env.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true" and accelerator.distributed_type != kind:
-            raise UserError(f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}")
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UserError("the accelerate config asks for FSDP in its first version: set fsdp_version: 2 in its fsdp_config")
+    def say_once(self, topic: str, line: str) -> None:
+        """Say something that is worth saying only the first time."""
+        if topic not in self.said:
+            self.said.add(topic)
+            say(line)
 
+    def finish(self, try_next: str) -> None:
+        """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
+        args, best, metrics = self.args, self.best, self.metrics
+        export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir))
+        if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
+            prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
+        metrics.finish(best.state() if best.step else None)
+        both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
+        if both:
+            say("\nbefore -> after, held out:")
+        for name, before, after in both:
+            say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
+        say(f"\nsaved in {args.output_dir}: the model and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png")
+        say(f"try next: {try_next}")
+        self.accelerator.wait_for_everyone()  # none leaves while another still writes
+        self.accelerator.end_training()
+        if self.accelerator.num_processes > 1:
+            KEPT.append(self.model)
+        self.signals.close()
 
-def due(step: int, every: int, done: int, last: int = -1) -> bool:
-    """Whether something that happens every N steps (0: never), and at the step `last`, happens at this one.
+    def _due(self, step: int, every: int, done: int, last: int = -1) -> bool:
+        """Whether something that happens every N steps (0: never), and at the step `last`, happens at this one.
 
-    done: the last step at which it has happened already; a resumed run does nothing twice.
-    """
-    return every > 0 and step > done and (step % every == 0 or step == last)
-
-
-def progress(first_step: int, last_step: int, description: str) -> Any:
-    """first_step .. last_step (included, for what happens after the last update) with a bar on the main process."""
-    if first_step > last_step:
-        raise UserError(f"the checkpoint is at step {first_step}, and this run would end at step {last_step}")
-    return tqdm(
-        range(first_step, last_step + 1),
-        desc=description,
-        initial=first_step,
-        total=last_step,
-        disable=os.environ.get("RANK", "0") != "0",
-        mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines where the output is a file
-        dynamic_ncols=True,
-    )
+        done: the last step at which it has happened already; a resumed run does nothing twice.
+        """
+        return every > 0 and step > done and (step % every == 0 or step == last)

@@ -11,10 +11,12 @@ import time
 from typing import Any
 
 from common import START
+from common.args import CommonArgs
 from common.memory import AsyncScalar
 from common.run.output_dir import checkpoints
 
 import torch
+from accelerate import Accelerator
 from tqdm import tqdm
 
 EXIT_CODE = 75  # EX_TEMPFAIL: left before the end, to be started again
@@ -29,20 +31,20 @@ if hasattr(signal, "SIGUSR1"):  # not on Windows
     SIGNALS[signal.SIGUSR1] = SAVE
 
 
-class Interruption:
-    """From here to `close`, signals and the clock are wishes, which `wish` tells between two steps.
+class Signals:
+    """From here to `close`, signals and the clock ask for something, which `asked_for` tells between two steps.
 
     Before it (while data and model are loaded) signals do what they always do. Made on every process.
     """
 
-    def __init__(self, accelerator: Any, max_hours: float | None, save_minutes: float | None, late: bool = True):
+    def __init__(self, accelerator: Accelerator, args: CommonArgs, late: bool = True):
         """late: with several GPUs an answer may come a step later, so that nobody waits for it."""
         self.accelerator, self.pid = accelerator, os.getpid()
         self.noted: list[int] = []  # what this process was asked for since the last question
         self.agreed = 0
         self.first_at = 0.0  # of the first SIGINT
-        self.max_seconds = max_hours * 3600 if max_hours is not None else None
-        self.save_after = save_minutes * 60 if save_minutes is not None else None
+        self.max_seconds = args.max_hours * 3600 if args.max_hours is not None else None
+        self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
         self.asked = self.saved_at = time.time()
         self.first_step, self.longest = True, 0.0  # the longest time between two questions: a step, with its evaluation
         self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))  # a guess, until one has been measured
@@ -56,13 +58,13 @@ class Interruption:
         self.coming: tuple[AsyncScalar, int] | None = None  # the answer that is on its way, to what of `noted`
         self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
-    def wish(self, possible: bool = True) -> str:
+    def asked_for(self, possible: bool = True) -> str:
         """What to do now: "", "save", or "stop" (after a save). The same on every process; asked by all at each step.
 
         Where answers come late, it is that to the question before.
 
-        possible: whether the run can save here at all; a wish is kept until it can. The first question of a run is always
-        answered with "": nothing has been trained yet, and a run that is stopped again and again still gets on.
+        possible: whether the run can save here at all; what was asked for is kept until it can. The first question of a run
+        is always answered with "": nothing has been trained yet, and a run that is stopped again and again still gets on.
         """
         if not possible:
             return ""
@@ -72,15 +74,15 @@ class Interruption:
             return ""
         self.longest, self.asked = max(self.longest, now - self.asked), now
         heard = len(self.noted)
-        wishes = torch.full((), max([self._by_the_clock(now), *self.noted[:heard]]), device=self.device)
+        asked = torch.full((), max([self._by_the_clock(now), *self.noted[:heard]]), device=self.device)
         if self.accelerator.num_processes > 1:
-            torch.distributed.all_reduce(wishes, torch.distributed.ReduceOp.MAX)
-        asked = AsyncScalar(wishes), heard
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+        coming = AsyncScalar(asked), heard
         if self.late:
-            asked, self.coming = self.coming, asked
-        if asked is None:
+            coming, self.coming = self.coming, coming
+        if coming is None:
             return ""
-        answer, heard = asked
+        answer, heard = coming
         self.agreed = int(answer.value())
         del self.noted[:heard]  # what has come in meanwhile waits for the next answer
         return "stop" if self.agreed in STOPS else "save" if self.agreed == SAVE else ""

@@ -1,1 +1,6 @@
 """Prompts to completions, and what these are worth."""
+
+from common.sampling.generate import Sampled, sample, why_not_sampled
+from common.sampling.rewards import Reward, Scorer, load_rewards, score, scorer
+
+__all__ = ["Reward", "Sampled", "Scorer", "load_rewards", "sample", "score", "scorer", "why_not_sampled"]

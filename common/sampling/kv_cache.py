@@ -1,8 +1,8 @@
-"""The keys and values of sampling: those of a prompt once, however many completions it has, and those of its completions.
+"""The key/value cache of sampling: a prompt's entries once, however many completions it has, and each completion's own.
 
-The function here is registered with transformers' attention interface under the name "cached". It keeps by itself what the
-layers compute, so a model is called as in training, on a flat row: first all prompts end to end, then the newest token of
-each completion. Memory is written in place: no step copies what is there already.
+The function here is registered with transformers' attention interface under the name "cached". It stores the keys and values
+that the layers compute, so the model is called as in training, on a flat row: first all prompts end to end, then the newest
+token of each completion. Memory is written in place: no step copies what is there already.
 
 Shapes: P distinct prompts, Lp tokens of the longest; n completions, G of them (at most) to a prompt; H heads, Hkv key heads,
 g = H / Hkv, Dh.
@@ -18,10 +18,16 @@ from common.model.attention import flat_attention, plan_flat_row
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 CACHED = "cached"
 FIRST_CAPACITY = 64  # tokens per completion; doubled when they are full, so that memory follows the real lengths
+
+
+def register() -> None:
+    """Make cached attention known to transformers. Called where sampling starts, because importing transformers is slow."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(CACHED, cached_attention)  # without a mask function: transformers then makes no mask
 
 
 @dataclass
@@ -33,11 +39,11 @@ class Layer:
 
 
 class KVCache:
-    """What completions can look back at: their prompt, and themselves.
+    """What completions attend to: their prompt and their own tokens.
 
-    prompts: the P distinct ones. owner: which of them each of the n completions belongs to. limit: the most tokens of a
-    completion that are ever looked back at. static: shapes and addresses stay, as a CUDA graph needs it, until `version`
-    changes; columns that are not filled yet are masked instead of left out.
+    prompts: the P distinct ones. owner: which of them each of the n completions belongs to. limit: the most tokens that a
+    completion may get. static: shapes and addresses stay the same until `version` changes, as a CUDA graph needs it; columns
+    that are not filled yet are masked instead of left out.
     """
 
     def __init__(
@@ -46,7 +52,7 @@ class KVCache:
         self.device, self.static, self.limit = device, static, limit
         self.capacity = min(limit, FIRST_CAPACITY)
         self.layers: list[Layer] = []
-        self.calls = 0  # of the attention of a layer; layers come in the same order in every pass
+        self.calls = 0  # of `attend`; layers come in the same order in every forward pass
         self.version = 0
         self.t = -1  # the newest token of the completions; -1: the prompts are being read
         self.newest = torch.full((1,), -1, device=device)  # the same on the device
@@ -58,21 +64,21 @@ class KVCache:
         column = torch.arange(Lp) - (Lp - lengths[:, None])  # (P, Lp), negative in the padding
         self.source = (start[:, None] + column.clamp(min=0)).to(device)  # the token of the flat row at each column
         self.padding = torch.where(column < 0, -torch.inf, 0.0)[:, None, None].to(device)  # (P, 1, 1, Lp)
-        self._deal(np.asarray(owner))
+        self._group_by_prompt(np.asarray(owner))
 
-    def _deal(self, owner: np.ndarray) -> None:
-        """Plan how the n completions are dealt out to P prompts x G places, and back."""
+    def _group_by_prompt(self, owner: np.ndarray) -> None:
+        """Plan how the n completions are put into P prompts x G slots, and back."""
         self.owner, n = owner, len(owner)
         sizes = np.bincount(owner)
         self.G = int(sizes.max())
         order = np.argsort(owner, kind="stable")
         start = np.cumsum(sizes) - sizes
-        place = np.empty(n, np.int64)
-        place[order] = owner[order] * self.G + np.arange(n) - start[owner[order]]
-        member = np.zeros(len(sizes) * self.G, np.int64)  # a place that is left over is given to anyone
-        member[place] = np.arange(n)
-        as_they_are = len(member) == n and bool((member == np.arange(n)).all())
-        self.member, self.place = (None, None) if as_they_are else (to_device(x, self.device) for x in (member, place))
+        slot = np.empty(n, np.int64)  # of each completion
+        slot[order] = owner[order] * self.G + np.arange(n) - start[owner[order]]
+        member = np.zeros(len(sizes) * self.G, np.int64)  # the completion in each slot; any in one that is left over
+        member[slot] = np.arange(n)
+        in_order = len(member) == n and bool((member == np.arange(n)).all())
+        self.member, self.slot = (None, None) if in_order else (to_device(x, self.device) for x in (member, slot))
 
     def advance(self) -> None:
         """Make room for the next token of every completion."""
@@ -91,17 +97,17 @@ class KVCache:
 
     def _columns(self, like: Tensor) -> Tensor:
         shape = len(self.owner), like.shape[1], self.capacity, like.shape[-1]
-        return like.new_zeros(shape) if self.static else like.new_empty(shape)  # 0 x what is masked must be 0
+        return like.new_zeros(shape) if self.static else like.new_empty(shape)  # 0 · (what is masked) must be 0
 
-    def keep(self, going: np.ndarray) -> Tensor:
-        """Drop the completions that are not going (n,) bool, and prompts that have none left.
+    def keep(self, keep: np.ndarray) -> Tensor:
+        """Drop completions, keep (n,) bool, and prompts that have none left.
 
-        The last ones move into the gaps, those that stay are not copied. Returns which is now where (n',).
+        The last ones move into the gaps; the others are not copied. Returns which of the n are now the rows, (n',).
         """
-        order, *of_completions = _close_up(going)
+        order, *of_completions = _close_gaps(keep)
         owner = self.owner[order]
         in_use = np.bincount(owner, minlength=len(self.padding)) > 0
-        prompts, *of_prompts = _close_up(in_use)
+        prompts, *of_prompts = _close_gaps(in_use)
         gaps, moved = (to_device(index, self.device) for index in of_completions)
         prompt_gaps, moved_prompts = (to_device(index, self.device) for index in of_prompts)
         for layer in self.layers:
@@ -114,7 +120,7 @@ class KVCache:
         self.padding = self.padding[to_device(prompts, self.device)]
         number = np.empty(len(in_use), np.int64)
         number[prompts] = np.arange(len(prompts))
-        self._deal(number[owner])
+        self._group_by_prompt(number[owner])
         self.version += 1
         return to_device(order, self.device)
 
@@ -157,11 +163,13 @@ class KVCache:
     def _by_completion(self, x: Tensor) -> Tensor:
         """(P, Hkv, G g, ...) -> (n, Hkv, g, ...)."""
         x = x.unflatten(2, (self.G, -1)).transpose(1, 2).flatten(0, 1)
-        return x if self.place is None else x.index_select(0, self.place)
+        return x if self.slot is None else x.index_select(0, self.slot)
 
     def _mask(self, window: int | None, width: int) -> Tensor | None:
-        """(width,) bool: the columns that the newest token must not see; None where it sees all. The same in all rows,
-        because prompts end at the same column. Made once per step for all layers of the same window."""
+        """(width,) bool: the columns that the newest token must not see; None where it sees all.
+
+        The same in all rows, because prompts end at the same column. Made once per step for all layers of the same window.
+        """
         if not self.static and (window is None or width <= window):
             return None
         if window not in self.masks:
@@ -171,11 +179,11 @@ class KVCache:
         return self.masks[window]
 
 
-def _close_up(stays: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How those that stay become the first ones: (which is where, the gaps, what moves into them)."""
-    order = np.arange(stays.sum())
-    gaps = np.flatnonzero(~stays[: len(order)])
-    moved = len(order) + np.flatnonzero(stays[len(order) :])
+def _close_gaps(keep: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How the rows that are kept become the first ones: (the old row of each new one, the gaps, the rows moved there)."""
+    order = np.arange(keep.sum())
+    gaps = np.flatnonzero(~keep[: len(order)])
+    moved = len(order) + np.flatnonzero(keep[len(order) :])
     order[gaps] = moved
     return order, gaps, moved
 
@@ -208,18 +216,15 @@ def cached_attention(
     """
     if kv_cache is None:
         raise RuntimeError("cached attention needs kv_cache")
-    off = contextlib.nullcontext()
+    no_autocast = contextlib.nullcontext()
     if torch.is_autocast_enabled(query.device.type):  # what SDPA does by itself
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        off = torch.autocast(query.device.type, enabled=False)
+        no_autocast = torch.autocast(query.device.type, enabled=False)
     if kv_cache.t < 0:
         kv_cache.read_prompts(key[0], value[0])
         kwargs["flat_row"] = kv_cache.flat_row
         return flat_attention(module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **kwargs)
-    with off:
+    with no_autocast:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return kv_cache.attend(q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)[None], None
-
-
-AttentionInterface.register(CACHED, cached_attention)  # without a mask function: transformers then makes no mask

@@ -19,18 +19,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.data.types import Tokenizer
 from common.errors import UserError
 from common.losses import combine_rewards
 
 import torch
 
+RewardFunction = Callable[..., list[float | None]]
+Completion = str | list[dict[str, Any]]  # as reward functions get it
+Scorer = Callable[[list[dict[str, Any]], list[list[int]]], dict[str, list[float | None]]]
 # A minus belongs to the number unless it stands behind one (10-3, pages 3-5); commas only between groups of three.
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
 
 
 class Reward(NamedTuple):
     name: str  # as in the metric rewards/<name>/mean
-    function: Callable[..., list[float | None]]
+    function: RewardFunction
     timeout: float = 0.0  # seconds for a call; 0: any
 
 
@@ -62,7 +66,9 @@ def load_rewards(specs: list[str] | None, device: torch.device, timeout: float =
 # --- ready-made -----------------------------------------------------------------------------------------------------
 
 
-def exact_number(prompts: list, completions: list, answer: list, mark: str = "", **columns: Any) -> list[float | None]:
+def exact_number(
+    prompts: list, completions: list[Completion], answer: list, mark: str = "", **columns: Any
+) -> list[float | None]:
     """1 where the completion's number is the answer's, else 0. The number of a text is the one after its last "####",
     "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None where the answer holds no number.
 
@@ -84,7 +90,7 @@ def regex(pattern: str) -> Callable[..., list[float]]:
     except re.error as error:
         raise UserError(f"--reward_funcs regex:{pattern}: {error}") from None
 
-    def regex(prompts: list, completions: list, **columns: Any) -> list[float]:
+    def regex(prompts: list, completions: list[Completion], **columns: Any) -> list[float]:
         return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
 
     return regex
@@ -96,7 +102,7 @@ def length(limit: str) -> Callable[..., list[float]]:
         raise UserError(f"--reward_funcs length:{limit}: expected a number of tokens, for instance length:200")
     N = int(limit)
 
-    def length(prompts: list, completions: list, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    def length(prompts: list, completions: list[Completion], completion_ids: list[list[int]], **columns: Any) -> list[float]:
         return [min(0.0, (N - len(ids)) / N) for ids in completion_ids]
 
     return length
@@ -117,7 +123,7 @@ def number_after(text: str, mark: str) -> float | None:
     return float(found.group().replace(",", "")) if found else None
 
 
-def text_of(completion: str | list[dict[str, Any]]) -> str:
+def text_of(completion: Completion) -> str:
     """The words of a completion, in either of its forms."""
     return completion if isinstance(completion, str) else "".join(m["content"] for m in completion)
 
@@ -142,8 +148,10 @@ def _from_file(spec: str) -> Reward:
 
 
 def _from_model(name: str, device: torch.device) -> Reward:
+    import transformers
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    transformers.utils.logging.disable_progress_bar()
     try:
         # False, and not unset: transformers would ask whether to run the code that a model brings along.
         model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, trust_remote_code=False)
@@ -155,7 +163,7 @@ def _from_model(name: str, device: torch.device) -> Reward:
         raise UserError(f"--reward_funcs {name}: neither a known function nor a reward model ({known}): {reason}") from None
 
     @torch.no_grad()
-    def reward_model(prompts: list, completions: list, **columns: Any) -> list[float]:
+    def reward_model(prompts: list, completions: list[Completion], **columns: Any) -> list[float]:
         scores = []
         for prompt, completion in zip(prompts, completions, strict=True):
             if isinstance(prompt, str):
@@ -198,7 +206,7 @@ def score(
                     values = asyncio.run(values)
         except UserError:
             raise
-        except _Overtime:
+        except _TimeLimitReached:
             raise UserError(
                 f"{where} took more than {reward.timeout:g} s for {len(texts)} completions (--reward_timeout); "
                 f"first prompt: {str(prompts[0])[:120]}"
@@ -222,22 +230,24 @@ def score(
     return results
 
 
-class _Overtime(BaseException):
-    """Not an Exception: a reward function that catches those does not catch this."""
+class _TimeLimitReached(BaseException):
+    """Not an Exception, which a reward function might catch."""
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Ends what takes longer, in Python code and in `re`; a call that never comes back from C is not reached. No limit for 0
-    seconds, outside of the main thread, or where the system has no such alarm."""
+    """Ends what takes longer, in Python code and in `re`, but not a call that never comes back from C.
+
+    No limit for 0 seconds, outside of the main thread, or where the system has no such alarm.
+    """
     if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def ring(*_: Any) -> None:
-        raise _Overtime
+    def stop(*_: object) -> None:
+        raise _TimeLimitReached
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -246,7 +256,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def scorer(rewards: list[Reward], tokenizer: Any, weights: list[float] | None = None) -> Callable | None:
+def scorer(rewards: list[Reward], tokenizer: Tokenizer, weights: list[float] | None = None) -> Scorer | None:
     """`score` for an evaluation: (rows, token ids) -> {name: scores}; None without functions.
 
     weights: also score their weighted sum, as "reward".

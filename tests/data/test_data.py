@@ -1,4 +1,4 @@
-"""Sources: found, checked, read lazily from every kind of file and from any place on, or refused in one clear line."""
+"""Sources: found, checked, read lazily from every kind of file and from any cursor on, or refused in one clear line."""
 
 import bz2
 import gzip
@@ -13,8 +13,10 @@ from itertools import islice
 from types import SimpleNamespace
 
 from common.data import readers
+from common.data.dropped import Dropped, convert
 from common.data.formats import as_chat, as_text, chat_format, text_format
-from common.data.sources import BadRow, Dropped, Row, Source, convert, find_sources, identity, load_rows, read_rows
+from common.data.sources import Source, find_sources, identity, load_rows, read_rows
+from common.data.types import BadRow, Row
 from common.errors import UserError
 
 import pytest
@@ -41,8 +43,8 @@ def numbered(path, count, start=0):
     return jsonl(path, [{"text": f"row {i}"} for i in range(start, start + count)])
 
 
-def columns(source, place=None):
-    return [row.columns for row, _ in read_rows(source if isinstance(source, Source) else Source(str(source)), place)]
+def columns(source, cursor=None):
+    return [row for row, _ in read_rows(source if isinstance(source, Source) else Source(str(source)), cursor)]
 
 
 def texts(source):
@@ -170,7 +172,7 @@ def test_reading_a_large_file_takes_little_memory(tmp_path, name, end):
     assert count >= 4000 and peak < 500_000 < 4_000_000
 
 
-# --- places ---------------------------------------------------------------------------------------------------------
+# --- cursors ---------------------------------------------------------------------------------------------------------
 
 
 def folder_of(folder, kind):
@@ -199,23 +201,23 @@ def folder_of(folder, kind):
     "kind", ["jsonl", "json", "txt", "csv", "tsv", "parquet", "jsonl.gz", "txt.bz2", "csv.xz", "json.gz"]
 )
 @pytest.mark.parametrize("change", [{}, {"max_samples": 7}, {"fraction": 0.6}, {"held_out": 0.4, "part": "train"}])
-def test_reading_goes_on_from_every_place_with_exactly_the_remaining_rows(tmp_path, kind, change):
+def test_reading_goes_on_from_every_cursor_with_exactly_the_remaining_rows(tmp_path, kind, change):
     source = replace(folder_of(tmp_path, kind), **change)
     everything = list(read_rows(source))
     assert len(everything) > 2 and (change or len(everything) == 10)
-    for i, (_, place) in enumerate(everything):
-        assert json.loads(json.dumps(place)) == place and place[3] == i + 1
-        assert list(read_rows(source, place)) == everything[i + 1 :]
+    for i, (_, cursor) in enumerate(everything):
+        assert json.loads(json.dumps(cursor)) == cursor and cursor[3] == i + 1
+        assert list(read_rows(source, cursor)) == everything[i + 1 :]
     assert list(read_rows(source, [0, 0, 0, 0])) == everything
 
 
-def test_a_place_in_a_file_of_lines_is_sought_and_not_read_up_to(tmp_path):
+def test_a_cursor_in_a_file_of_lines_is_sought_and_not_read_up_to(tmp_path):
     path = tmp_path / "a.jsonl"
     numbered(path, 10)
-    places = [place for _, place in read_rows(Source(str(path)))]
-    at = places[7][1]
+    cursors = [cursor for _, cursor in read_rows(Source(str(path)))]
+    at = cursors[7][1]
     path.write_bytes(b"{" + b"\xff" * (at - 2) + b"\n" + path.read_bytes()[at:])  # no row could be read before it
-    assert columns(path, places[7]) == [{"text": "row 8"}, {"text": "row 9"}]
+    assert columns(path, cursors[7]) == [{"text": "row 8"}, {"text": "row 9"}]
 
 
 # --- folders and datasets -------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ def hub(monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_hub_dataset_is_read_loaded_or_streamed_from_any_place(hub, streaming):
+def test_a_hub_dataset_is_read_loaded_or_streamed_from_any_cursor(hub, streaming):
     train, evaluation = found(
         "org/numbers", dataset_config="small", dataset_streaming=streaming, eval_dataset_name=["org/numbers"]
     )
@@ -306,8 +308,8 @@ def test_a_hub_dataset_is_read_loaded_or_streamed_from_any_place(hub, streaming)
     assert evaluation[0].split == "train"  # it has no split validation
     everything = list(read_rows(train[0]))
     assert [row.where for row, _ in everything] == [f"org/numbers row {i}" for i in range(1, 6)]
-    for i, (_, place) in enumerate(everything):
-        assert list(read_rows(train[0], place)) == everything[i + 1 :]
+    for i, (_, cursor) in enumerate(everything):
+        assert list(read_rows(train[0], cursor)) == everything[i + 1 :]
 
 
 def test_a_stream_that_breaks_off_is_an_error_of_one_line(hub):
@@ -507,7 +509,7 @@ def test_an_eval_fraction_divides_each_source_in_two(tmp_path):
         assert not set(rows[0]) & set(rows[1]) and set(rows[0]) | set(rows[1]) == set(rows[2])
 
 
-def test_a_source_of_which_no_row_is_held_out_is_left_out_of_the_evaluation_aloud(tmp_path, capsys):
+def test_a_source_of_which_no_row_is_held_out_is_left_out_of_the_evaluation_and_said(tmp_path, capsys):
     names = [numbered(tmp_path / "a.jsonl", 300), numbered(tmp_path / "b.jsonl", 1)]
     assert [source.label for source in found(*names, eval_fraction=0.1)[1]] == ["a"]
     assert capsys.readouterr().out == f"data: --eval_fraction 0.1 holds out no row of {names[1]}\n"
@@ -567,7 +569,7 @@ def test_a_file_of_other_columns_in_a_folder_is_an_error_with_its_file_and_row(t
     jsonl(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])
     source = found(str(tmp_path))[0][0]
     with pytest.raises(UserError, match=r"b.jsonl:1: the format alpaca needs instruction \+ output; found question, answer"):
-        convert(load_rows(source), lambda row: as_chat(row, source.format), "rows")
+        convert(load_rows(source), as_chat, "rows")
 
 
 def test_the_field_of_pretraining_documents_is_looked_for(tmp_path):
@@ -704,10 +706,10 @@ def test_a_library_that_is_missing_is_an_error_that_says_what_to_install(tmp_pat
 
 
 def some_rows(count, bad):
-    return [Row(f"a:{i}", {"text": "" if i in bad else f"row {i}"}) for i in range(count)]
+    return [Row({"text": "" if i in bad else f"row {i}"}, f"a:{i}") for i in range(count)]
 
 
-def test_rows_left_out_are_counted_aloud_with_their_place(capsys):
+def test_rows_left_out_are_counted_and_said_with_their_origin(capsys):
     results, facts = convert(iter(some_rows(9, {1, 2, 3, 4, 5, 6})), as_text, "rows")
     assert results == ["row 0", "row 7", "row 8"]
     dropped = {"empty text": {"count": 6, "first": ["a:1", "a:2", "a:3", "a:4", "a:5"]}}
@@ -751,7 +753,7 @@ def test_counts_of_several_workers_are_put_together(capsys):
 def test_rows_are_converted_as_they_are_read(tmp_path):
     rows = read_rows(Source(numbered(tmp_path / "a.jsonl", 5)))
     assert convert((row for row, _ in islice(rows, 2)), as_text, "rows")[0] == ["row 0", "row 1"]
-    assert next(rows)[0].columns == {"text": "row 2"}
+    assert next(rows)[0] == {"text": "row 2"}
 
 
 def test_a_bad_row_is_not_a_mistake_of_the_user():

@@ -3,6 +3,7 @@
 import json
 import re
 
+from common.data.dropped import convert
 from common.data.formats import (
     as_chat,
     as_preference,
@@ -13,7 +14,7 @@ from common.data.formats import (
     prompt_format,
     text_format,
 )
-from common.data.sources import BadRow, Row, convert
+from common.data.types import BadRow, Row
 from common.errors import UserError
 
 import pytest
@@ -269,7 +270,7 @@ def test_an_empty_prompt_is_refused(row):
 )
 def test_rows_of_another_kind_are_an_error_that_names_the_columns_found_and_needed(function, row, expected):
     with pytest.raises(UserError) as caught:
-        convert([Row("rows.jsonl:1", row)], function, "rows")
+        convert([Row(row, "rows.jsonl:1")], function, "rows")
     assert line(caught).startswith("rows.jsonl:1: ") and expected in line(caught)
 
 

@@ -1,14 +1,14 @@
-"""The order of the samples: computed from (seed, position) alone, with exact shares, from easy to hard where asked."""
+"""The order of training: computed from (seed, position) alone, with exact shares, from easy to hard where asked."""
 
 import json
 from collections import Counter
 from fractions import Fraction
 from types import SimpleNamespace
 
-from common.collators import whole
-from common.data.load import Items, make_order
-from common.data.order import BANDS, Order, Shuffled, drop_turns, shares
+from common.data.load import Rows, make_order
+from common.data.order import BANDS, Order, Shuffled, drop_turns, shares, shorten
 from common.data.sources import Source
+from common.data.types import whole
 from common.errors import UserError
 
 import numpy as np
@@ -25,7 +25,7 @@ def source_of(index, counts):
 
 
 def by_source(order, counts, epochs):
-    """For each source, its units in the order in which they come."""
+    """For each source, its examples in the order in which they come."""
     drawn = [[] for _ in counts]
     for epoch in range(epochs):
         for index in order.epoch(epoch).tolist():
@@ -36,7 +36,8 @@ def by_source(order, counts, epochs):
 def weighted(counts, weights, seed=0):
     """An order, or None where a source would get nothing."""
     try:
-        return Order(counts, seed, weights=weights[: len(counts)])
+        order = Order(counts, seed, weights=weights[: len(counts)])
+        return order if order.quotas else None
     except UserError:
         return None
 
@@ -45,7 +46,7 @@ def weighted(counts, weights, seed=0):
 
 
 @given(COUNTS, st.integers(0, 99), st.integers(0, 3))
-def test_each_epoch_is_a_permutation_of_all_units(counts, seed, epoch):
+def test_each_epoch_is_a_permutation_of_all_examples(counts, seed, epoch):
     N = sum(counts)
     wanted = np.random.default_rng((seed, epoch)).permutation(N).tolist()
     assert [Order(counts, seed)[epoch * N + i] for i in range(N)] == wanted
@@ -80,7 +81,7 @@ def test_the_shares_of_an_epoch_are_exact_by_the_largest_remainder(counts, weigh
 
 @settings(max_examples=60, deadline=None)
 @given(COUNTS, WEIGHTS, st.integers(0, 9))
-def test_every_beginning_of_an_epoch_has_the_shares_to_about_one_unit(counts, weights, seed):
+def test_every_beginning_of_an_epoch_has_the_shares_to_about_one_example(counts, weights, seed):
     order, N, S = weighted(counts, weights, seed), sum(counts), len(counts)
     if order is None:
         return
@@ -93,7 +94,7 @@ def test_every_beginning_of_an_epoch_has_the_shares_to_about_one_unit(counts, we
 
 @settings(max_examples=60, deadline=None)
 @given(COUNTS, WEIGHTS, st.integers(1, 5))
-def test_a_source_is_used_up_before_a_unit_of_it_comes_again(counts, weights, epochs):
+def test_a_source_is_used_up_before_a_example_of_it_comes_again(counts, weights, epochs):
     """Small sources repeat evenly, large ones go on where the last epoch ended."""
     order = weighted(counts, weights)
     if order is None:
@@ -118,11 +119,12 @@ def test_every_pass_over_a_source_and_every_epoch_are_drawn_anew():
 
 @settings(max_examples=40, deadline=None)
 @given(COUNTS, WEIGHTS, st.booleans(), st.lists(st.integers(0, 500), min_size=1, max_size=30))
-def test_a_position_gives_the_same_unit_whatever_was_asked_for_before(counts, weights, use_weights, positions):
+def test_a_position_gives_the_same_example_whatever_was_asked_for_before(counts, weights, use_weights, positions):
     options = {"weights": weights[: len(counts)]} if use_weights else {}
     options |= {"difficulty": np.arange(sum(counts)) % 7, "curriculum": 0.5}
     try:
         order = Order(counts, 5, **options)
+        order[0]
     except UserError:
         return
     in_any_order = [order[p] for p in positions]
@@ -138,12 +140,12 @@ def test_shares_by_hand():
 
 
 def test_a_source_that_would_give_nothing_is_an_error():
-    with pytest.raises(UserError, match="--dataset_weights: of 10 units, source 2 would give none"):
-        Order([5, 5], 0, weights=[100, 1])
+    with pytest.raises(UserError, match="--dataset_weights: of 10 examples, source 2 would give none"):
+        Order([5, 5], 0, weights=[100, 1])[0]
 
 
 @pytest.mark.parametrize("counts, weights", [([], None), ([0, 0], None), ([0, 5], [1, 1])])
-def test_no_units_is_an_error(counts, weights):
+def test_no_examples_is_an_error(counts, weights):
     with pytest.raises(UserError, match="nothing to train on"):
         Order(counts, 0, weights=weights)
     assert sorted(Order([0, 5], 0).epoch(0)) == [0, 1, 2, 3, 4]
@@ -154,7 +156,7 @@ def test_no_units_is_an_error(counts, weights):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 300), st.floats(0.05, 1), st.integers(0, 9), st.integers(1, 50))
-def test_a_curriculum_rises_band_by_band_and_leaves_out_no_unit(N, fraction, seed, kinds):
+def test_a_curriculum_rises_band_by_band_and_leaves_out_no_example(N, fraction, seed, kinds):
     difficulty = np.random.default_rng(seed).integers(0, kinds, N).astype(float)
     order = Order([N], seed, difficulty=difficulty, curriculum=fraction)
     assert sorted(order.epoch(0)) == list(range(N))
@@ -166,7 +168,7 @@ def test_a_curriculum_rises_band_by_band_and_leaves_out_no_unit(N, fraction, see
             assert difficulty[band].min() >= highest
             highest = difficulty[band].max()
     plain = Order([N], seed)
-    assert set(order.epoch(0)[:n]) == set(plain.epoch(0)[:n])  # a random part of the units, not the easy ones
+    assert set(order.epoch(0)[:n]) == set(plain.epoch(0)[:n])  # a random part of the examples, not the easy ones
     assert (order.epoch(0)[n:] == plain.epoch(0)[n:]).all() and (order.epoch(1) == plain.epoch(1)).all()
 
 
@@ -181,7 +183,7 @@ def test_a_curriculum_keeps_the_weights():
     assert Counter(source_of(i, [90, 10]) for i in order.epoch(0)) == {0: 50, 1: 50}
 
 
-# --- samples --------------------------------------------------------------------------------------------------------
+# --- training data --------------------------------------------------------------------------------------------------------
 
 
 def chat(*trained):
@@ -191,21 +193,25 @@ def chat(*trained):
 
 
 class Chats:
-    def __init__(self, units):
-        self.units, self.lengths, self.longest = units, np.array([sum(len(s["input_ids"]) for s in u) for u in units]), 18
+    def __init__(self, examples):
+        self.examples, self.lengths, self.longest = (
+            examples,
+            np.array([sum(len(s["input_ids"]) for s in u) for u in examples]),
+            18,
+        )
 
     def __getitem__(self, i):
-        return self.units[i]
+        return self.examples[i]
 
 
 def lengths(shuffled, positions):
     return [len(sequence["input_ids"]) for p in positions for sequence in shuffled[p]]
 
 
-def test_samples_are_the_units_in_their_order():
-    units = [[whole(np.arange(i + 2))] for i in range(7)]
-    shuffled = Shuffled(Chats(units), Order([7], 3))
-    assert [shuffled[p] for p in range(20)] == [units[shuffled.order[p]] for p in range(20)]
+def test_training_data_are_the_examples_in_their_order():
+    examples = [[whole(np.arange(i + 2))] for i in range(7)]
+    shuffled = Shuffled(Chats(examples), Order([7], 3))
+    assert [shuffled[p] for p in range(20)] == [examples[shuffled.order[p]] for p in range(20)]
     assert [shuffled.size(p) for p in range(20)] == lengths(shuffled, range(20)) and len(shuffled) == 7
 
 
@@ -213,7 +219,7 @@ def test_a_chat_ends_after_one_of_its_earlier_answers_with_the_probability_that_
     sequence = chat(0, 1, 0, 1, 1, 0, 1, 0)  # answers end at 6, 15, 21; something untrained follows
     ends = Counter()
     for i in range(4000):
-        found = drop_turns(sequence, 0.3, np.random.default_rng(i))
+        found = shorten(sequence, 0.3, np.random.default_rng(i))
         n = len(found["input_ids"])
         ends[n] += 1
         assert found["weight"] == 2.0 and (found["input_ids"] == np.arange(n)).all() and len(found["loss_mask"]) == n
@@ -226,40 +232,40 @@ def test_a_chat_ends_after_one_of_its_earlier_answers_with_the_probability_that_
 @pytest.mark.parametrize("trained", [(1,), (0, 1), (0, 1, 0), (1, 0), (0, 0), (0, 1, 1)])
 def test_a_chat_with_one_answer_is_not_shortened(trained):
     sequence = chat(*trained)
-    assert all(drop_turns(sequence, 1.0, np.random.default_rng(i)) is sequence for i in range(20))
+    assert all(shorten(sequence, 1.0, np.random.default_rng(i)) is sequence for i in range(20))
 
 
 def test_two_answers_end_after_the_first_and_always_with_probability_one():
     for trained in ((1, 0, 1), (0, 1, 0, 1), (0, 1, 0, 0, 1, 0)):
         first = 3 * trained.index(1) + 3
-        assert {len(drop_turns(chat(*trained), 1.0, np.random.default_rng(i))["loss_mask"]) for i in range(20)} == {first}
+        assert {len(shorten(chat(*trained), 1.0, np.random.default_rng(i))["loss_mask"]) for i in range(20)} == {first}
 
 
-def test_which_turns_are_dropped_depends_on_seed_epoch_and_unit_alone():
+def test_which_turns_are_dropped_depends_on_seed_epoch_and_example_alone():
     def shuffled(seed=0):
-        return Shuffled(Chats([[chat(0, 1, 0, 1, 0, 1)] for _ in range(60)]), Order([60], seed), turn_dropping=0.5)
+        return drop_turns(Shuffled(Chats([[chat(0, 1, 0, 1, 0, 1)] for _ in range(60)]), Order([60], seed)), 0.5)
 
-    def by_unit(samples, epoch):
+    def by_example(train, epoch):
         positions = range(60 * epoch, 60 * epoch + 60)
-        return {samples.order[p]: n for p, n in zip(positions, lengths(samples, positions), strict=True)}
+        return {train.order[p]: n for p, n in zip(positions, lengths(train, positions), strict=True)}
 
     once = shuffled()
-    assert [by_unit(once, epoch) for epoch in (2, 0, 1)] == [by_unit(shuffled(), epoch) for epoch in (2, 0, 1)]
-    assert by_unit(once, 0) != by_unit(once, 1) and by_unit(once, 0) != by_unit(shuffled(1), 0)
+    assert [by_example(once, epoch) for epoch in (2, 0, 1)] == [by_example(shuffled(), epoch) for epoch in (2, 0, 1)]
+    assert by_example(once, 0) != by_example(once, 1) and by_example(once, 0) != by_example(shuffled(1), 0)
     assert {shuffled().size(p) for p in range(60)} == {18}  # before turns are dropped: what micro-batches are planned with
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
-def items(tmp_path, rows, **args):
+def prompts(tmp_path, rows, **args):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = {"curriculum_column": None, "curriculum_fraction": 0.5, "strict_data": False, "seed": 0} | args
     args, source = SimpleNamespace(**args), Source(str(path), label="a", format="prompt")
-    made = Items(
+    made = Rows(
         [source],
-        lambda columns, format: columns | {"prompt_ids": [0] * len(columns["prompt"])},
+        lambda row: row | {"prompt_ids": [0] * len(row["prompt"])},
         "prompts",
         args.strict_data,
         args.curriculum_column,
@@ -269,18 +275,18 @@ def items(tmp_path, rows, **args):
 
 def test_prompts_follow_a_curriculum(tmp_path, capsys):
     rows = [{"prompt": "x" * (i % 17 + 1), "n": f"{100 - i}"} for i in range(100)]
-    made, order = items(tmp_path, rows, curriculum_column="n", curriculum_fraction=1.0)
+    made, order = prompts(tmp_path, rows, curriculum_column="n", curriculum_fraction=1.0)
     ranks = [int(made[i]["n"]) for i in order.epoch(0)]
     assert all(set(ranks[10 * b : 10 * b + 10]) == set(range(10 * b + 1, 10 * b + 11)) for b in range(10))
-    made, order = items(tmp_path, rows, curriculum_column="length", curriculum_fraction=1.0)
+    made, order = prompts(tmp_path, rows, curriculum_column="length", curriculum_fraction=1.0)
     sizes = [len(made[i]["prompt_ids"]) for i in order.epoch(0)]
     assert max(sizes[:10]) <= min(sizes[50:]) and made.facts()[0]["tokens"] == sum(sizes)
 
 
 def test_a_prompt_without_a_number_is_left_out_and_a_missing_column_is_an_error(tmp_path, capsys):
     rows = [{"prompt": "x", "n": i} for i in range(3)] + [{"prompt": "y", "n": "hard"}]
-    made, order = items(tmp_path, rows, curriculum_column="n")
+    made, order = prompts(tmp_path, rows, curriculum_column="n")
     assert len(made) == len(order) == 3 and made.difficulty.tolist() == [0, 1, 2]
     assert "1 of 4 prompts left out: n is not a number (first: " in capsys.readouterr().out
     with pytest.raises(UserError, match="a.jsonl:1: --curriculum_column m: no such column; found prompt, n"):
-        items(tmp_path, rows, curriculum_column="m")
+        prompts(tmp_path, rows, curriculum_column="m")

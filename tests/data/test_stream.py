@@ -1,16 +1,20 @@
-"""Streaming: the same units in the same order for a seed, from any place on, in bounded memory."""
+"""Streaming: the same examples in the same order for a seed, from any place on, in bounded memory."""
 
 import gzip
 import json
 from types import SimpleNamespace
 
-from common.collators import Windows, pack
+from common.args import CommonArgs
+from common.collators import Windows
 from common.data import stream as streams
-from common.data.load import load_samples
-from common.data.order import shares
-from common.data.sources import BadRow, Source, read_rows
+from common.data.encoding import Job
+from common.data.load import load_data
+from common.data.order import drop_turns, shares
+from common.data.packing import chunk, pack
+from common.data.sources import Source, read_rows
 from common.data.stream import Stream
 from common.data.tokens import tokenize_documents
+from common.data.types import BadRow
 from common.errors import UserError
 
 import numpy as np
@@ -35,38 +39,38 @@ def numbered(path, count, **settings):
     return source(path, rows, **settings)
 
 
-def document(columns, tokenizer, *, dataset_format):
-    if columns.get("bad"):
+def document(row, tokenizer, args):
+    if row.get("bad"):
         raise BadRow("a bad row")
-    return columns["text"]
+    return row["text"]
 
 
-def as_they_are(units):
-    return units
+def as_they_are(data):
+    return data
 
 
-def packed(units):
-    return pack(units, 64)
+def packed(data):
+    return pack(data, 64)
 
 
-def wrapped(units):
-    return units.cut(16, across=True)
+def wrapped(data):
+    return chunk(data, 16)
 
 
 def stream(tokenizer, *sources, arrange=as_they_are, seed=5, block_rows=20, **options):
-    return Stream(list(sources), (document, tokenizer, {}, None), arrange, seed, block_rows=block_rows, **options)
+    return arrange(Stream(list(sources), Job(document, tokenizer, None), seed, block_rows=block_rows, **options))
 
 
-def ids(unit):
-    return [sequence["input_ids"].tolist() for sequence in unit]
+def ids(example):
+    return [sequence["input_ids"].tolist() for sequence in example]
 
 
-def naive(tokenizer, sources, units, block_rows=20, seed=5):
-    """The documents of a stream whose units are documents, worked out row by row."""
+def naive(tokenizer, sources, examples, block_rows=20, seed=5):
+    """The documents of a stream whose examples are documents, worked out row by row."""
     quotas = shares([s.weight or 1.0 for s in sources], block_rows)
-    rows = [[row.columns for row, _ in read_rows(s)] for s in sources]
+    rows = [[row for row, _ in read_rows(s)] for s in sources]
     found, block, given = [], 0, [0] * len(sources)
-    while len(found) < units:
+    while len(found) < examples:
         texts = []
         for s, quota in enumerate(quotas):
             for _ in range(quota):
@@ -77,7 +81,7 @@ def naive(tokenizer, sources, units, block_rows=20, seed=5):
         order = np.random.default_rng((seed, block)).permutation(len(texts))
         found += [[tokenize_documents([texts[i]], tokenizer)[0].tolist()] for i in order]
         block += 1
-    return found[:units]
+    return found[:examples]
 
 
 def process(rank=0, world=1, accumulation=2):
@@ -95,7 +99,7 @@ def test_a_stream_is_blocks_of_rows_each_shuffled_and_goes_round_and_round(tmp_p
     found = stream(tokenizer, a, block_rows=block_rows)
     wanted = naive(tokenizer, [a], 170, block_rows)
     assert [ids(found[p]) for p in range(170)] == wanted
-    assert [found.size(p) for p in range(160, 170)] == [len(unit[0]) for unit in wanted[160:]]
+    assert [found.size(p) for p in range(160, 170)] == [len(example[0]) for example in wanted[160:]]
 
 
 @pytest.mark.parametrize("weights", [(None, None), (1.0, 3.0), (7.0, 1.0)])
@@ -126,8 +130,9 @@ def test_several_processes_read_the_same_as_one(tmp_path, tokenizer, num_proc):
 
 
 def test_the_sequences_are_as_long_as_max_length_says(tmp_path, tokenizer):
-    job = (document, tokenizer, {"max_length": 77}, None)
-    assert Stream([numbered(tmp_path / "a.jsonl", 3)], job, as_they_are, 0, block_rows=3).longest == 77
+    args = run_arguments(numbered(tmp_path / "a.jsonl", 3))
+    args.max_length = 77
+    assert load_data(args, None, document, tokenizer)[0].longest == 77
 
 
 # --- to go on -------------------------------------------------------------------------------------------------------
@@ -148,10 +153,10 @@ def some(tmp_path, kind):
 def test_a_stream_goes_on_from_any_position(tmp_path, tokenizer, kind, arrange):
     sources = some(tmp_path, kind)
     whole = stream(tokenizer, *sources, arrange=arrange)
-    units, states, borders = [], [], set()
+    examples, states, borders = [], [], set()
     for p in range(110):
         states.append(json.dumps(whole.state(p)))  # before it is read: what a checkpoint keeps
-        units.append(ids(whole[p]))
+        examples.append(ids(whole[p]))
         borders |= {block.first for block in whole.blocks}
     states_later = [json.dumps(whole.state(p)) for p in range(whole.blocks[0].first, 110)]
     assert len(borders) > 4 and states_later == states[-len(states_later) :]
@@ -159,7 +164,7 @@ def test_a_stream_goes_on_from_any_position(tmp_path, tokenizer, kind, arrange):
         resumed = stream(tokenizer, *sources, arrange=arrange)
         resumed.restore(json.loads(states[p]))
         end = min(p + 40, 110)
-        assert [ids(resumed[q]) for q in range(p, end)] == units[p:end]
+        assert [ids(resumed[q]) for q in range(p, end)] == examples[p:end]
         assert json.dumps(resumed.state(end - 1)) == states[end - 1]
 
 
@@ -238,8 +243,9 @@ def test_a_stream_without_a_usable_row_is_an_error_and_one_source_without_is_not
 # --- windows over a stream ------------------------------------------------------------------------------------------
 
 
-def in_windows(samples, rank=0, world=1, accumulation=2, **options):
-    return Windows(samples, process(rank, world, accumulation), **{"batch_size": 3, "max_steps": 40} | options)
+def in_windows(train, rank=0, world=1, accumulation=2, batch_size=3, **options):
+    args = CommonArgs(per_device_train_batch_size=batch_size, max_steps=40)
+    return Windows(args, process(rank, world, accumulation), train, **options)
 
 
 def tokens(window):
@@ -269,12 +275,12 @@ def test_a_run_over_a_stream_goes_on_at_any_step(tmp_path, tokenizer, options, a
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
-def test_windows_over_a_stream_are_the_units_one_after_the_other(tmp_path, tokenizer, options):
+def test_windows_over_a_stream_are_the_examples_one_after_the_other(tmp_path, tokenizer, options):
     sources = some(tmp_path, "several")
     found, wanted = in_windows(stream(tokenizer, *sources), **options), naive(tokenizer, sources, 600)
-    units = [ids(unit) for step in range(25) for unit in found[step].units]
-    assert units == wanted[: len(units)] and len(units) > 100
-    assert found.start(25) == len(units)
+    examples = [ids(example) for step in range(25) for example in found[step].examples]
+    assert examples == wanted[: len(examples)] and len(examples) > 100
+    assert found.start(25) == len(examples)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
@@ -282,12 +288,12 @@ def test_windows_over_a_stream_are_the_units_one_after_the_other(tmp_path, token
 def test_a_run_that_goes_on_with_other_processes_goes_on_where_the_stream_was(tmp_path, tokenizer, options, before, after):
     sources = some(tmp_path, "several")
     old = in_windows(stream(tokenizer, *sources), 0, before, **options)
-    units = [len(old[step].units) for step in range(10)]
+    examples = [len(old[step].examples) for step in range(10)]
     new = in_windows(stream(tokenizer, *sources), 0, after, **options)
     new.restore(10, json.loads(json.dumps(old.state(10))))
-    at = sum(units)
+    at = sum(examples)
     assert new.start(10) == at
-    found = [ids(unit) for step in range(10, 15) for unit in new[step].units]
+    found = [ids(example) for step in range(10, 15) for example in new[step].examples]
     assert found == naive(tokenizer, sources, at + len(found))[at:] and len(found) == new.start(15) - at
 
 
@@ -295,18 +301,23 @@ def test_windows_may_be_larger_than_blocks(tmp_path, tokenizer):
     a = numbered(tmp_path / "a.jsonl", 50)
     for options in ({"batch_size": 20}, {"max_tokens": 500}):
         found = in_windows(stream(tokenizer, a, block_rows=4), **options)
-        units = [ids(unit) for step in range(3) for unit in found[step].units]
-        assert units == naive(tokenizer, [a], len(units), 4) and len(units) > 60
+        examples = [ids(example) for step in range(3) for example in found[step].examples]
+        assert examples == naive(tokenizer, [a], len(examples), 4) and len(examples) > 60
 
 
 # --- the settings of a run ------------------------------------------------------------------------------------------
 
 
+def run_arguments(*sources, **settings):
+    names = [json.dumps({"path": source.path, "weight": source.weight}) for source in sources]
+    given = {"dataset_name": names, "dataset_streaming": True, "max_steps": 5, "seed": 5, "streaming_buffer_size": 20}
+    return CommonArgs(**given | settings)
+
+
 def load(sources, tokenizer, turn_dropping=0.0, **settings):
-    args = {"dataset_streaming": True, "max_steps": 5, "curriculum_column": None, "curriculum_fraction": 0.5}
-    args |= {"seed": 5, "streaming_buffer_size": 20, "dataset_num_proc": None, "strict_data": False}
-    args = SimpleNamespace(**args | settings)
-    return load_samples(None, args, sources, document, lambda units, args: units, tokenizer, {}, turn_dropping)
+    train, held_out = load_data(run_arguments(*sources, **settings), None, document, tokenizer)
+    assert len(held_out) == 0
+    return drop_turns(train, turn_dropping)
 
 
 def test_a_run_streams_in_blocks_of_its_buffer(tmp_path, tokenizer):

@@ -6,16 +6,15 @@ import math
 from types import SimpleNamespace
 
 from common import collators
-from common.collators import flat_batch, split_row
-from common.losses import grpo_loss, segment_ids, segment_sum
+from common.collators import Window, flat_batch, split_row
+from common.losses import dpo_loss, grpo_loss, segment_sum
 from common.model import attention
 from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import base_lm, body
 from common.model.lm_head import logits_of
-from common.model.load import wrap
+from common.model.reference import Reference
+from common.model.wrap import wrap
 from tests.tiny import TINY, V, tiny_lm, tiny_pair
-from train_dpo import Args, pair_losses
-from train_grpo import add_logps
 
 import numpy as np
 import pytest
@@ -42,12 +41,12 @@ def tokens(n, seed):
 
 
 def group(prompt_length, answer_lengths, seed=0):
-    """Units of one completion each, of one prompt; their first tokens differ."""
+    """Examples of one completion each, of one prompt; their first tokens differ."""
     answers = [[2 + i, *tokens(n - 1, 100 * seed + i)] if n else [] for i, n in enumerate(answer_lengths)]
     return [[sequence(tokens(prompt_length, seed), answer)] for answer in answers]
 
 
-# Units, and how many tokens the row of them has.
+# Examples, and how many tokens the row of them has.
 ROWS = {
     "a group": (group(12, [5, 1, 9, 3]), 12 + 18),
     "two groups and what stands between them": (
@@ -77,9 +76,9 @@ def in_float64(lm):
     return lm.double()
 
 
-def alone(lm, units, weights):
+def alone(lm, examples, weights):
     """Logits of every sequence by itself, and the gradients of their sum with these weights."""
-    sequences = [torch.as_tensor(s["input_ids"])[None] for unit in units for s in unit]
+    sequences = [torch.as_tensor(s["input_ids"])[None] for example in examples for s in example]
     logits = torch.cat([lm(input_ids=ids, use_cache=False).logits[0].double() for ids in sequences])
     return logits, torch.autograd.grad((logits * weights).sum(), list(lm.parameters()), allow_unused=True)
 
@@ -87,7 +86,7 @@ def alone(lm, units, weights):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("kind", [*TINY, *PADDED])
 def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
-    units, T = ROWS[row]
+    examples, T = ROWS[row]
     if kind in PADDED:
         torch.manual_seed(0)
         lm = transformers.AutoModelForCausalLM.from_config(PADDED[kind]()).eval()
@@ -96,10 +95,10 @@ def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
     model = wrap(copy.deepcopy(lm))
     assert model.padded == (kind in PADDED)
     in_float64(model.lm), in_float64(lm)
-    batch = flat_batch(units, CPU)
+    batch = flat_batch(examples, CPU)
     assert batch["input_ids"].shape == (1, T) and T < sum(batch["lengths"])
     weights = torch.randn(sum(batch["lengths"]), V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    wanted, wanted_gradients = alone(lm, units, weights)
+    wanted, wanted_gradients = alone(lm, examples, weights)
 
     hidden = model.hidden(batch)
     logits = torch.cat(split_row(logits_of(base_lm(model.lm), hidden), batch))
@@ -113,11 +112,11 @@ def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_log_probabilities_of_a_shared_row_are_those_of_the_full_logits(row):
-    units, _ = ROWS[row]
+    examples, _ = ROWS[row]
     model, lm = tiny_pair("llama")
-    batch = flat_batch(units, CPU)
-    found = split_row(model(batch), batch)
-    for s, values in zip([s for unit in units for s in unit], found, strict=True):
+    batch = flat_batch(examples, CPU)
+    found = split_row(model(batch).logps, batch)
+    for s, values in zip([s for example in examples for s in example], found, strict=True):
         ids, trained = torch.as_tensor(s["input_ids"]), torch.as_tensor(s["loss_mask"]).bool()
         wanted = lm.double()(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
         torch.testing.assert_close(values[trained].double(), wanted[trained[1:]], atol=1e-4, rtol=1e-5)
@@ -133,24 +132,23 @@ def test_a_row_holds_each_start_once(random):
         n = random.randrange(1, 12)
         ids = [random.randrange(2) for _ in range(n)] if random.random() < 0.3 else [7] * n
         mask = [int(t >= n * random.random() * 1.5) for t in range(n)]
-        field = [random.random() for _ in range(n)]
+        field = [random.choice([0.0, 0.0, 0.0, random.random()]) for _ in range(n)]
         sequences.append(
             {"input_ids": np.array(ids), "loss_mask": np.array(mask), "field": np.array(field), "number": n / 7}
         )
-    row, places, borders = [], [], [0]  # a token of the row: sequence, place in it
+    row, maps, borders = [], [], [0]  # a token of the row: sequence, position in it
     for s, one in enumerate(sequences):
         before, shared = sequences[s - 1], 0
         while (
             s > 0
             and shared < min(len(before["input_ids"]), len(one["input_ids"]))
             and before["input_ids"][shared] == one["input_ids"][shared]
+            and before["field"][shared] == one["field"][shared]
             and not one["loss_mask"][shared]
         ):
             shared += 1
         shared = shared if shared >= least else 0
-        places.append(
-            [*(places[-1][:shared] if shared else []), *range(len(row), len(row) + len(one["input_ids"]) - shared)]
-        )
+        maps.append([*(maps[-1][:shared] if shared else []), *range(len(row), len(row) + len(one["input_ids"]) - shared)])
         row += [(s, t) for t in range(shared, len(one["input_ids"]))]
         borders.append(len(row))
 
@@ -162,15 +160,15 @@ def test_a_row_holds_each_start_once(random):
     assert batch["loss_mask"].tolist() == [float(t > 0 and sequences[s]["loss_mask"][t]) for s, t in row]
     assert batch["field"].tolist() == [np.float32(sequences[s]["field"][t]) for s, t in row]
     assert batch["cu_seqlens"].tolist() == borders and batch["lengths"] == [len(one["input_ids"]) for one in sequences]
-    flat_places = [place for of_sequence in places for place in of_sequence]
-    assert (batch["places"] is None) == (len(row) == len(flat_places))
-    assert batch["places"] is None or batch["places"].tolist() == flat_places
-    for values, of_sequence in zip(split_row(torch.arange(len(row)), batch), places, strict=True):
+    token_map = [token for of_sequence in maps for token in of_sequence]
+    assert (batch["token_map"] is None) == (len(row) == len(token_map))
+    assert batch["token_map"] is None or batch["token_map"].tolist() == token_map
+    for values, of_sequence in zip(split_row(torch.arange(len(row)), batch), maps, strict=True):
         assert values.tolist() == of_sequence
     trained = [at for at, (s, t) in enumerate(row) if t > 0 and sequences[s]["loss_mask"][t]]
     assert batch["targets"].tolist() == (trained or [min(1, len(row) - 1)])
     if trained:
-        assert batch["previous"].tolist() == [places[row[at][0]][row[at][1] - 1] for at in trained]
+        assert batch["previous"].tolist() == [maps[row[at][0]][row[at][1] - 1] for at in trained]
     # Nothing that is trained is lost, and each sequence counts its own.
     counts = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).tolist()
     assert counts == [one["loss_mask"][1:].sum() for one in sequences]
@@ -179,27 +177,27 @@ def test_a_row_holds_each_start_once(random):
 def test_short_starts_are_not_shared_and_no_sequence_shares_what_it_trains():
     least = collators.LEAST_SHARED
     for n, trained_from, shared in ((least, least, least), (least - 1, least, 0), (30, 12, 12), (30, 3, 0)):
-        units = [[sequence(tokens(n, 1), [2 + i, 5])] for i in range(2)]
-        units[1][0]["loss_mask"][trained_from:] = 1
-        batch = flat_batch(units, CPU)
+        examples = [[sequence(tokens(n, 1), [2 + i, 5])] for i in range(2)]
+        examples[1][0]["loss_mask"][trained_from:] = 1
+        batch = flat_batch(examples, CPU)
         assert batch["input_ids"].shape[1] == 2 * (n + 2) - shared
 
 
 def test_the_plan_of_a_shared_row_is_that_of_the_sequences_written_out():
     batch = flat_batch(ROWS["two groups and what stands between them"][0], CPU)
-    plan = plan_flat_row(batch["lengths"], CPU, batch["places"])
+    plan = plan_flat_row(batch["lengths"], CPU, batch["token_map"])
     starts = np.cumsum([0, *batch["lengths"]])
-    whole = {tuple(batch["places"][a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)}
-    found = {tuple(dict.fromkeys(places.tolist())) for bucket in plan.buckets for places in bucket.keys}
+    whole = {tuple(batch["token_map"][a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)}
+    found = {tuple(dict.fromkeys(tokens.tolist())) for bucket in plan.buckets for tokens in bucket.keys}
     assert found == whole  # dict.fromkeys: without the padding
     outputs = torch.cat([bucket.queries.flatten() for bucket in plan.buckets])
     assert outputs[plan.inverse].tolist() == list(range(batch["input_ids"].shape[1]))
 
 
-def test_the_tokens_of_a_shared_start_ask_once():
+def test_the_tokens_of_a_shared_start_are_queries_once():
     """A prompt of 20 with four completions of 6: 26 queries of the first one, 6 of each of the others; 26 keys of each."""
     batch = flat_batch(group(20, [6, 6, 6, 6]), CPU)
-    whole, others = plan_flat_row(batch["lengths"], CPU, batch["places"]).buckets
+    whole, others = plan_flat_row(batch["lengths"], CPU, batch["token_map"]).buckets
     assert whole.queries.shape == whole.keys.shape == (1, 26) and whole.mask(None, torch.float32) is None
     assert others.queries.shape == (3, 6) and others.keys.shape == (3, 26)
     mask = others.mask(None, torch.float32)
@@ -211,7 +209,13 @@ def test_the_tokens_of_a_shared_start_ask_once():
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize(
-    "setting", [{"MOST_ASKING": 0}, {"MOST_ASKING": 3}, {"LEAST_ASKED": 0.0, "SLACK": 0.0}, {"SLACK": 1.0}]
+    "setting",
+    [
+        {"MAX_OWN_TOKENS": 0},
+        {"MAX_OWN_TOKENS": 3},
+        {"MIN_REAL_QUERIES": 0.0, "MIN_RELATIVE_LENGTH": 0.0},
+        {"MIN_RELATIVE_LENGTH": 1.0},
+    ],
 )
 def test_however_sequences_are_put_into_buckets_the_result_is_the_same(row, setting, monkeypatch):
     batch = flat_batch(ROWS[row][0], CPU)
@@ -254,24 +258,26 @@ def unshared(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_loss_of_pairs_is_the_same_with_and_without_sharing(packed, monkeypatch):
     pairs = [[a[0], b[0]] for seed, n in enumerate((20, 8, 3, 40)) for a, b in [group(n, [6 + seed, 9], seed)]]
-    units = [[s for pair in pairs for s in pair]] if packed else pairs
+    examples = [[s for pair in pairs for s in pair]] if packed else pairs
     model, _ = tiny_pair("qwen3")
     other, _ = tiny_pair("qwen3", seed=1)
-    accelerator, args = SimpleNamespace(autocast=contextlib.nullcontext), Args()
-    args.beta = 0.5
+    reference = Reference(SimpleNamespace(autocast=contextlib.nullcontext), other)
 
     def result():
-        batch = flat_batch(units, CPU)
-        losses, chosen, logged = pair_losses(accelerator, model, torch.no_grad()(other), batch, args)
-        return batch, losses, logged, gradients(model, losses.sum())
+        batch = flat_batch(examples, CPU)
+        logps, ref_logps = (segment_sum(m(batch).logps, batch["cu_seqlens"]) for m in (model, reference))
+        lengths = segment_sum(batch["loss_mask"], batch["cu_seqlens"])
+        parts = [x[k::2] for x in (logps, ref_logps, lengths) for k in (0, 1)]
+        losses, *rewards = dpo_loss(*parts, beta=0.5)
+        return batch, losses, [*rewards, logps, ref_logps], gradients(model, losses.sum())
 
     batch, losses, logged, found = result()
     unshared(monkeypatch)
     batch2, losses2, logged2, wanted = result()
     assert batch["input_ids"].shape[1] == batch2["input_ids"].shape[1] - (20 + 8 + 40)
     torch.testing.assert_close(losses, losses2, atol=1e-5, rtol=1e-5)
-    for name in logged:
-        torch.testing.assert_close(logged[name], logged2[name], atol=1e-3, rtol=1e-5)
+    for one, other in zip(logged, logged2, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-5)
     assert_same_gradients(found, wanted)
 
 
@@ -282,36 +288,34 @@ def test_the_loss_of_groups_is_the_same_with_and_without_sharing(level, monkeypa
     with torch.no_grad():
         for p in older.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(5)) * 0.01)
-    accelerator = SimpleNamespace(autocast=contextlib.nullcontext, device=CPU)
+    accelerator = SimpleNamespace(autocast=contextlib.nullcontext, device=CPU, num_processes=1)
     rollout = [*group(16, [4, 7, 1, 7], 1), *group(5, [3, 2], 2), *group(11, [8, 2, 0], 3)]
     for i, (s,) in enumerate(rollout):
-        s["advantage"], s["token_weight"] = math.sin(i + 1), 0.1 + 0.01 * i
+        for name, value in {"advantage": math.sin(i + 1), "token_weight": 0.1 + 0.01 * i}.items():
+            s[name] = s["loss_mask"] * np.float32(value)
 
     def run(batches):
         """Loss, gradients, and the fields of each completion."""
-        units = copy.deepcopy(rollout)
-        parts = [[units[i] for i in batch] for batch in batches]
-        window = SimpleNamespace(micro_batches=lambda: parts)
-        add_logps(accelerator, older, [window], "old_logps", 0.9)
-        add_logps(accelerator, reference, [window], "ref_logps", 0.9)
+        examples = copy.deepcopy(rollout)
+        window = Window(accelerator, examples, [list(batch) for batch in batches])
+        window.add_field("old_logps", lambda batch: older(batch, temperature=0.9).logps)
+        window.add_field("ref_logps", lambda batch: reference(batch, temperature=0.9).logps)
         total, tokens = torch.zeros(()), 0
-        for part in parts:
-            batch = flat_batch(part, CPU)
-            logps = model(batch, 0.9)
-            sequences = segment_ids(batch["cu_seqlens"], len(logps))
+        for batch in window:
+            logps = model(batch, temperature=0.9).logps
             losses, _ = grpo_loss(
                 logps,
                 batch["old_logps"],
                 batch["ref_logps"],
-                batch["advantage"][sequences],
+                batch["advantage"],
                 batch["loss_mask"],
                 batch["cu_seqlens"],
                 beta=0.3,
                 importance_sampling_level=level,
             )
-            total = total + (losses * batch["token_weight"][sequences]).sum()
+            total = total + (losses * batch["token_weight"]).sum()
             tokens += len(logps)
-        return total, gradients(model, total), [(s["old_logps"], s["ref_logps"]) for (s,) in units], tokens
+        return total, gradients(model, total), [(s["old_logps"], s["ref_logps"]) for (s,) in examples], tokens
 
     together = run([range(9)])
     apart = run([range(0, 3), range(3, 9)])  # a group over two micro-batches
@@ -357,12 +361,12 @@ def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
 def test_the_varlen_kernel_is_called_for_the_same_attention(kind, sharing, monkeypatch):
-    units = ROWS["two groups and what stands between them"][0]
+    examples = ROWS["two groups and what stands between them"][0]
     if not sharing:
         unshared(monkeypatch)
-    batch = flat_batch(units, CPU)
+    batch = flat_batch(examples, CPU)
     model = wrap(tiny_lm(kind)).double()
-    wanted = model._hidden_flat(batch)
+    wanted = model.hidden(batch)
     calls = []
 
     def kernel(*args, **kwargs):
@@ -371,9 +375,9 @@ def test_the_varlen_kernel_is_called_for_the_same_attention(kind, sharing, monke
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
-    assert not calls and torch.equal(model._hidden_flat(batch), wanted)  # float64: the kernel cannot, the buckets do it
+    assert not calls and torch.equal(model.hidden(batch), wanted)  # float64: the kernel cannot, the buckets do it
     monkeypatch.setattr(attention, "_varlen_dtype", lambda value: value.dtype)
-    found = model._hidden_flat(batch)
+    found = model.hidden(batch)
     assert calls == [batch["input_ids"].shape[1]] * 2  # layers; no query twice
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
     weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -385,16 +389,16 @@ def test_the_varlen_kernel_is_called_for_the_same_attention(kind, sharing, monke
 def test_a_varlen_kernel_that_finds_out_by_itself_about_fewer_key_heads_is_not_told(monkeypatch):
     batch = flat_batch(ROWS["two groups and what stands between them"][0], CPU)
     model = wrap(tiny_lm("llama")).double()
-    wanted = model._hidden_flat(batch)
+    wanted = model.hidden(batch)
 
     def kernel(query, key, *args, scale, window_size):  # the keywords of PyTorch 2.11
         return naive_varlen(query, key, *args, scale=scale, window_size=window_size, enable_gqa=len(query[0]) != len(key[0]))
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "VARLEN_IS_TOLD_GQA", False)
+    monkeypatch.setattr(attention, "varlen_takes_enable_gqa", False)
     monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
     monkeypatch.setattr(attention, "_varlen_dtype", lambda value: value.dtype)
-    torch.testing.assert_close(model._hidden_flat(batch), wanted, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(model.hidden(batch), wanted, atol=1e-10, rtol=1e-10)
 
 
 def test_the_varlen_kernel_is_for_half_precision_and_its_head_sizes():
@@ -415,7 +419,7 @@ def test_the_varlen_kernel_and_the_buckets_agree_on_a_gpu(sharing, window, monke
     if not sharing:
         unshared(monkeypatch)
     batch = flat_batch(ROWS["two groups and what stands between them"][0], cuda)
-    T, plan = batch["input_ids"].shape[1], plan_flat_row(batch["lengths"], cuda, batch["places"])
+    T, plan = batch["input_ids"].shape[1], plan_flat_row(batch["lengths"], cuda, batch["token_map"])
     assert plan.ragged is not None
     torch.manual_seed(0)
     inputs = [torch.randn(1, h, T, 64, device=cuda, requires_grad=True) for h in (4, 2, 2)]

@@ -1,12 +1,18 @@
-"""The one primitive: log-probabilities of a flat row, against transformers' own logits in float64, sequence by sequence."""
+"""What a FlatModel says of a flat row, against transformers' own logits in float64, sequence by sequence."""
 
+import contextlib
+from types import SimpleNamespace
+
+from common.args import CommonArgs
 from common.collators import flat_batch
 from common.errors import UserError
 from common.model.attention import flat_attention, plan_flat_row
-from common.model.flat_model import LogProbModel, disable_dropout
+from common.model.flat_model import FlatModel, disable_dropout
 from common.model.lm_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
-from common.model.load import add_lora, enable_gradient_checkpointing, load_model, wrap
-from common.model.reference import reference_of
+from common.model.load import enable_gradient_checkpointing, load_pretrained
+from common.model.lora import add_lora
+from common.model.reference import Reference
+from common.model.wrap import wrap
 
 import numpy as np
 import pytest
@@ -51,7 +57,7 @@ def make(config, std=0.2) -> torch.nn.Module:
     return lm
 
 
-def units(lengths=LENGTHS, seed=0):
+def examples(lengths=LENGTHS, seed=0):
     rng = np.random.default_rng(seed)
     rows = [{"input_ids": rng.integers(3, V, n), "loss_mask": (rng.random(n) < 0.7).astype(np.uint8)} for n in lengths]
     for row in rows:
@@ -59,19 +65,19 @@ def units(lengths=LENGTHS, seed=0):
     return [[row] for row in rows]
 
 
-def alone_in_float64(lm, unit, temperature=1.0):
+def alone_in_float64(lm, example, temperature=1.0):
     """log-softmax over the full logits of one sequence by itself: (n,), 0 where a token is not trained or is the first."""
     experts = getattr(lm.config, "num_local_experts", None)  # grouped matrix products know no float64
     lm = (lm if experts else lm.double()).eval()
-    ids = torch.as_tensor(unit[0]["input_ids"])[None]
+    ids = torch.as_tensor(example[0]["input_ids"])[None]
     logps = (lm(input_ids=ids, use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
     chosen = torch.cat([torch.zeros(1), logps.gather(-1, ids[0, 1:, None])[:, 0]])
-    return chosen * torch.as_tensor(unit[0]["loss_mask"])
+    return chosen * torch.as_tensor(example[0]["loss_mask"])
 
 
 def expected(config, temperature=1.0):
     lm = make(config)
-    out = torch.cat([alone_in_float64(lm, unit, temperature) for unit in units()])
+    out = torch.cat([alone_in_float64(lm, example, temperature) for example in examples()])
     for start in np.cumsum((0, *LENGTHS))[:-1]:
         out[start] = 0
     return out, lm
@@ -84,7 +90,7 @@ def test_log_probabilities_of_a_flat_row_are_those_of_each_sequence_alone(name):
     assert model.padded == (name in PADDED)
     wanted, _ = expected(config)
     with torch.no_grad():
-        logps = model(flat_batch(units(), torch.device("cpu")))
+        logps = model(flat_batch(examples(), torch.device("cpu"))).logps
     assert logps.shape == wanted.shape and logps.dtype == torch.float32
     torch.testing.assert_close(logps.double(), wanted.double(), atol=3e-4, rtol=1e-4)
 
@@ -97,7 +103,7 @@ def test_gradients_are_those_of_the_full_logits(name, chunk, monkeypatch):
     model = wrap(make(CONFIGS[name])).train()
     disable_dropout(model)
     weight = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
-    (model(flat_batch(units(), torch.device("cpu")), temperature=0.7) * weight).sum().backward()
+    (model(flat_batch(examples(), torch.device("cpu")), temperature=0.7).logps * weight).sum().backward()
     wanted, lm = expected(CONFIGS[name], temperature=0.7)
     (wanted * weight).sum().backward()
     for (key, p), q in zip(model.lm.named_parameters(), lm.parameters(), strict=True):
@@ -107,22 +113,22 @@ def test_gradients_are_those_of_the_full_logits(name, chunk, monkeypatch):
 
 def test_entropy_and_accuracy_are_those_of_the_full_distribution():
     model, lm = wrap(make(CONFIGS["llama"])).eval(), make(CONFIGS["llama"]).double().eval()
-    unit = units((20,))
+    example = examples((20,))
     with torch.no_grad():
-        stats = model(flat_batch(unit, torch.device("cpu")), temperature=0.5, stats=True)
-        ids = torch.as_tensor(unit[0][0]["input_ids"])
+        stats = model(flat_batch(example, torch.device("cpu")), temperature=0.5, entropy=True)
+        ids = torch.as_tensor(example[0][0]["input_ids"])
         logps = (lm(input_ids=ids[None]).logits[0, :-1] / 0.5).log_softmax(-1)
-    mask = torch.as_tensor(unit[0][0]["loss_mask"])[1:].bool()
+    mask = torch.as_tensor(example[0][0]["loss_mask"])[1:].bool()
     torch.testing.assert_close(stats.entropy[1:][mask].double(), -(logps.exp() * logps).sum(-1)[mask], atol=1e-3, rtol=1e-3)
     assert torch.equal(stats.correct[1:][mask].bool(), (logps.argmax(-1) == ids[1:])[mask])
 
 
 def test_the_gradient_of_the_entropy_is_that_of_the_full_distribution():
-    unit = units((20,))
+    example = examples((20,))
     model, lm = wrap(make(CONFIGS["llama"])).train(), make(CONFIGS["llama"]).double()
-    model(flat_batch(unit, torch.device("cpu")), stats=True, entropy_grad=True).entropy.sum().backward()
-    mask = torch.as_tensor(unit[0][0]["loss_mask"])[1:].bool()
-    logps = lm(input_ids=torch.as_tensor(unit[0][0]["input_ids"])[None]).logits[0, :-1][mask].log_softmax(-1)
+    model(flat_batch(example, torch.device("cpu")), entropy=True, entropy_grad=True).entropy.sum().backward()
+    mask = torch.as_tensor(example[0][0]["loss_mask"])[1:].bool()
+    logps = lm(input_ids=torch.as_tensor(example[0][0]["input_ids"])[None]).logits[0, :-1][mask].log_softmax(-1)
     (-(logps.exp() * logps).sum()).backward()
     for p, q in zip(model.lm.parameters(), lm.parameters(), strict=True):
         assert (p.grad - q.grad).abs().max() < 2e-4 * q.grad.abs().max().clamp(min=1e-6)
@@ -148,26 +154,26 @@ def test_no_tensor_of_the_size_of_the_full_logits_or_of_a_full_mask_is_ever_made
     model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
     rows = [[{"input_ids": np.arange(3, 3 + 128), "loss_mask": np.ones(128, np.uint8)}] for _ in range(T // 128)]
     with Largest() as largest:
-        model(flat_batch(rows, torch.device("cpu")), stats=True).logps.sum().backward()
+        model(flat_batch(rows, torch.device("cpu")), entropy=True).logps.sum().backward()
     assert largest.elements < T * big_v / 50 and largest.elements < T * T / 8
 
 
 def test_a_sequence_does_not_see_its_neighbours():
     model = wrap(make(CONFIGS["llama"])).eval()
-    one, other = units(), units(seed=5)
+    one, other = examples(), examples(seed=5)
     other[-1] = one[-1]
     with torch.no_grad():
-        a, b = (model(flat_batch(row, torch.device("cpu")))[-LENGTHS[-1] :] for row in (one, other))
+        a, b = (model(flat_batch(row, torch.device("cpu"))).logps[-LENGTHS[-1] :] for row in (one, other))
     assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("lengths", [(9, 9, 9), (64, 40, 7), (64, 64, 40), (7, 40, 64)])
 def test_sequences_of_any_order_of_lengths_are_those_of_each_alone(lengths):
     """From the longest to the shortest they lie in the row as in the buckets, of which there are several all the same."""
-    model, row = wrap(make(CONFIGS["llama"])).eval(), units(lengths)
+    model, row = wrap(make(CONFIGS["llama"])).eval(), examples(lengths)
     with torch.no_grad():
-        alone = torch.cat([model(flat_batch([unit], torch.device("cpu"))) for unit in row])
-        torch.testing.assert_close(model(flat_batch(row, torch.device("cpu"))), alone, atol=1e-5, rtol=1e-4)
+        alone = torch.cat([model(flat_batch([example], torch.device("cpu"))).logps for example in row])
+        torch.testing.assert_close(model(flat_batch(row, torch.device("cpu"))).logps, alone, atol=1e-5, rtol=1e-4)
 
 
 def test_gradient_checkpointing_and_offloading_change_no_gradient(monkeypatch):
@@ -180,13 +186,13 @@ def test_gradient_checkpointing_and_offloading_change_no_gradient(monkeypatch):
             self.pack_hook = lambda kept: moved.append(tuple(kept.shape)) or pack(kept)
 
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Seen)
-    gradients, batch = [], flat_batch(units(), torch.device("cpu"))
+    gradients, batch = [], flat_batch(examples(), torch.device("cpu"))
     for checkpointing, offload in ((False, False), (True, False), (True, True)):
         model = wrap(make(CONFIGS["llama"])).train()
         if checkpointing:
             enable_gradient_checkpointing(model, offload)
         assert not moved
-        model(batch).sum().backward()
+        model(batch).logps.sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     # The input of each block, and what stands before and after them: nothing of what happens within a block.
     hidden = (1, batch["input_ids"].numel(), model.config.hidden_size)
@@ -198,56 +204,60 @@ def test_gradient_checkpointing_and_offloading_change_no_gradient(monkeypatch):
 
 def test_lora_starts_at_the_base_trains_every_adapter_and_its_reference_stays_the_base():
     pytest.importorskip("peft")
-    batch = flat_batch(units(), torch.device("cpu"))
+    batch = flat_batch(examples(), torch.device("cpu"))
     base = wrap(make(CONFIGS["llama"])).eval()
     with torch.no_grad():
-        before = base(batch)
-    model = add_lora(base, 4, 8, 0.0, None)
+        before = base(batch).logps
+    model = add_lora(CommonArgs(lora_r=4, lora_alpha=8), base)
     enable_gradient_checkpointing(model)
     model.train()
-    assert torch.equal(model(batch).detach(), before)
+    assert torch.equal(model(batch).logps.detach(), before)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
-        model(batch).sum().backward()
+        model(batch).logps.sum().backward()
         optimizer.step()
     assert all(p.abs().max() > 0 for name, p in model.named_parameters() if "lora_B" in name)
-    assert not torch.allclose(model(batch).detach(), before, atol=1e-3)
-    assert torch.equal(reference_of(model, None)(batch), before)
+    assert not torch.allclose(model(batch).logps.detach(), before, atol=1e-3)
+    accelerator = SimpleNamespace(autocast=contextlib.nullcontext)
+    assert torch.equal(Reference(accelerator, model, without_adapter=True)(batch).logps, before)
 
 
 def test_an_adapter_folder_loads_as_the_model_it_stands_for(tmp_path):
     pytest.importorskip("peft")
     make(CONFIGS["llama"]).save_pretrained(tmp_path / "base")
-    model = add_lora(load_model(str(tmp_path / "base")), 4, 8, 0.0, None)
+    model = add_lora(CommonArgs(lora_r=4, lora_alpha=8), load_pretrained(CommonArgs(), tmp_path / "base"))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_(0, 0.1)
-    batch = flat_batch(units(), torch.device("cpu"))
+    batch = flat_batch(examples(), torch.device("cpu"))
     model.lm.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         torch.testing.assert_close(
-            load_model(str(tmp_path / "adapter")).eval()(batch), model.eval()(batch), atol=1e-4, rtol=1e-4
+            load_pretrained(CommonArgs(), tmp_path / "adapter").eval()(batch).logps,
+            model.eval()(batch).logps,
+            atol=1e-4,
+            rtol=1e-4,
         )
 
 
 def test_weights_are_float32_whatever_the_file_holds(tmp_path):
     make(CONFIGS["llama"]).to(torch.bfloat16).save_pretrained(tmp_path)
-    assert load_model(str(tmp_path)).lm.dtype == torch.float32
-    assert load_model(str(tmp_path), dtype="bfloat16").lm.dtype == torch.bfloat16
+    assert load_pretrained(CommonArgs(), tmp_path).lm.dtype == torch.float32
+    assert load_pretrained(CommonArgs(dtype="bfloat16"), tmp_path).lm.dtype == torch.bfloat16
 
 
 def test_a_broken_model_folder_is_one_line(tmp_path):
     with pytest.raises(UserError, match="cannot load the model"):
-        load_model(str(tmp_path))
+        load_pretrained(CommonArgs(), tmp_path)
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [3, 9, 1, 9, 8, 100, 2]])
-def test_the_plan_of_a_flat_row_deals_out_each_token_once(lengths):
+def test_the_plan_of_a_flat_row_has_each_token_once(lengths):
     plan = plan_flat_row(lengths, torch.device("cpu"))
-    places = torch.cat([bucket.keys.flatten() for bucket in plan.buckets])
-    assert sorted(set(places.tolist())) == list(range(sum(lengths)))
-    back = places if plan.inverse is None else places[plan.inverse]
+    tokens = torch.cat([bucket.keys.flatten() for bucket in plan.buckets])
+    assert sorted(set(tokens.tolist())) == list(range(sum(lengths)))
+    back = tokens if plan.inverse is None else tokens[plan.inverse]
     assert back.tolist() == list(range(sum(lengths)))
 
 
@@ -264,8 +274,8 @@ def test_sequences_that_lie_in_order_in_several_buckets_are_attended_to_alone(le
 
 def test_the_wrapper_is_what_the_scripts_save_and_load(tmp_path):
     model = wrap(make(CONFIGS["llama-tied"])).eval()
-    assert isinstance(model, LogProbModel)
+    assert isinstance(model, FlatModel)
     model.lm.save_pretrained(tmp_path)
-    batch = flat_batch(units(), torch.device("cpu"))
+    batch = flat_batch(examples(), torch.device("cpu"))
     with torch.no_grad():
-        assert torch.equal(load_model(str(tmp_path)).eval()(batch), model(batch))
+        assert torch.equal(load_pretrained(CommonArgs(), tmp_path).eval()(batch).logps, model(batch).logps)

@@ -2,6 +2,7 @@
 
 import math
 
+from common.args import CommonArgs
 from common.errors import UserError
 from common.model.optimizer import SCHEDULES, adamw, schedule, set_lr
 
@@ -13,8 +14,10 @@ from torch import nn
 
 
 def rates(kind: str, total: int = 10, *, peak=1.0, warmup=0.0, decay=0.2, least=0.0) -> list[float]:
-    at = schedule(kind, peak, total, warmup_steps=warmup, decay_fraction=decay, min_ratio=least)
-    return [at(step) for step in range(total)]
+    args = CommonArgs(lr_scheduler_type=kind, learning_rate=peak)
+    args.warmup_steps, args.lr_decay_fraction, args.min_lr_ratio = warmup, decay, least
+    lr_at = schedule(args, total)
+    return [lr_at(step) for step in range(total)]
 
 
 # --- schedules ------------------------------------------------------------------------------------------------------
@@ -99,12 +102,12 @@ class Toy(nn.Module):
         return self.head(torch.tanh(x))
 
 
-OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8}
+ARGS = CommonArgs(learning_rate=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
 
 
 def test_weight_decay_acts_on_matrices_only():
     model = Toy()
-    decay = {id(p): group["weight_decay"] for group in adamw(model, **OPTIONS).param_groups for p in group["params"]}
+    decay = {id(p): group["weight_decay"] for group in adamw(ARGS, model).param_groups for p in group["params"]}
     found = {name: decay[id(p)] for name, p in model.named_parameters() if p.requires_grad}
     assert found == {
         "embed.weight": 0.1,
@@ -119,20 +122,20 @@ def test_weight_decay_acts_on_matrices_only():
 
 def test_every_trained_parameter_is_in_the_optimizer_once_and_no_other():
     model = Toy()
-    listed = [id(p) for group in adamw(model, **OPTIONS).param_groups for p in group["params"]]
+    listed = [id(p) for group in adamw(ARGS, model).param_groups for p in group["params"]]
     assert sorted(listed) == sorted(id(p) for p in set(model.parameters()) if p.requires_grad)
 
 
 def test_a_model_of_vectors_alone_or_matrices_alone_has_an_optimizer():
     for module in (nn.LayerNorm(3), nn.Linear(3, 3, bias=False)):
-        (group,) = adamw(module, **OPTIONS).param_groups
+        (group,) = adamw(ARGS, module).param_groups
         assert len(group["params"]) == sum(1 for _ in module.parameters())
 
 
 def test_adamw_is_its_formula_in_float64():
     """Loshchilov & Hutter 2019, algorithm 2, with a learning rate that changes at every step."""
     model = Toy().double()
-    optimizer = adamw(model, **OPTIONS)
+    optimizer = adamw(ARGS, model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     theta = {name: p.detach().clone() for name, p in trained.items()}
     m = {name: torch.zeros_like(p) for name, p in theta.items()}
@@ -158,6 +161,6 @@ def test_adamw_is_its_formula_in_float64():
 
 
 def test_set_lr_reaches_every_group():
-    optimizer = adamw(Toy(), **OPTIONS)
+    optimizer = adamw(ARGS, Toy())
     set_lr(optimizer, math.pi)
     assert [group["lr"] for group in optimizer.param_groups] == [math.pi] * 2

@@ -1,8 +1,15 @@
 """Scores of the reference are computed once, kept on disk, and found again only where nothing they depend on has changed."""
 
 import shutil
+from types import SimpleNamespace
 
-from common.model.reference import fingerprint, precompute
+from common.args import CommonArgs
+from common.collators import flat_batch
+from common.data.examples import Examples, TokenFile
+from common.data.sources import Source
+from common.model.load import load_pretrained
+from common.model.lora import add_lora
+from common.model.reference import Reference, fingerprint, load_reference, precompute_ref_logps
 from tests.conftest import train_metrics
 from tests.run.test_health import STAGES
 from tests.tiny import tiny_pair
@@ -17,17 +24,22 @@ WORDS = [*STAGES["dpo"], "--max_train_samples", "24", "--max_steps", "2", "--sav
 
 @pytest.fixture
 def pairs():
-    """Five pairs of tiny sequences as Units."""
-    from common.data.examples import TokenFile, Units
-    from common.data.sources import Source
-
+    """Five pairs of tiny sequences."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 12, 10)
     ends = np.cumsum(lengths)
     ids = rng.integers(2, 60, ends[-1]).astype(np.uint16)
     mask = (rng.random(ends[-1]) < 0.6).astype(np.uint8)
     file = TokenFile(ids, mask, ends - lengths, ends, 2, np.arange(5), np.zeros(5), {})
-    return Units([file], [Source.__new__(Source)])
+    return Examples([file], [Source.__new__(Source)])
+
+
+def scored(pairs, accelerator, folder, batch_size=2, model=None):
+    """The scores of a tiny model, given to the pairs and returned, (10,)."""
+    model = model or tiny_pair("llama")[0].eval()
+    args = CommonArgs(per_device_eval_batch_size=batch_size, dataset_cache_dir=str(folder))
+    precompute_ref_logps(args, accelerator, Reference(accelerator, model), pairs)
+    return np.array([sequence["ref_logps"] for i in range(len(pairs)) for sequence in pairs[i]])
 
 
 @pytest.fixture
@@ -40,25 +52,22 @@ def accelerator():
 
 
 def test_scores_are_those_of_each_answer_alone(pairs, accelerator, tmp_path):
-    model, lm = tiny_pair("llama")
-    with torch.no_grad():
-        precompute(accelerator, model.eval(), model, pairs, 2, str(tmp_path))
-        lm = lm.double()
-        for i in range(5):
-            for sequence in pairs[i]:
-                ids = torch.from_numpy(sequence["input_ids"].astype(np.int64))
-                logps = lm(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-                alone = float((logps * torch.from_numpy(sequence["loss_mask"][1:])).sum())
-                assert float(sequence["ref_logps"]) == pytest.approx(alone, abs=1e-4)
+    found = scored(pairs, accelerator, tmp_path)
+    _, lm = tiny_pair("llama")
+    lm = lm.double()
+    for sequence, score in zip([s for i in range(5) for s in pairs[i]], found, strict=True):
+        ids = torch.from_numpy(sequence["input_ids"].astype(np.int64))
+        with torch.no_grad():
+            logps = lm(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        assert score == pytest.approx(float((logps * torch.from_numpy(sequence["loss_mask"][1:])).sum()), abs=1e-4)
 
 
-def test_they_are_found_again_by_content(pairs, accelerator, tmp_path):
+def test_they_are_found_again_by_content(pairs, accelerator, tmp_path, monkeypatch):
+    first = scored(pairs, accelerator, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Reference, "__call__", lambda *args: pytest.fail("scored again"))
+        assert np.array_equal(first, scored(pairs, accelerator, tmp_path, batch_size=3))
     model, _ = tiny_pair("llama")
-    with torch.no_grad():
-        precompute(accelerator, model.eval(), model, pairs, 2, str(tmp_path))
-    first = np.concatenate(pairs.fields.pop("ref_logps"))
-    precompute(accelerator, lambda batch: pytest.fail("scored again"), model, pairs, 3, str(tmp_path))
-    assert np.array_equal(first, np.concatenate(pairs.fields["ref_logps"]))
     known = fingerprint(model, pairs, "no")
     assert known == fingerprint(tiny_pair("llama")[0], pairs, "no")  # not where it is, but what it is
     assert known != fingerprint(model, pairs, "bf16")
@@ -66,11 +75,45 @@ def test_they_are_found_again_by_content(pairs, accelerator, tmp_path):
         next(model.parameters()).view(-1)[0] += 1e-3
     assert known != fingerprint(model, pairs, "no")
     model, _ = tiny_pair("llama")
+    model.extra["value"] = torch.nn.Linear(3, 1)  # a script's own, of which the reference has none
+    assert known == fingerprint(model, pairs, "no")
     for name in ("ids", "mask", "starts", "ends"):
         array = getattr(pairs.files[0], name)
         array[3] ^= 1
         assert known != fingerprint(model, pairs, "no"), name
         array[3] ^= 1
+
+
+def test_the_training_data_made_of_the_pairs_may_be_given(pairs, accelerator, tmp_path):
+    precompute_ref_logps(
+        CommonArgs(dataset_cache_dir=str(tmp_path)),
+        accelerator,
+        Reference(accelerator, tiny_pair("llama")[0]),
+        SimpleNamespace(data=pairs),
+    )
+    assert all("ref_logps" in sequence for i in range(5) for sequence in pairs[i])
+
+
+def test_a_reference_is_a_second_model_that_stays_or_the_model_without_its_adapters(accelerator, tmp_path):
+    pytest.importorskip("peft")
+    tiny_pair("llama")[1].save_pretrained(tmp_path)
+    batch = flat_batch([[{"input_ids": np.arange(2, 12), "loss_mask": np.ones(10)}]], accelerator.device)
+    tokenizer = range(61)  # of which only the length is asked
+    for use_peft in (False, True):
+        args = CommonArgs(model_name_or_path=str(tmp_path), use_peft=use_peft, lora_r=2)
+        model = load_pretrained(args, tmp_path)
+        if use_peft:
+            model = add_lora(args, model)
+        reference = load_reference(args, accelerator, model, tokenizer)
+        before = model(batch).logps.detach()
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.add_(0.1)
+        out = reference(batch, temperature=1.0, entropy=True)
+        assert torch.equal(out.logps, before) and not out.logps.requires_grad and out.entropy is not None
+        assert not torch.equal(model(batch).logps, before)
+        assert (reference.model is model) == use_peft
 
 
 def test_a_second_run_takes_them_from_the_disk_and_learns_the_same(launch, token_cache, capsys):

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import tests.conftest  # noqa: F401, I001  (before torch: threads, folder)
-from common.args import command_line, run
-from common.model.flat_model import LogProbModel
+from common.args import launch
+from common.model import FlatModel
 from common.run.metrics import Metrics
+from common.run.retry import Retry
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +30,7 @@ for module in (
     "train_sft",
     "train_dpo",
     "train_grpo",
+    "transformers",
     "peft",
     "matplotlib.pyplot",
     "torch.distributed.fsdp",
@@ -70,7 +72,7 @@ class Moments:
 
 
 def watch(moments: Moments, script: Any, epoch: int) -> None:
-    """Put the moments in their places. epoch: units of an epoch over units of a step, rounded down."""
+    """Put the moments in their places. epoch: examples of an epoch over examples of a step, rounded down."""
     rolling_out = [False]
 
     def sampler() -> str:
@@ -89,15 +91,16 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
 
         script.roll_out = watched
     moments.around(importlib.import_module("common.sampling.generate"), "draw", sampler)  # each sampled token
-    moments.around(LogProbModel, "forward", lambda: "step" if torch.is_grad_enabled() else "evaluation")
+    moments.around(FlatModel, "forward", lambda: "step" if torch.is_grad_enabled() else "evaluation")
     moments.around(Metrics, "log_eval", "evaluation")
     for owner, names in ((os, ("fsync", "rename", "replace")), (torch, ("save",)), (shutil, ("rmtree", "copy"))):
         for name in names:
             moments.around(owner, name, "save")
-    moments.around(importlib.import_module("common.run.checkpoint"), "prune", "prune")
+    for module in ("checkpoint", "run"):
+        moments.around(importlib.import_module(f"common.run.{module}"), "prune", "prune")
     moments.around(importlib.import_module("common.run.metrics"), "draw_curves", "curves")
 
-    append, seed_step = Metrics.append, script.seed_step
+    append, seed_dropout = Metrics.append, Retry._seed_dropout
 
     def append_half(self, file, rows):
         path = self.output_dir / file
@@ -107,12 +110,12 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
             os.truncate(path, (before + path.stat().st_size) // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def next_step(seed, step, rank):
+    def next_step(self, step):
         if step and step % epoch == 0:
             moments.passing("epoch")
-        seed_step(seed, step, rank)
+        seed_dropout(self, step)
 
-    Metrics.append, script.seed_step = append_half, next_step
+    Metrics.append, Retry._seed_dropout = append_half, next_step
 
 
 def _attempt(stage: str, words: list[str], log: str, epoch: int, kind: str | None, at: int) -> None:
@@ -124,7 +127,7 @@ def _attempt(stage: str, words: list[str], log: str, epoch: int, kind: str | Non
     moments = Moments(kind, at)
     watch(moments, script, epoch)
     try:
-        run(script.main, command_line(script.Args, script.DEMO))
+        launch(script.main, script.Args, f"data/configs/{stage}.yaml")
     finally:
         Path(log).with_suffix(".json").write_text(json.dumps(moments.passed))
 

@@ -13,19 +13,20 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from common.args import CommonArgs
 from common.errors import UserError
-from common.model.load import load_tokenizer
+from common.model.load import load_pretrained, load_tokenizer
 from common.run.best import Best
 from common.run.checkpoint import export, resume, save_checkpoint
 from common.run.metrics import Metrics
 from common.run.output_dir import (
     checkpoints,
-    defect,
-    newest_whole,
+    find_damage,
+    newest_intact,
     replace_text,
-    seal,
+    write_manifest,
 )
-from tests.conftest import read_metrics
+from tests.conftest import demo, read_metrics
 from tests.run.test_folder import SFT, claim
 from tests.tiny import tiny_pair
 
@@ -38,47 +39,55 @@ from safetensors.torch import load_file
 # --- the best ------------------------------------------------------------------------------------------------------------
 
 
+def best_by(metric, patience=0, delta=0.0, eval_steps=1):
+    return Best(
+        CommonArgs(
+            save_best=metric, early_stopping_patience=patience, early_stopping_delta=delta, eval_steps=eval_steps
+        )
+    )
+
+
 def test_the_direction_of_a_metric_is_known_or_asked_for():
-    assert [Best(name).sign for name in ("eval_loss", "eval_a_loss", "eval_perplexity", "min:eval_reward")] == [-1] * 4
+    assert [best_by(name).sign for name in ("eval_loss", "eval_a_loss", "eval_perplexity", "min:eval_reward")] == [-1] * 4
     assert [
-        Best(n).sign for n in ("eval_mean_token_accuracy", "eval_rewards/margins", "eval_exact_number", "max:eval_x")
+        best_by(n).sign for n in ("eval_mean_token_accuracy", "eval_rewards/margins", "eval_exact_number", "max:eval_x")
     ] == [1] * 4
     for name in ("eval_polite", "eval_exact_loss"):
         with pytest.raises(UserError, match=f"min:{name} or max:{name}"):
-            Best(name)
+            best_by(name)
     with pytest.raises(UserError, match="--save_best"):
-        Best(None, patience=2)
+        best_by(None, patience=2)
     with pytest.raises(UserError, match="eval_steps"):
-        Best("eval_loss", eval_steps=0)
+        best_by("eval_loss", eval_steps=0)
 
 
 def test_the_best_evaluation_and_the_end_of_patience():
     """By hand: 5, 4, 4.5, nan, 3.95 with a delta of 0.1 from 4."""
-    best = Best("eval_loss", patience=3, delta=0.1)
+    best = best_by("eval_loss", patience=3, delta=0.1)
     best.update(0, {"eval_loss": 1.0})  # before training: no candidate
     found = []
     for step, value in [(10, 5.0), (20, 4.0), (30, 4.5), (40, float("nan")), (50, 3.95)]:
         best.update(step, {"eval_loss": value})
         found.append((best.step, best.stops(step)))
-        again = Best("eval_loss", patience=3, delta=0.1)
+        again = best_by("eval_loss", patience=3, delta=0.1)
         again.restore({"best": json.loads(json.dumps(best.state()))})
         assert vars(again) | {"_before": 0} == vars(best) | {"_before": 0}
     assert found == [(10, False), (20, False), (20, False), (20, False), (50, True)]
     assert str(best.folder("out")) == "out/checkpoint-50"
     best.withdraw(50)
     assert (best.step, best.value) == (20, 4.0)
-    other = Best("max:eval_loss")
+    other = best_by("max:eval_loss")
     other.restore({"best": best.state()})
     assert other.step is None
     with pytest.raises(UserError, match="gives eval_a, eval_b"):
         best.update(0, {"eval_b": 1, "eval_a": 2})
-    off = Best(None)
+    off = best_by(None)
     off.update(1, {"eval_loss": 1.0})
     assert not off.stops(1) and off.folder("out") is None
 
 
 def test_small_steps_add_up_to_an_improvement():
-    best = Best("max:x", patience=2, delta=1.0)
+    best = best_by("max:x", patience=2, delta=1.0)
     for step in range(1, 20):
         best.update(step, {"x": step * 0.6})
         assert best.step == step and not best.stops(step)
@@ -98,18 +107,22 @@ def tiny():
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    tokenizer = load_tokenizer("data/base_model")
+    tokenizer = load_tokenizer(CommonArgs(), "data/base_model")
     return SimpleNamespace(model=model, optimizer=optimizer, tokenizer=tokenizer, accelerator=Accelerator(cpu=True))
 
 
 def save(tiny, output, step, limit=2, best=None, **state):
-    return save_checkpoint(
-        tiny.accelerator, tiny.model, tiny.optimizer, tiny.tokenizer, str(output), step, state, limit, best
-    )
+    args = CommonArgs(output_dir=str(output), save_total_limit=limit)
+    best = best or best_by(None)
+    return save_checkpoint(args, tiny.accelerator, tiny.model, tiny.optimizer, tiny.tokenizer, step, state, best)
+
+
+def export_to(output, tiny, best=None):
+    export(CommonArgs(output_dir=str(output)), tiny.accelerator, tiny.model, tiny.tokenizer, best)
 
 
 def best_at(step):
-    best = Best("eval_loss")
+    best = best_by("eval_loss")
     best.update(step, {"eval_loss": 1.0})
     return best
 
@@ -119,7 +132,7 @@ def names(output):
 
 
 def test_pruning_keeps_the_newest_and_the_best_in_numeric_order(tiny, tmp_path):
-    best = Best("eval_loss")
+    best = best_by("eval_loss")
     for step in (5, 90, 100, 1000):
         if step == 90:
             best = best_at(90)
@@ -140,10 +153,10 @@ def test_damaged_and_abandoned_later_checkpoints_do_not_push_out_the_new_one(lim
         save(tiny, tmp_path, step, limit=0)
     (tmp_path / "checkpoint-9" / "optimizer.pt").write_bytes(b"")
     (tmp_path / "checkpoint-6" / "optimizer.pt").write_bytes(b"")
-    assert newest_whole(tmp_path).name == "checkpoint-3"
+    assert newest_intact(tmp_path).name == "checkpoint-3"
     save(tiny, tmp_path, 4, limit=limit)
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"][-limit:]
-    assert newest_whole(tmp_path).name == "checkpoint-4"
+    assert newest_intact(tmp_path).name == "checkpoint-4"
 
 
 def disk_full(*args, **kwargs):
@@ -181,7 +194,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_alive(place, tiny, t
         assert not save(tiny, tmp_path, 6, limit=1, best=best)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1 and "checkpoint-6 could not be written" in said[0] and "the next save tries again" in said[0]
-    assert names(tmp_path) == ["checkpoint-3"] and newest_whole(tmp_path).name == "checkpoint-3"
+    assert names(tmp_path) == ["checkpoint-3"] and newest_intact(tmp_path).name == "checkpoint-3"
     assert not list(tmp_path.glob(".*")) and best.step == 3  # the best that there is
     assert save(tiny, tmp_path, 9, limit=1, best=best)
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
@@ -214,7 +227,7 @@ def test_a_disk_that_is_really_full(tiny, tmp_path):
         for left in range(0, 700_000, 36_864):
             (disk / "other").write_bytes(b"0" * max(0, free - left))
             written = save(tiny, disk, 2, limit=1)
-            assert newest_whole(disk).name == ("checkpoint-2" if written else "checkpoint-1"), left
+            assert newest_intact(disk).name == ("checkpoint-2" if written else "checkpoint-1"), left
             assert not list(disk.glob(".*")), left
             if written:
                 break
@@ -222,7 +235,7 @@ def test_a_disk_that_is_really_full(tiny, tmp_path):
         (disk / "other").unlink()
         (disk / "other").write_bytes(b"0" * (shutil.disk_usage(disk).free - 8192))
         with pytest.raises(UserError, match="final model could not be written.*goes on from checkpoint-2"):
-            export(tiny.accelerator, tiny.model, tiny.tokenizer, str(disk))
+            export_to(disk, tiny)
         assert not list(disk.glob(".*")) and not (disk / "model.safetensors").exists()
     finally:
         os.system(f"umount {disk}")
@@ -231,7 +244,7 @@ def test_a_disk_that_is_really_full(tiny, tmp_path):
 def test_a_full_disk_at_the_end_is_an_error(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny.tokenizer, "save_pretrained", rust_disk_full)
     with pytest.raises(UserError, match="could not be written.*no checkpoint was kept"):
-        export(tiny.accelerator, tiny.model, tiny.tokenizer, str(tmp_path))
+        export_to(tmp_path, tiny)
     assert not list(tmp_path.iterdir())
 
 
@@ -273,7 +286,7 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tiny, tmp_path, 
                 save(tiny, output, 9, limit=1)
                 ended = left[0] >= 0  # else somebody has caught the kill
             except Kill:
-                seen.append(newest_whole(output).name)
+                seen.append(newest_intact(output).name)
         at += 1
     assert at > 40 and {"checkpoint-6", "checkpoint-9"} == set(seen) and seen == sorted(seen)
     save(tiny, output, 12, limit=1)
@@ -296,7 +309,7 @@ def test_sigkill_at_random_moments_of_saving(tiny, tmp_path):
         time.sleep(seconds * (0.2 + 3 * rng.random()))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        found = newest_whole(tmp_path)
+        found = newest_intact(tmp_path)
         assert found is not None and int(found.name.removeprefix("checkpoint-")) >= step
         step = int(found.name.removeprefix("checkpoint-"))
     assert step > 2 and save(tiny, tmp_path, step + 1, limit=1) and len(list(tmp_path.iterdir())) == 1
@@ -327,8 +340,8 @@ def test_a_pickle_in_the_place_of_the_optimizer_is_refused_and_not_run(tiny, tmp
     folder, trace = tmp_path / "checkpoint-3", tmp_path / "trace"
     for write in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
         write({"state": Evil(trace), "param_groups": []}, folder / "optimizer.pt")
-        assert defect(folder) == "optimizer.pt is damaged"
-        seal(folder)  # by the same hand
+        assert find_damage(folder) == "optimizer.pt is damaged"
+        write_manifest(folder)  # by the same hand
         with pytest.raises(UserError, match=r"checkpoint-3/optimizer.pt is not the optimizer.*more than tensors") as refused:
             resume(tiny.accelerator, folder, tiny.optimizer)
         assert not trace.exists() and "\n" not in str(refused.value)
@@ -355,7 +368,7 @@ def finished(tmp_path_factory, token_cache):
         "--dataset_cache_dir",
         str(token_cache),
     ]
-    script.main(parse_args(script.Args, script.DEMO, words))
+    script.main(parse_args(script.Args, demo("sft"), None, words))
     return output
 
 
@@ -385,7 +398,7 @@ def test_no_damaged_file_is_trusted_or_ends_in_a_traceback(finished, tmp_path):
             (output / name).write_bytes(damaged(original, rng))
             if (output / name).read_bytes() == original:
                 continue
-            metrics = Metrics(accelerator, str(output), None, {})
+            metrics = Metrics(accelerator, CommonArgs(output_dir=str(output)))
             if name == "metrics.jsonl":
                 metrics.restore({"step": 2})
                 kept = (output / name).read_text().splitlines()
@@ -409,7 +422,7 @@ def test_no_damaged_file_is_trusted_or_ends_in_a_traceback(finished, tmp_path):
 
 def test_a_line_of_samples_may_hold_any_character(tmp_path):
     """U+2028 and others that splitlines takes for the end of a line."""
-    metrics = Metrics(Accelerator(cpu=True), str(tmp_path), None, {})
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     metrics.append("samples.jsonl", [{"step": 1, "completion": "a\u2028b\x85c"}, {"step": 2, "completion": "d"}])
     metrics.append("samples.jsonl", [{"step": 3, "completion": "later"}])
     before = (tmp_path / "samples.jsonl").read_text().split("\n")
@@ -431,15 +444,14 @@ def test_tied_embeddings_are_saved_once_and_survive_a_resume(tmp_path):
     model, _ = tiny_pair("qwen3")
     assert model.lm.lm_head.weight is model.lm.get_input_embeddings().weight
     optimizer = torch.optim.AdamW(model.parameters())
-    accelerator = Accelerator(cpu=True)
-    save_checkpoint(accelerator, model, optimizer, load_tokenizer("data/base_model"), str(tmp_path), 1, {}, 1)
+    accelerator, tokenizer = Accelerator(cpu=True), load_tokenizer(CommonArgs(), "data/base_model")
+    args = CommonArgs(output_dir=str(tmp_path))
+    save_checkpoint(args, accelerator, model, optimizer, tokenizer, 1, {}, Best(args))
     assert "lm_head.weight" not in load_file(tmp_path / "checkpoint-1" / "model.safetensors")
-    from common.model.load import load_model
-
-    again = load_model(str(tmp_path / "checkpoint-1"))
+    again = load_pretrained(args, tmp_path / "checkpoint-1")
     assert again.lm.lm_head.weight is again.lm.get_input_embeddings().weight
     resume(accelerator, tmp_path / "checkpoint-1", torch.optim.AdamW(again.parameters()))
-    export(accelerator, again, load_tokenizer("data/base_model"), str(tmp_path))
+    export(args, accelerator, again, tokenizer)
     assert torch.equal(logits(tmp_path), logits(tmp_path / "checkpoint-1"))
     with torch.no_grad():
         here = model.lm.eval()
@@ -452,11 +464,12 @@ def test_a_compiled_model_is_saved_under_the_names_of_a_plain_one(tmp_path):
 
     model, plain = tiny_pair("qwen3")
     compile_layers(model)
-    optimizer, tokenizer = torch.optim.AdamW(model.parameters()), load_tokenizer("data/base_model")
+    optimizer, tokenizer = torch.optim.AdamW(model.parameters()), load_tokenizer(CommonArgs(), "data/base_model")
     model.lm.set_attn_implementation("sdpa")
     accelerator = Accelerator(cpu=True)
-    save_checkpoint(accelerator, model, optimizer, tokenizer, str(tmp_path), 1, {}, 1)
-    export(accelerator, model, tokenizer, str(tmp_path))
+    args = CommonArgs(output_dir=str(tmp_path))
+    save_checkpoint(args, accelerator, model, optimizer, tokenizer, 1, {}, Best(args))
+    export(args, accelerator, model, tokenizer)
     for folder in (tmp_path, tmp_path / "checkpoint-1"):
         assert load_file(folder / "model.safetensors").keys() == plain.state_dict().keys() - {"lm_head.weight"}
         with torch.no_grad():
@@ -482,7 +495,7 @@ def test_a_checkpoint_of_lora_is_the_adapter_and_goes_on_bit_for_bit(launch):
 def test_an_export_in_another_form_takes_the_place_of_the_one_before(tiny, tmp_path):
     for name in ("adapter_model.safetensors", "adapter_config.json", "model-00001-of-00002.safetensors", "notes.txt"):
         (tmp_path / name).write_text("{}")
-    export(tiny.accelerator, tiny.model, tiny.tokenizer, str(tmp_path))
+    export_to(tmp_path, tiny)
     left = {path.name for path in tmp_path.iterdir()}
     assert "model.safetensors" in left and "notes.txt" in left and "tokenizer.json" in left
     assert not [name for name in left if name.startswith(("adapter", "model-", "."))]
@@ -495,13 +508,13 @@ def test_the_best_is_exported_unless_it_is_damaged(tiny, tmp_path, capsys):
         before = weights.clone()
         weights += 1
     try:
-        export(tiny.accelerator, tiny.model, tiny.tokenizer, str(tmp_path), best=tmp_path / "checkpoint-3")
+        export_to(tmp_path, tiny, best=tmp_path / "checkpoint-3")
         assert torch.equal(logits(tmp_path), logits(tmp_path / "checkpoint-3"))
         assert "that of" in capsys.readouterr().out
         left = {path.name for path in tmp_path.iterdir()}
         assert not left & {"optimizer.pt", "manifest.json", "trainer_state.json"} and "tokenizer.json" in left
         (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"")
-        export(tiny.accelerator, tiny.model, tiny.tokenizer, str(tmp_path), best=tmp_path / "checkpoint-3")
+        export_to(tmp_path, tiny, best=tmp_path / "checkpoint-3")
         assert "cannot be exported" in capsys.readouterr().out
         assert torch.equal(load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"], before + 1)
     finally:

@@ -25,8 +25,8 @@ pytestmark = [
 LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
-from common.args import command_line, run
-import common.model.lm_head, common.run, deepspeed, yaml
+from common.args import launch
+import common.model.lm_head, common.run.launch, deepspeed, yaml
 from accelerate.state import PartialState
 stage, zero, precision = sys.argv[1:4]
 config = yaml.safe_load(open(f"accelerate_configs/deepspeed_zero{zero}.yaml"))["deepspeed_config"]
@@ -36,16 +36,16 @@ for name in config:
     os.environ[prefix + name.upper()] = str(config[name]).lower()
 PartialState(cpu=True)
 deepspeed.init_distributed("gloo")
-Accelerator = common.run.run.Accelerator
+Accelerator = common.run.launch.Accelerator
 def accelerator(cpu, **words):
     made = Accelerator(**words)
     made.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return made
-common.run.run.Accelerator = accelerator
+common.run.launch.Accelerator = accelerator
 common.model.lm_head.HEAD_CHUNK_ELEMENTS["cpu"] = common.model.lm_head.HEAD_CHUNK_ROWS["cpu"] = 1
 script = importlib.import_module(f"train_{stage}")
 sys.argv[1:] = sys.argv[4:]
-run(script.main, command_line(script.Args, script.DEMO))
+launch(script.main, script.Args, f"data/configs/{stage}.yaml")
 """
 SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2 --learning_rate 1e-4"  # another rate at every step
 LORA = "--use_peft --lora_r 4 --merge_lora --save_best max:eval_loss"  # the best is not the last

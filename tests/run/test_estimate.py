@@ -4,8 +4,12 @@ import copy
 import json
 import sys
 
-from common.collators import flat_batch, whole
-from common.model.load import add_lora, enable_gradient_checkpointing, wrap
+from common.args import CommonArgs
+from common.collators import flat_batch
+from common.data.types import whole
+from common.model.load import enable_gradient_checkpointing
+from common.model.lora import add_lora
+from common.model.wrap import wrap
 from common.run.estimate import _Live, estimate, nbytes, savings, show_memory, show_size
 from tests.conftest import run_script
 from tests.tiny import SIZE, tiny_pair
@@ -21,17 +25,20 @@ LENGTHS = {"one sequence": [96], "equal": [40] * 6, "unequal": [50, 12, 31, 30, 
 # Real training steps in a process of their own: its peak, and what was estimated before them.
 TRAIN = """
 import json, sys
-from common.collators import flat_batch, whole
+from common.args import CommonArgs
+from common.collators import flat_batch
+from common.data.types import whole
 from common.losses import nll
 from common.run.estimate import estimate
 from common.memory import memory
-from common.model.load import create_model, enable_gradient_checkpointing, load_model
+from common.model.create import create_model
+from common.model.load import enable_gradient_checkpointing, load_pretrained
 from common.model.optimizer import adamw
 import numpy as np, torch, transformers
 
 size, recompute, lengths = json.loads(sys.argv[1])
 if size == "demo":
-    model = load_model("data/base_model")
+    model = load_pretrained(CommonArgs(), "data/base_model")
 else:
     shape = dict(vocab_size=16000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12)
     model = create_model(transformers.LlamaConfig(**shape, tie_word_embeddings=True), seed=0)
@@ -40,11 +47,11 @@ if recompute:
 model.train()
 targets = sum(lengths) - len(lengths)
 parts = estimate(model, sum(lengths), targets, lengths=lengths)
-optimizer = adamw(model, 1e-4, 0.0, (0.9, 0.999), 1e-8)
+optimizer = adamw(CommonArgs(learning_rate=1e-4), model)
 batch = flat_batch([[whole(np.arange(n) % 500)] for n in lengths], torch.device("cpu"))
 for _ in range(3):
-    logps, entropy, correct = model(batch, stats=True)
-    (nll(logps, batch["loss_mask"]) / targets).backward()
+    out = model(batch, entropy=True)
+    (nll(out.logps, batch["loss_mask"]) / targets).backward()
     optimizer.step()
     optimizer.zero_grad()
 print(json.dumps([parts["total"], memory(torch.device("cpu")).peak]))
@@ -54,7 +61,7 @@ print(json.dumps([parts["total"], memory(torch.device("cpu")).peak]))
 def tiny(kind="llama", *, lora=False, recompute=False):
     model = tiny_pair(kind)[0]
     if lora:
-        model = add_lora(model, 4, 8, 0.0, None)
+        model = add_lora(CommonArgs(lora_r=4, lora_alpha=8), model)
     if recompute:
         enable_gradient_checkpointing(model)
     return model.train()

@@ -4,10 +4,10 @@ import json
 import sys
 from types import SimpleNamespace
 
-from common import memory as memory_room
+from common import memory as memory_module
 from common.collators import Window
 from common.errors import UserError
-from common.model.flat_model import LogProbModel
+from common.model import FlatModel
 from tests.conftest import read_metrics, run_script, train_metrics
 from tests.run.test_health import STAGES
 from tests.scripts.test_equivalence import assert_same, free_port, losses
@@ -23,7 +23,7 @@ ONE = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1
 
 def limit_memory(monkeypatch, sequences, where="forward"):
     """Training calls on more sequences than this run out of memory. Returns the sizes of the calls that did not."""
-    forward, fitted = LogProbModel.forward, []
+    forward, fitted = FlatModel.forward, []
 
     def ran_out(gradient):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -35,12 +35,12 @@ def limit_memory(monkeypatch, sequences, where="forward"):
             ran_out(None)
         out = forward(self, batch, *args, **kwargs)
         if too_large:
-            (out[0] if isinstance(out, tuple) else out).register_hook(ran_out)
+            (out.logps if out.nll is None else out.nll).register_hook(ran_out)
         elif torch.is_grad_enabled():
             fitted.append(size)
         return out
 
-    monkeypatch.setattr(LogProbModel, "forward", limited)
+    monkeypatch.setattr(FlatModel, "forward", limited)
     return fitted
 
 
@@ -64,14 +64,14 @@ def test_a_run_goes_on_with_the_same_gradients(stage, where, launch, monkeypatch
 def test_the_second_micro_batch_may_be_the_one_that_runs_out(launch, monkeypatch):
     words = [*STAGES["sft"], "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "2"]
     whole = train_metrics(launch("sft", *words, output="whole"))
-    forward, calls = LogProbModel.forward, iter(range(1000))
+    forward, calls = FlatModel.forward, iter(range(1000))
 
     def second_fails(self, batch, *args, **kwargs):
         if torch.is_grad_enabled() and next(calls) == 1:
             raise MemoryError
         return forward(self, batch, *args, **kwargs)
 
-    monkeypatch.setattr(LogProbModel, "forward", second_fails)
+    monkeypatch.setattr(FlatModel, "forward", second_fails)
     parts = train_metrics(launch("sft", *words, output="parts"))
     for one, other in zip(whole, parts, strict=True):  # nothing of the first attempt is counted
         assert one == pytest.approx(other, rel=1e-5)
@@ -87,7 +87,7 @@ def test_a_resumed_run_rounds_as_the_first_one_did(launch, monkeypatch):
     assert [row for row in again if row["step"] == 3] == [row for row in straight if row["step"] == 3]
 
 
-def test_what_cannot_be_cut_ends_the_run_with_what_would_help(launch, monkeypatch):
+def test_what_cannot_be_split_ends_the_run_with_what_would_help(launch, monkeypatch):
     limit_memory(monkeypatch, 0)
     with pytest.raises(
         UserError, match=r"out of memory with micro-batches of 1 sequence\(s\).*what helps: .*--max_length: about .* less"
@@ -112,11 +112,11 @@ def test_only_one_of_two_processes_runs_out(launch, tmp_path):
     words = [*STAGES["sft"], "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--max_steps", "3"]
     whole = losses(launch("sft", *words, "--per_device_train_batch_size", "8"))
     code = (
-        "import os, sys, runpy; sys.path.insert(0, os.getcwd()); import torch; from common.model.flat_model import LogProbModel; forward = LogProbModel.forward\n"
+        "import os, sys, runpy; sys.path.insert(0, os.getcwd()); import torch; from common.model import FlatModel; forward = FlatModel.forward\n"
         "def limited(self, batch, *args, **kwargs):\n"
         "    if os.environ['RANK'] == '1' and torch.is_grad_enabled() and len(batch['lengths']) > 2: raise MemoryError\n"
         "    return forward(self, batch, *args, **kwargs)\n"
-        "LogProbModel.forward = limited; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "FlatModel.forward = limited; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     (tmp_path / "limited.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
@@ -133,13 +133,13 @@ def test_memory_that_really_runs_out(tmp_path):
     """A limit on the address space that a micro-batch of 64 does not fit in, and smaller ones do."""
     code = (
         "import sys, resource, train_sft, matplotlib.backends.backend_agg; from common.args import parse_args\n"
-        "import common.fit; common.fit.tokens_at_once = lambda *args: float('inf')\n"
-        "class Limited(train_sft.Interruption):\n"
-        "    def __init__(self, *args):\n"
+        "import common.run.retry, common.run.run as room; common.run.retry.tokens_at_once = lambda *args: float('inf')\n"
+        "class Limited(room.Signals):\n"
+        "    def __init__(self, *args, **options):\n"
         "        now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "        resource.setrlimit(resource.RLIMIT_AS, (now + 180 * 2**20, -1)); super().__init__(*args)\n"
-        "train_sft.Interruption = Limited\n"
-        "train_sft.main(parse_args(train_sft.Args, train_sft.DEMO, sys.argv[1:]))\n"
+        "        resource.setrlimit(resource.RLIMIT_AS, (now + 180 * 2**20, -1)); super().__init__(*args, **options)\n"
+        "room.Signals = Limited\n"
+        "train_sft.main(parse_args(train_sft.Args, 'data/configs/sft.yaml', None, sys.argv[1:]))\n"
     )
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"text": "one two three four five six " * 30 + str(i)}) + "\n" for i in range(192))
@@ -154,16 +154,17 @@ def test_memory_that_really_runs_out(tmp_path):
 
 
 def test_running_out_elsewhere_is_one_line(tmp_path):
-    code = "from common.args import run\ndef main(args): raise MemoryError('Unable to allocate 8 TiB')\nrun(main, None)"
-    run = run_script([sys.executable, "-c", code])
+    code = "from common.args import CommonArgs, launch\ndef main(args): raise MemoryError('Unable to allocate 8 TiB')\n"
+    code += "launch(main, CommonArgs, 'data/configs/sft.yaml')"
+    run = run_script([sys.executable, "-c", code, "--dataset_name", "mine"])
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1
     assert "out of memory outside of the training steps" in run.stderr and "8 TiB" in run.stderr
 
 
-# --- how a window is cut --------------------------------------------------------------------------------------------
+# --- how a window is split --------------------------------------------------------------------------------------------
 
 
-def unit(*lengths):
+def example(*lengths):
     return [{"input_ids": np.arange(n), "loss_mask": np.ones(n, np.uint8)} for n in lengths]
 
 
@@ -177,12 +178,12 @@ def accelerator():
 
 
 def test_parts_have_about_equal_tokens_and_all_sequences(accelerator):
-    window = Window([unit(100), unit(10), unit(10), unit(10), unit(50), unit(20)], [[0, 1, 2, 3], [4, 5]], accelerator)
-    assert [batch["lengths"] for batch in window] == [[100, 10, 10, 10], [50, 20]] and window.unmean == 2
-    assert [batch["lengths"] for batch in window.cut(2)] == [[100], [10, 10, 10], [50], [20]] and window.unmean == 4
+    window = Window(accelerator, [example(100), example(10), example(10), example(10), example(50), example(20)], [[0, 1, 2, 3], [4, 5]])
+    assert [batch["lengths"] for batch in window] == [[100, 10, 10, 10], [50, 20]] and window.num_micro_batches == 2
+    assert [batch["lengths"] for batch in window.split(2)] == [[100], [10, 10, 10], [50], [20]] and window.num_micro_batches == 4
     assert accelerator.gradient_accumulation_steps == 4
     assert window.most_parts == 4
-    assert sum(len(batch["lengths"]) for batch in window.cut(8)) == 6
+    assert sum(len(batch["lengths"]) for batch in window.split(8)) == 6
 
 
 @pytest.mark.parametrize("parts, tokens, lengths", [
@@ -192,33 +193,33 @@ def test_parts_have_about_equal_tokens_and_all_sequences(accelerator):
     (2, 70, [[100], [10, 10, 10], [50], [20]]),
     (1, 20, [[100], [10], [10, 10], [50], [20]]),
 ])  # fmt: skip
-def test_a_window_is_cut_into_parts_of_so_many_tokens(accelerator, parts, tokens, lengths):
-    window = Window([unit(100), unit(10), unit(10), unit(10), unit(50), unit(20)], [[0, 1, 2, 3], [4, 5]], accelerator)
-    assert [batch["lengths"] for batch in window.cut(parts, tokens)] == lengths and window.unmean == len(lengths)
+def test_a_window_is_split_into_parts_of_so_many_tokens(accelerator, parts, tokens, lengths):
+    window = Window(accelerator, [example(100), example(10), example(10), example(10), example(50), example(20)], [[0, 1, 2, 3], [4, 5]])
+    assert [batch["lengths"] for batch in window.split(parts, tokens)] == lengths and window.num_micro_batches == len(lengths)
 
 
 def test_tokens_that_a_part_shares_with_its_neighbour_count_once(accelerator):
     """Four sequences of 40, 30 of them the same in all: 40 + 3 · 10 tokens of the row."""
     same = np.arange(30)
     masks = np.r_[np.zeros(30), np.ones(10)].astype(np.uint8)
-    units = [[{"input_ids": np.r_[same, np.full(10, 100 + i)], "loss_mask": masks}] for i in range(4)]
-    assert len(Window(units, [[0, 1, 2, 3]], accelerator).cut(1, 36)) == 1
-    assert len(Window(units, [[0, 1, 2, 3]], accelerator).cut(1, 35)) == 2
+    examples = [[{"input_ids": np.r_[same, np.full(10, 100 + i)], "loss_mask": masks}] for i in range(4)]
+    assert len(Window(accelerator, examples, [[0, 1, 2, 3]]).split(1, 36)) == 1
+    assert len(Window(accelerator, examples, [[0, 1, 2, 3]]).split(1, 35)) == 2
 
 
 def test_on_a_cpu_a_micro_batch_is_computed_in_parts_that_fit_its_cache(launch, monkeypatch):
     """The same losses; and never more than about so many tokens in the model together."""
     words = [*STAGES["sft"], *ONE]
     whole = losses(launch("sft", *words, output="whole"))
-    seen, forward = [], LogProbModel.forward
+    seen, forward = [], FlatModel.forward
 
     def watched(self, batch, *args, **named):
         seen.extend([batch["input_ids"].shape[1]] * torch.is_grad_enabled())
         return forward(self, batch, *args, **named)
 
-    monkeypatch.setattr(LogProbModel, "forward", watched)
-    monkeypatch.setattr(memory_room, "CACHED_NUMBERS", 0)
-    monkeypatch.setattr(memory_room, "LEAST_TOKENS", 100)
+    monkeypatch.setattr(FlatModel, "forward", watched)
+    monkeypatch.setattr(memory_module, "CACHED_NUMBERS", 0)
+    monkeypatch.setattr(memory_module, "LEAST_TOKENS", 100)
     parts = losses(launch("sft", *words, output="parts"))
     assert_same(whole, parts)
     assert max(seen) < 200
@@ -227,13 +228,13 @@ def test_on_a_cpu_a_micro_batch_is_computed_in_parts_that_fit_its_cache(launch, 
 @pytest.mark.parametrize("stage", STAGES)
 def test_mixed_precision_is_left_in_place(stage, launch, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    seen, forward = [], LogProbModel.forward
+    seen, forward = [], FlatModel.forward
 
     def watched(self, batch, *args, **named):
         seen.extend([torch.is_autocast_enabled("cpu")] * torch.is_grad_enabled())
         return forward(self, batch, *args, **named)
 
-    monkeypatch.setattr(LogProbModel, "forward", watched)
+    monkeypatch.setattr(FlatModel, "forward", watched)
     launch(stage, *STAGES[stage], *ONE[:-1], "1")
     assert seen and all(seen)
 
@@ -243,20 +244,20 @@ def test_tokens_at_once():
         config = LlamaConfig(hidden_size=hidden_size, num_attention_heads=1)
         device = torch.device(device)
         accelerator = SimpleNamespace(device=device, num_processes=processes, mixed_precision=mixed_precision)
-        return memory_room.tokens_at_once(accelerator, SimpleNamespace(config=config))
+        return memory_module.tokens_at_once(accelerator, SimpleNamespace(config=config))
 
     assert at_once("cpu", 128) == 2048 and at_once("cpu", 4096) == 512
     assert at_once("cpu", 128, mixed_precision="bf16") == 2048 and at_once("cpu", 4096, mixed_precision="bf16") == 1024
     assert at_once("cuda", 128) == at_once("cpu", 128, processes=2) == float("inf")
 
 
-def test_packs_are_cut_between_sequences_and_pairs_stay_together(accelerator):
-    pack = unit(30, 20, 10, 40)
-    assert [b["lengths"] for b in Window([pack], [[0]], accelerator).cut(2)] == [[30, 20], [10, 40]]
-    pairs = Window([pack], [[0]], accelerator, indivisible=2)
-    assert [b["lengths"] for b in pairs.cut(4)] == [[30, 20], [10, 40]] and pairs.most_parts == 2
+def test_packs_are_split_between_sequences_and_pairs_stay_together(accelerator):
+    pack = example(30, 20, 10, 40)
+    assert [b["lengths"] for b in Window(accelerator, [pack], [[0]]).split(2)] == [[30, 20], [10, 40]]
+    pairs = Window(accelerator, [pack], [[0]], indivisible=2)
+    assert [b["lengths"] for b in pairs.split(4)] == [[30, 20], [10, 40]] and pairs.most_parts == 2
 
 
 def test_a_filler_stays_a_filler(accelerator):
-    batches = list(Window([unit(30)], [[0], []], accelerator).cut(2))
+    batches = list(Window(accelerator, [example(30)], [[0], []]).split(2))
     assert [float(batch["loss_mask"].sum()) for batch in batches] == [29.0, 0.0]

@@ -1,22 +1,13 @@
-"""Whose output folder it is: another run is refused, what may change is said aloud, an unfinished run goes on."""
+"""Whose output folder it is: another run is refused, what may change is said, an unfinished run goes on."""
 
 import dataclasses
 import importlib
 import json
 import shutil
 
+from common.args import may_change
 from common.errors import UserError
-from common.run.output_dir import (
-    COURSE,
-    EVALUATION,
-    LENGTH,
-    MAY_CHANGE,
-    checkpoints,
-    claim_output_dir,
-    delete_run,
-    earlier_args,
-    seal,
-)
+from common.run.output_dir import checkpoints, claim_output_dir, delete_run, earlier_args, write_manifest
 from tests.conftest import read_metrics
 
 import pytest
@@ -34,7 +25,7 @@ FIXED = {
     "max_train_samples dataset_streaming streaming_buffer_size curriculum_column curriculum_fraction seed",
     "pretrain": "dataset_text_field max_length max_tokens_per_batch packing_strategy vocab_size config_name hidden_size "
     "num_layers num_heads num_kv_heads intermediate_size initializer_range tie_word_embeddings",
-    "sft": "max_length split_long_chats train_on turn_dropping packing max_tokens_per_batch",
+    "sft": "max_length train_on turn_dropping packing max_tokens_per_batch",
     "dpo": "max_length max_tokens_per_batch packing beta loss_type label_smoothing simpo_gamma sft_weight",
     "grpo": "reward_funcs reward_weights scale_rewards num_generations system_prompt max_prompt_length "
     "max_completion_length temperature top_p top_k mask_truncated_completions beta epsilon epsilon_high entropy_coef "
@@ -42,16 +33,41 @@ FIXED = {
 }
 
 
+MAY_CHANGE = {
+    "course": "learning_rate lr_scheduler_type warmup_steps lr_decay_fraction min_lr_ratio weight_decay adam_beta1 adam_beta2 "
+    "adam_epsilon max_grad_norm save_best early_stopping_delta per_device_train_batch_size gradient_accumulation_steps",
+    "length": "max_steps num_train_epochs early_stopping_patience",
+    "evaluation": "dataset_eval_split eval_dataset_name max_eval_samples eval_prompts eval_reward_funcs eval_temperatures "
+    "eval_max_new_tokens",
+}
+EXECUTION = (  # and precompute_ref_log_probs of DPO, generation_batch_size of GRPO
+    "eval_steps per_device_eval_batch_size num_samples logging_steps save_steps save_total_limit report_to run_name output_dir "
+    "overwrite_output_dir dry_run resume_from_checkpoint dataset_cache_dir dataset_num_proc strict_data trust_remote_code "
+    "auto_micro_batch max_bad_steps max_hours save_minutes reward_timeout merge_lora gradient_checkpointing "
+    "activation_offloading torch_compile"
+)
+
+
+def args_of(stage):
+    return importlib.import_module(f"train_{stage}").Args
+
+
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "grpo"])
 def test_for_each_flag_it_is_decided_whether_it_may_change(stage):
-    """A new flag belongs in one of the sets of common/folder.py, or here."""
-    flags = {field.name for field in dataclasses.fields(importlib.import_module(f"train_{stage}").Args)}
-    assert flags - MAY_CHANGE == set(f"{FIXED['common']} {FIXED[stage]}".split())
+    """A new flag says it where it is defined (`may_change`), or is listed here."""
+    flags = {field.name for field in dataclasses.fields(args_of(stage))}
+    allowed = may_change(args_of(stage))
+    assert allowed.keys() == flags
+    assert {name for name in flags if allowed[name] is None} == set(f"{FIXED['common']} {FIXED[stage]}".split())
+    for kind, names in MAY_CHANGE.items():
+        assert {name for name in flags if allowed[name] == kind} == set(names.split()), kind
+    execution = {name for name in flags if allowed[name] == "execution"}
+    assert set(EXECUTION.split()) <= execution and len(execution) == len(EXECUTION.split()) + (stage in ("dpo", "grpo"))
 
 
 def folder_of_a_run(tmp_path, *, steps=(3, 6), complete=False, processes=1, **changed):
     """An output folder as a run leaves it, with checkpoints of one small file; returns its arguments."""
-    args = dataclasses.asdict(importlib.import_module("train_sft").Args()) | {
+    args = dataclasses.asdict(args_of("sft")()) | {
         "output_dir": str(tmp_path / "out"),
         "model_name_or_path": "data/base_model",
         "dataset_name": ["data/sft"],
@@ -67,14 +83,14 @@ def folder_of_a_run(tmp_path, *, steps=(3, 6), complete=False, processes=1, **ch
         folder.mkdir()
         (folder / "trainer_state.json").write_text(json.dumps({"step": step, "processes": processes}))
         (folder / "args.yaml").write_text(yaml.safe_dump(args))
-        seal(folder)
+        write_manifest(folder)
     if complete:
         (output / "summary.json").write_text(json.dumps({"final": {"step": 8}}))
     return args
 
 
 def claim(args, processes=1):
-    return claim_output_dir(args, earlier_args(args["output_dir"]), processes)
+    return claim_output_dir(args_of("sft")(**args), earlier_args(args["output_dir"]), processes)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +111,7 @@ def test_arguments_that_make_another_run_are_refused_with_the_difference(change,
         claim(args | change | {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-3")})
 
 
-def test_other_changed_arguments_are_said_aloud(tmp_path, capsys):
+def test_other_changed_arguments_are_said(tmp_path, capsys):
     args = folder_of_a_run(tmp_path)
     changed = {"learning_rate": 0.5, "max_steps": 20, "eval_steps": 7, "gradient_checkpointing": True, "report_to": "wandb"}
     assert claim(args | changed) == tmp_path / "out" / "checkpoint-6"
@@ -137,7 +153,7 @@ def test_with_a_token_budget_a_step_is_its_micro_batches(tmp_path, capsys):
 
 def test_what_is_compared_by_save_best_stays(tmp_path):
     args = folder_of_a_run(tmp_path, save_best="eval_loss")
-    for name in EVALUATION:
+    for name in MAY_CHANGE["evaluation"].split():
         with pytest.raises(UserError, match=name):
             claim(args | {name: "another"})
         assert claim(args | {name: "another", "save_best": "eval_perplexity"})
@@ -193,7 +209,7 @@ def test_checkpoints_without_metrics_are_a_run_and_an_unreadable_one_is_not_over
     assert claim(args) == tmp_path / "out" / "checkpoint-6"  # which has the arguments, too
     for folder in checkpoints(args["output_dir"]):
         (folder / "args.yaml").unlink()
-        seal(folder)
+        write_manifest(folder)
     with pytest.raises(UserError, match="args.yaml cannot be read"):
         claim(args)
     assert claim(args | {"overwrite_output_dir": True}) is None
@@ -223,7 +239,3 @@ def test_with_smaller_micro_batches_a_run_goes_on_as_before(launch, capsys):
     assert "per_device_train_batch_size: 4 -> 2" in said and "order of the samples" not in said
     for one, other in zip(read_metrics(whole), read_metrics(resumed), strict=True):
         assert one["num_tokens"] == other["num_tokens"] and one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-
-
-def test_the_sets_do_not_overlap():
-    assert not COURSE & LENGTH and not (COURSE | LENGTH) & EVALUATION

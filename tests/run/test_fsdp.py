@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 from common.errors import UserError
-from common.run.run import _refuse_false_launches
+from common.run.launch import _refuse_false_launches
 from tests.conftest import ROOT, read_metrics, run_script
 from tests.scripts.test_equivalence import assert_same, free_port, losses
 from tests.tiny import SIZE
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
-from common.args import command_line, run
+from common.args import launch
 import common.model.lm_head, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -35,9 +35,10 @@ os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(sys.argv[1] == "dpo")  # eith
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 common.model.lm_head.HEAD_CHUNK_ELEMENTS["cpu"], common.model.lm_head.HEAD_CHUNK_ROWS["cpu"] = 1, 64
-script = importlib.import_module(f"train_{sys.argv[1]}")
+stage = sys.argv[1]
+script = importlib.import_module(f"train_{stage}")
 sys.argv[1:] = sys.argv[3:]
-run(script.main, command_line(script.Args, script.DEMO))
+launch(script.main, script.Args, f"data/configs/{stage}.yaml")
 """
 COMMON = "--model_name_or_path data/base_model --max_steps 3 --save_steps 2 --eval_steps 1 --logging_steps 1"
 COMMON += " --max_grad_norm 1.0 --lr_scheduler_type constant --max_eval_samples 7 --eval_max_new_tokens 12"

@@ -1,9 +1,10 @@
 """How memory grows with the work: live tensors are counted one by one, so that every figure is exact and free of noise."""
 
-from common.collators import flat_batch, whole
+from common.collators import flat_batch
+from common.data.types import whole
 from common.losses import nll
 from common.model.lm_head import chunk_rows
-from common.model.load import wrap
+from common.model.wrap import wrap
 from common.run.estimate import _Live, nbytes
 from common.sampling.generate import FlatDecoder, generating, sample
 from tests.tiny import SIZE
@@ -38,9 +39,9 @@ def held(model, lengths, objective="known weights", trained=1.0):
     batch = flat_batch([row], CPU)
     with _Live(model) as live:
         if objective == "known weights":
-            loss, _ = model(batch, nll_weights=batch["loss_mask"])
+            loss = model(batch, nll_weights=batch["loss_mask"]).nll
         else:
-            loss = nll(model(batch), batch["loss_mask"])
+            loss = nll(model(batch).logps, batch["loss_mask"])
         loss.backward()
         model.zero_grad()
         return live.most
@@ -145,12 +146,12 @@ def test_an_update_holds_the_prompt_of_a_group_once():
 
     def held_by(G):
         mask = np.array([0] * prompt + [1] * answer, np.uint8)
-        units = [
+        examples = [
             [{"input_ids": np.concatenate([start, draw.integers(2, 61, size=answer)]), "loss_mask": mask}] for _ in range(G)
         ]
-        batch = flat_batch(units, CPU)
+        batch = flat_batch(examples, CPU)
         with _Live(model) as live:
-            nll(model(batch), batch["loss_mask"]).backward()
+            nll(model(batch).logps, batch["loss_mask"]).backward()
             model.zero_grad()
             return live.most, batch["input_ids"].numel()
 

@@ -5,8 +5,9 @@ import json
 import sys
 
 from common.errors import UserError
-from common.model.flat_model import LogProbModel
-from common.run.nonfinite import Health
+from common.model import FlatModel, Output
+from common.run.metrics import Metrics
+from common.run.nonfinite import NonFinite
 from common.run.output_dir import checkpoints
 from tests.conftest import read_metrics, run_script
 from tests.scripts.test_equivalence import free_port
@@ -28,13 +29,15 @@ LOSS = {"dpo": "dpo_loss", "grpo": "grpo_loss"}  # what makes the loss in the sc
 def break_calls(monkeypatch, stage, which):
     """Let the loss be NaN at these of its training calls (0 is the first)."""
     script, calls = importlib.import_module(f"train_{stage}"), iter(range(10**6))
-    owner, name = (script, LOSS[stage]) if stage in LOSS else (LogProbModel, "forward")
+    owner, name = (script, LOSS[stage]) if stage in LOSS else (FlatModel, "forward")
     right = getattr(owner, name)
 
     def wrong(*args, **kwargs):
         result = right(*args, **kwargs)
         if not torch.is_grad_enabled() or next(calls) not in which:
             return result
+        if isinstance(result, Output):
+            return result._replace(nll=result.nll * float("nan"))
         return (result[0] * float("nan"), *result[1:])
 
     monkeypatch.setattr(owner, name, wrong)
@@ -50,7 +53,7 @@ def calls_of_step(step):
 def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage, where, launch, monkeypatch, capsys):
     """On a GPU it is AdamW's kernel that leaves out the step; that of the CPU can do so, too."""
     if where == "on the device":
-        monkeypatch.setattr(Health, "_adamw_looks", lambda self: True)
+        monkeypatch.setattr(NonFinite, "_adamw_looks", lambda self: True)
     break_calls(monkeypatch, stage, calls_of_step(3))
     output = launch(stage, *STAGES[stage], "--max_steps", "4")
     assert "step 3: loss" in (said := capsys.readouterr().out) and "the step was not taken; its batch is in" in said
@@ -83,16 +86,16 @@ def test_after_three_bad_steps_in_a_row_the_run_ends_and_names_the_last_good_che
 def test_what_the_device_has_left_out_is_asked_for_a_step_later(launch, monkeypatch, capsys):
     """With no line to log and nothing to save between: the second bad step is known in the third one, which is not taken."""
     words = [*STAGES["sft"], "--logging_steps", "100", "--save_steps", "0"]
-    monkeypatch.setattr(Health, "_adamw_looks", lambda self: True)
+    monkeypatch.setattr(NonFinite, "_adamw_looks", lambda self: True)
     break_calls(monkeypatch, "sft", calls_of_step(2))
     late = launch("sft", *words, "--max_steps", "4", output="late")
     assert "step 2: loss" in capsys.readouterr().out and (late / "bad_batches" / "step-2.jsonl").exists()
-    monkeypatch.setattr(Health, "_adamw_looks", lambda self: False)
+    monkeypatch.setattr(NonFinite, "_adamw_looks", lambda self: False)
     break_calls(monkeypatch, "sft", calls_of_step(2))
     at_once = launch("sft", *words, "--max_steps", "4", output="at_once")
     one, other = (load_file(run / "model.safetensors") for run in (late, at_once))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    monkeypatch.setattr(Health, "_adamw_looks", lambda self: True)
+    monkeypatch.setattr(NonFinite, "_adamw_looks", lambda self: True)
     break_calls(monkeypatch, "sft", calls_of_step(2) | calls_of_step(3))
     with pytest.raises(UserError, match=r"step 3: loss .* 2 in a row"):
         launch("sft", *words, "--max_steps", "9", "--max_bad_steps", "2", output="ended")
@@ -111,15 +114,15 @@ def test_all_processes_pass_over_the_same_step(tmp_path):
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train_sft
-from common.args import command_line, run
-from common.model.flat_model import LogProbModel
-right, calls = LogProbModel.forward, iter(range(10**6))
+from common.args import launch
+from common.model import FlatModel
+right, calls = FlatModel.forward, iter(range(10**6))
 def wrong(*args, **kwargs):
-    loss, stats = right(*args, **kwargs)
+    out = right(*args, **kwargs)
     bad = next(calls) == 2 and os.environ["RANK"] == "1"
-    return loss * (float("nan") if bad else 1.0), stats
-LogProbModel.forward = wrong
-run(train_sft.main, command_line(train_sft.Args, train_sft.DEMO))
+    return out._replace(nll=out.nll * (float("nan") if bad else 1.0))
+FlatModel.forward = wrong
+launch(train_sft.main, train_sft.Args, "data/configs/sft.yaml")
 """
     script = tmp_path / "train_sft_broken.py"
     script.write_text(code)
@@ -130,11 +133,9 @@ run(train_sft.main, command_line(train_sft.Args, train_sft.DEMO))
 
 
 def test_a_jump_of_the_loss_is_said_and_kept(launch, monkeypatch, capsys):
-    import common.run.metrics as monitor
-
-    write = monitor.Metrics._watch
+    write = Metrics._watch
     values = iter([1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.1, 0.9, 1.0, 1.02, 3.0, 1.0])
-    monkeypatch.setattr(monitor.Metrics, "_watch", lambda self, step, row: write(self, step, row | {"loss": next(values)}))
+    monkeypatch.setattr(Metrics, "_watch", lambda self, step, row: write(self, step, row | {"loss": next(values)}))
     output = launch("sft", *STAGES["sft"], "--max_steps", "13")
     assert "[step 12] the loss jumps to 3" in capsys.readouterr().out
     assert json.loads((output / "summary.json").read_text())["loss_spikes"] == [12]

@@ -17,14 +17,14 @@ GRPO = f"{GRPO} --per_device_train_batch_size 8".split()
 LAUNCHER = """
 import os, sys
 sys.path.insert(0, os.getcwd())
-import common, train_{stage} as script
-from common.args import command_line, run
+import train_{stage} as script
+from common.args import launch
 RANK = int(os.environ["RANK"])
 def fail(*args, **kwargs):
     open(os.environ["FAILED"], "w").close()
     raise RuntimeError(f"process {{RANK}} has had enough")
 {change}
-run(script.main, command_line(script.Args, script.DEMO))
+launch(script.main, script.Args, "data/configs/{stage}.yaml")
 """
 
 
@@ -47,17 +47,17 @@ def two(tmp_path, token_cache, monkeypatch):
 
 
 FORWARD = """
-from common.model.flat_model import LogProbModel
-forward, calls = LogProbModel.forward, iter(range(1000))
+from common.model import FlatModel
+forward, calls = FlatModel.forward, iter(range(1000))
 def broken(self, *args, **kwargs):
     if self.training and next(calls) == 2 and RANK == 1:
         fail()
     return forward(self, *args, **kwargs)
-LogProbModel.forward = broken
+FlatModel.forward = broken
 """
 PREPARING = """
 if RANK == 0:
-    script.load_samples = fail
+    script.load_data = fail
 """
 SAVING = """
 import torch

@@ -54,12 +54,12 @@ def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
     output = launch("sft", *words, "--max_length", "128", "--max_steps", "2", "--per_device_train_batch_size", "2")
     facts = json.loads((output / "dataset.json").read_text())
     first, second = facts["sources"]
-    assert (first["source"], first["format"], first["rows"], first["units"]) == ("some", "messages", 5, 2)
+    assert (first["source"], first["format"], first["rows"], first["examples"]) == ("some", "messages", 5, 2)
     assert first["dropped"] == {
         "empty answer": {"count": 2, "first": [f"{some}:4", f"{some}:5"]},
         "no assistant turn": {"count": 1, "first": [f"{some}:3"]},
     }
-    assert (second["source"], second["rows"], second["units"], second["dropped"]) == ("sft", 40, 40, {})
+    assert (second["source"], second["rows"], second["examples"], second["dropped"]) == ("sft", 40, 40, {})
     assert [found["share"] for found in facts["sources"]] == [0.25, 0.75]
     assert 0 < first["trained_tokens"] < first["tokens"]
     packing, lengths = facts["packing"], facts["lengths"]
@@ -128,7 +128,7 @@ def test_the_scripts_refuse_settings_of_the_data_that_cannot_work(launch, tmp_pa
         (["--curriculum_column", "difficulty"], "--curriculum_column difficulty: no such column; found messages"),
         (["--dataset_streaming", "--max_steps", "-1"], "--max_steps"),
         (["--dataset_streaming", "--max_steps", "2", "--turn_dropping", "0.1"], "--dataset_streaming"),
-        (["--max_tokens_per_batch", "20"], "--max_tokens_per_batch 20: one unit alone has"),
+        (["--max_tokens_per_batch", "20"], "--max_tokens_per_batch 20: one example alone has"),
         (["--dataset_format", "shargpt"], "sharegpt"),
         (["--dataset_format", "alpaca"], "instruction"),
         (["--dataset_weights", "1", "2"], "2 weights for 1 source"),
@@ -150,7 +150,7 @@ def test_a_source_with_settings_of_its_own_comes_from_yaml(launch, tmp_path):
     )
     output = launch("sft", "--config", config)
     facts = json.loads((output / "dataset.json").read_text())["sources"]
-    assert [(found["source"], found["units"], found["share"]) for found in facts] == [("some", 2, 0.25), ("sft", 7, 0.75)]
+    assert [(found["source"], found["examples"], found["share"]) for found in facts] == [("some", 2, 0.25), ("sft", 7, 0.75)]
     assert '"path": "data/sft"' in (output / "args.yaml").read_text()
     again = launch("sft", "--config", output / "args.yaml", "--output_dir", str(tmp_path / "again"), output="x")
     assert again == tmp_path / "x" and (tmp_path / "again" / "dataset.json").exists()

@@ -1,6 +1,5 @@
 """A run that was stopped goes on exactly where it was, and a broken checkpoint is never taken for a whole one."""
 
-import importlib
 import json
 import os
 import shutil
@@ -10,7 +9,8 @@ import sys
 import time
 
 from common.errors import UserError
-from common.run.output_dir import checkpoints, defect, newest_whole
+from common.run import run as module
+from common.run.output_dir import checkpoints, find_damage, newest_intact
 from tests.conftest import ROOT, read_metrics
 
 import pytest
@@ -66,17 +66,16 @@ class Stop(Exception):
     pass
 
 
-def stop_after_save(monkeypatch, stage, at):
+def stop_after_save(monkeypatch, at):
     """Let the script fail right after it has written its checkpoint at step `at`."""
-    script = importlib.import_module(f"train_{stage}")
-    save = script.save_checkpoint
+    save = module.save_checkpoint
 
     def save_and_stop(*args, **kwargs):
         save(*args, **kwargs)
         if args[5] >= at:
             raise Stop
 
-    monkeypatch.setattr(script, "save_checkpoint", save_and_stop)
+    monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -84,7 +83,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
     arguments, stage = [*STAGES[stage], *COMMON, "--logging_steps", "2"], stage.split()[0]
     whole = launch(stage, *arguments, output="whole")
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        stop_after_save(patch, stage, at=3)
+        stop_after_save(patch, at=3)
         launch(stage, *arguments, output="stopped")
     resumed = launch(stage, *arguments, output="stopped")
     assert read_metrics(resumed) == read_metrics(whole)
@@ -104,7 +103,7 @@ def test_dropout_is_a_function_of_the_step_so_that_resuming_changes_nothing(laun
     arguments = [*STAGES["sft"], *COMMON, "--model_name_or_path", tmp_path / "m", "--eval_steps", "0"]
     whole = launch("sft", *arguments, output="whole")
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        stop_after_save(patch, "sft", at=3)
+        stop_after_save(patch, at=3)
         launch("sft", *arguments, output="stopped")
     assert read_metrics(launch("sft", *arguments, output="stopped")) == read_metrics(whole)
     evaluated_first = launch("sft", *arguments, "--eval_steps", "100", output="evaluated")
@@ -162,7 +161,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_whole_one(damage, laun
         victim.write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:])
     else:
         victim.write_bytes(content[: len(content) // 2])
-    assert defect(newest) is not None and newest_whole(output) == whole
+    assert find_damage(newest) is not None and newest_intact(output) == whole
     assert "passed over" in capsys.readouterr().out
 
 

@@ -1,6 +1,5 @@
 """A run that is told to stop saves at the step reached, leaves with code 75, and loses and repeats nothing when it goes on."""
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -12,7 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common.run.output_dir import checkpoints
-from common.run.signals import EXIT_CODE, EXIT_SECONDS, Interruption
+from common.run.retry import Retry
+from common.run.signals import EXIT_CODE, EXIT_SECONDS, Signals
 from tests.conftest import ROOT, read_metrics
 from tests.run.test_resume import COMMON, STAGES
 
@@ -63,17 +63,16 @@ def same_weights(one: Path, other: Path) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def signal_in_step(monkeypatch, stage: str, at: int, number: int) -> None:
+def signal_in_step(monkeypatch, at: int, number: int) -> None:
     """The process sends itself a signal in the middle of the step that makes `at` updates out of at - 1."""
-    script = importlib.import_module(f"train_{stage}")
-    seed_step = script.seed_step
+    seed_dropout = Retry._seed_dropout
 
-    def send_and_seed(seed, step, rank):
+    def send_and_seed(self, step):
         if step == at - 1:
             signal.raise_signal(number)
-        seed_step(seed, step, rank)
+        seed_dropout(self, step)
 
-    monkeypatch.setattr(script, "seed_step", send_and_seed)
+    monkeypatch.setattr(Retry, "_seed_dropout", send_and_seed)
 
 
 @pytest.mark.parametrize(("stage", "at"), [("pretrain", 5), ("sft", 4), ("sft streamed", 5), ("dpo", 3), ("grpo", 5)])
@@ -83,7 +82,7 @@ def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, mon
     whole = launch(stage, *words, output="whole")
     capsys.readouterr()
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
-        signal_in_step(patch, stage, at, signal.SIGTERM)
+        signal_in_step(patch, at, signal.SIGTERM)
         launch(stage, *words, output="stopped")
     stopped, step = whole.parent / "stopped", 6 if stage == "grpo" else at
     assert left.value.code == EXIT_CODE and not (stopped / "summary.json").exists()
@@ -175,71 +174,75 @@ def test_the_clock_saves(launch):
     assert [folder.name for folder in checkpoints(output)] == [f"checkpoint-{step}" for step in range(1, 8)]
 
 
+def limited(max_hours, save_minutes):
+    return SimpleNamespace(max_hours=max_hours, save_minutes=save_minutes)
+
+
 @pytest.fixture
 def clock(monkeypatch):
-    """An Interruption whose time is ours: clock.now."""
+    """Signals whose time is ours: clock.now; clock.start(max_hours, save_minutes)."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr("common.run.signals.time", SimpleNamespace(time=lambda: clock.now))
     monkeypatch.setattr("common.run.signals.START", 900.0)
     accelerator = SimpleNamespace(num_processes=1, is_main_process=True, device=torch.device("cpu"))
     made = []
-    clock.start = lambda *limits: made.append(Interruption(accelerator, *limits)) or made[-1]
+    clock.start = lambda *limits: made.append(Signals(accelerator, limited(*limits))) or made[-1]
     yield clock
-    for interrupt in made:
-        interrupt.close()
+    for signals in made:
+        signals.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("step", "evaluation", "save"), [(60, 600, 120), (1, 0, 300), (900, 0, 5), (0.1, 30, 0.1)])
 def test_a_limit_of_time_is_kept_and_used(clock, step, evaluation, save, late):
     """Steps, evaluations every ten, a checkpoint every hundred: the last save ends before the limit, with a step's room."""
-    interrupt = clock.start(4.0, None)
-    interrupt.late = late
+    signals = clock.start(4.0, None)
+    signals.late = late
     clock.now += evaluation
     for n in range(1_000_000):
-        wish = interrupt.wish()
-        if wish or n and n % 100 == 0:
+        asked = signals.asked_for()
+        if asked or n and n % 100 == 0:
             clock.now += save
-            interrupt.saved()
-        if wish == "stop":
+            signals.saved()
+        if asked == "stop":
             break
         clock.now += step + (evaluation if n % 10 == 9 else 0)
     left = 900 + 4 * 3600 - clock.now
     assert EXIT_SECONDS < left + 1e-6 and left < (2 + late) * (step + evaluation + save) + save + EXIT_SECONDS + 1
 
 
-def test_a_wish_waits_until_it_is_possible(clock):
-    interrupt = clock.start(None, 1.0)
-    assert interrupt.wish() == ""
+def test_what_was_asked_for_waits_until_it_is_possible(clock):
+    signals = clock.start(None, 1.0)
+    assert signals.asked_for() == ""
     signal.raise_signal(signal.SIGUSR1)
-    assert [interrupt.wish(possible) for possible in (False, False, True, True)] == ["", "", "save", ""]
+    assert [signals.asked_for(possible) for possible in (False, False, True, True)] == ["", "", "save", ""]
     clock.now += 61
-    assert [interrupt.wish(possible) for possible in (False, True)] == ["", "save"]
-    interrupt.saved()
-    assert interrupt.wish() == ""
+    assert [signals.asked_for(possible) for possible in (False, True)] == ["", "save"]
+    signals.saved()
+    assert signals.asked_for() == ""
     signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGTERM)
-    assert interrupt.wish() == "stop"
-    interrupt.close()
+    assert signals.asked_for() == "stop"
+    signals.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == signal.getsignal(signal.SIGUSR1)
 
 
-def test_with_several_gpus_a_wish_comes_true_a_step_later_and_once(clock):
-    interrupt = clock.start(None, 1.0)
-    interrupt.late = True
-    assert [interrupt.wish() for _ in range(2)] == ["", ""]
+def test_with_several_gpus_an_answer_comes_a_step_later_and_once(clock):
+    signals = clock.start(None, 1.0)
+    signals.late = True
+    assert [signals.asked_for() for _ in range(2)] == ["", ""]
     signal.raise_signal(signal.SIGUSR1)
-    assert [interrupt.wish(possible) for possible in (True, False, True)] == ["", "", "save"]
-    interrupt.saved()
-    assert [interrupt.wish() for _ in range(3)] == ["", "", ""]
+    assert [signals.asked_for(possible) for possible in (True, False, True)] == ["", "", "save"]
+    signals.saved()
+    assert [signals.asked_for() for _ in range(3)] == ["", "", ""]
     clock.now += 61
-    assert [interrupt.wish() for _ in range(2)] == ["", "save"]
-    interrupt.saved()
-    assert [interrupt.wish() for _ in range(3)] == ["", "", ""]
+    assert [signals.asked_for() for _ in range(2)] == ["", "save"]
+    signals.saved()
+    assert [signals.asked_for() for _ in range(3)] == ["", "", ""]
     signal.raise_signal(signal.SIGTERM)
-    assert interrupt.wish() == ""
-    interrupt.saved()  # one that was due anyway: the signal is not forgotten
-    assert [interrupt.wish() for _ in range(2)] == ["", "stop"]
+    assert signals.asked_for() == ""
+    signals.saved()  # one that was due anyway: the signal is not forgotten
+    assert [signals.asked_for() for _ in range(2)] == ["", "stop"]
 
 
 @pytest.mark.parametrize(
@@ -250,9 +253,9 @@ def test_only_several_gpus_answer_late_and_only_where_that_is_wanted(processes, 
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backend)
     accelerator = SimpleNamespace(num_processes=processes, is_main_process=True, device=torch.device("cuda"))
     for wanted in (True, False):
-        interrupt = Interruption(accelerator, None, None, late=wanted)
-        interrupt.close()
-        assert (interrupt.device.type, interrupt.late) == (where, late and wanted)
+        signals = Signals(accelerator, limited(None, None), late=wanted)
+        signals.close()
+        assert (signals.device.type, signals.late) == (where, late and wanted)
 
 
 def test_a_forked_process_ends_at_a_signal_as_usual(clock):

@@ -9,8 +9,9 @@ import common.sampling.generate
 import common.sampling.kv_cache
 from common.collators import flat_batch, split_row
 from common.model.flat_model import body
-from common.model.load import enable_gradient_checkpointing, wrap
-from common.sampling.generate import Completion, FlatDecoder, draw, sample
+from common.model.load import enable_gradient_checkpointing
+from common.model.wrap import wrap
+from common.sampling.generate import FlatDecoder, Sampled, draw, sample
 from tests.tiny import TINY, V, tiny_pair
 
 import numpy as np
@@ -50,20 +51,20 @@ def theirs(lm, prompt: list[int], stop_ids: list[int]) -> list[int]:
     return lm.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
-def ours(model, prompts=PROMPTS, keys=KEYS, *, stop_ids=(1,), **options) -> list[Completion]:
+def ours(model, prompts=PROMPTS, keys=KEYS, *, stop_ids=(1,), **options) -> list[Sampled]:
     return sample(model, prompts, keys, stop_ids=stop_ids, max_new_tokens=options.pop("max_new_tokens", NEW), **options)
 
 
 def trainer_logps(model, prompts, completions, temperature: float = 1.0) -> list[torch.Tensor]:
     """The log-probabilities of the completions by the model as it is trained, without dropout."""
-    units = [
+    examples = [
         [{"input_ids": np.array(p + c.ids), "loss_mask": np.array([0] * len(p) + [1] * len(c.ids))}]
         for p, c in zip(prompts, completions, strict=True)
     ]
-    batch = flat_batch(units, torch.device("cpu"))
+    batch = flat_batch(examples, torch.device("cpu"))
     was_training = model.training
     with torch.no_grad():
-        logps = model.eval()(batch, temperature)
+        logps = model.eval()(batch, temperature=temperature).logps
     model.train(was_training)
     return [row[len(p) :] for row, p in zip(split_row(logps, batch), prompts, strict=True)]
 
@@ -338,8 +339,8 @@ def state_of(model) -> dict[str, bool]:
 def training_pass(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Log-probabilities and gradients as in training, dropout included."""
     torch.manual_seed(0)
-    units = [[{"input_ids": np.array(p), "loss_mask": np.ones(len(p))}] for p in PROMPTS if len(p) > 1]
-    logps = model(flat_batch(units, torch.device("cpu")))
+    examples = [[{"input_ids": np.array(p), "loss_mask": np.ones(len(p))}] for p in PROMPTS if len(p) > 1]
+    logps = model(flat_batch(examples, torch.device("cpu"))).logps
     gradients = torch.autograd.grad(logps.sum(), [p for p in model.parameters() if p.requires_grad])
     return logps.detach(), list(gradients)
 

@@ -59,7 +59,7 @@ def test_a_run_on_a_file_imports_nothing_that_it_does_not_need_before_its_first_
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train_sft
-from common.args import command_line, run
+from common.args import launch
 def stop(*args):
     print("IMPORTED", *{name.split(".")[0] for name in sys.modules})
     sys.stdout.flush()

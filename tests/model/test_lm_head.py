@@ -4,11 +4,20 @@ import weakref
 from types import SimpleNamespace
 
 import common.model.lm_head
+from common.args import CommonArgs
 from common.collators import flat_batch
 from common.model.flat_model import disable_dropout
-from common.model.lm_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, head_bytes, nll, score
-from common.model.load import add_lora, wrap
-from tests.model.test_model import CONFIGS, GROUPED, LENGTHS, PADDED, alone_in_float64, make, units
+from common.model.lm_head import (
+    BLOCK_ELEMENTS,
+    HEAD_CHUNK_ELEMENTS,
+    HEAD_CHUNK_ROWS,
+    head_bytes,
+    log_probs,
+    weighted_nll,
+)
+from common.model.lora import add_lora
+from common.model.wrap import wrap
+from tests.model.test_model import CONFIGS, GROUPED, LENGTHS, PADDED, alone_in_float64, examples, make
 
 import pytest
 import torch
@@ -90,11 +99,11 @@ def test_values_and_gradients_are_those_of_full_logits(curve, bias, frozen, elem
     hidden, tokens, w, u = positions(toy)
     logps, entropy, correct = wanted = full(toy, hidden, tokens, 0.7, **CURVES[curve])
 
-    loss, found = nll(toy, hidden, tokens, w, 0.7)
+    loss, found = weighted_nll(toy, hidden, tokens, w, 0.7)
     assert not any(s.requires_grad for s in found)
-    by_logps = score(toy, hidden, tokens, 0.7)[0]
-    by_both = score(toy, hidden, tokens, 0.7, stats=True, entropy_grad=True)
-    without = score(toy, hidden, tokens, 0.7, stats=True)
+    by_logps = log_probs(toy, hidden, tokens, 0.7)[0]
+    by_both = log_probs(toy, hidden, tokens, 0.7, entropy=True, entropy_grad=True)
+    without = log_probs(toy, hidden, tokens, 0.7, entropy=True)
     assert not without[1].requires_grad and not without[2].requires_grad and not by_both[2].requires_grad
     for scores in (found, by_both, without, (by_logps,)):
         for a, b in zip(scores, wanted, strict=False):
@@ -120,14 +129,14 @@ def test_gradients_pass_gradcheck(rows, chunks):
     hidden, tokens, w, _ = positions(toy)
 
     def with_entropy(*_):
-        return score(toy, hidden, tokens, 0.7, stats=True, entropy_grad=True)[:2]
+        return log_probs(toy, hidden, tokens, 0.7, entropy=True, entropy_grad=True)[:2]
 
     inputs = tuple(leaves(toy, hidden))
-    assert torch.autograd.gradcheck(lambda *_: score(toy, hidden, tokens, 0.7)[0], inputs)
+    assert torch.autograd.gradcheck(lambda *_: log_probs(toy, hidden, tokens, 0.7)[0], inputs)
     assert torch.autograd.gradcheck(with_entropy, inputs)
     wide = torch.autograd.functional.jacobian  # gradcheck sends a loss backward more than once
     numeric = wide(lambda h: -(w * full(toy, h, tokens, final_logit_softcapping=3.0)[0]).sum(), hidden)
-    torch.testing.assert_close(wide(lambda h: nll(toy, h, tokens, w)[0], hidden), numeric)
+    torch.testing.assert_close(wide(lambda h: weighted_nll(toy, h, tokens, w)[0], hidden), numeric)
 
 
 @pytest.mark.parametrize("chunk", [7, 10**6], ids=["chunks", "one chunk"])
@@ -139,17 +148,18 @@ def test_a_models_gradient_is_the_same_by_nll_by_logps_and_by_full_logits(name, 
     models = [wrap(make(config)).train() for _ in range(2)]
     for model in models:
         disable_dropout(model)
-    batch = flat_batch(units(), CPU)
-    loss, stats = models[0](batch, temperature=0.7, nll_weights=weights)
-    again = models[1](batch, temperature=0.7, stats=True)
-    for a, b in zip(stats, again, strict=True):
+    batch = flat_batch(examples(), CPU)
+    out = models[0](batch, temperature=0.7, nll_weights=weights)
+    again = models[1](batch, temperature=0.7, entropy=True)
+    loss = out.nll
+    for a, b in zip(out[:3], again[:3], strict=True):
         assert a.dtype == torch.float32 and not a.requires_grad
         torch.testing.assert_close(a, b.detach(), rtol=1e-5, atol=1e-5)
     (2 * loss).backward()
     (-2 * (weights * again.logps).sum()).backward()
 
     lm = make(config)
-    parts = [alone_in_float64(lm, unit, 0.7) for unit in units()]
+    parts = [alone_in_float64(lm, example, 0.7) for example in examples()]
     logps = torch.cat([nn.functional.pad(part[1:], (1, 0)) for part in parts])
     assert loss.item() == pytest.approx(-(weights * logps).sum().item(), rel=1e-4)
     (-2 * (weights * logps).sum()).backward()
@@ -165,18 +175,18 @@ def test_without_gradients_and_without_targets():
     toy = Toy()
     hidden, tokens, w, _ = positions(toy)
     with torch.no_grad():
-        loss, (logps, *_) = nll(toy, hidden, tokens, w)
+        loss, (logps, *_) = weighted_nll(toy, hidden, tokens, w)
         assert not loss.requires_grad and not logps.requires_grad
     assert loss == -(w * full(toy, hidden, tokens)[0]).sum().detach()
-    loss, scores = nll(toy, hidden[:0], tokens[:0], w[:0])
-    (loss + score(toy, hidden[:0], tokens[:0])[0].sum()).backward()
+    loss, scores = weighted_nll(toy, hidden[:0], tokens[:0], w[:0])
+    (loss + log_probs(toy, hidden[:0], tokens[:0])[0].sum()).backward()
     assert loss == 0 and all(len(s) == 0 for s in scores)
     assert not toy.lm_head.weight.grad.any() and not hidden.grad.any()  # zeros, which DDP waits for
 
 
 def test_the_loss_is_sent_backward_once():
     toy = Toy()
-    loss, _ = nll(toy, *positions(toy)[:3])
+    loss, _ = weighted_nll(toy, *positions(toy)[:3])
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="only once"):
         loss.backward()
@@ -185,7 +195,7 @@ def test_the_loss_is_sent_backward_once():
 def test_the_gradient_of_the_weight_is_not_copied():
     toy = Toy(dtype=torch.float32)
     hidden, tokens, w, _ = positions(toy, dtype=torch.float32)
-    loss, _ = nll(toy, hidden, tokens, w)
+    loss, _ = weighted_nll(toy, hidden, tokens, w)
     formed = loss.grad_fn.gradients[1].data_ptr()
     loss.backward()
     assert toy.lm_head.weight.grad.data_ptr() == formed
@@ -230,11 +240,11 @@ def test_other_heads_are_called_as_modules(rows, change, chunks, monkeypatch):
     want = torch.autograd.grad(-(w * wanted[0]).sum(), leaves(toy, hidden), retain_graph=True)
     want_both = torch.autograd.grad((w * wanted[0] + u * wanted[1]).sum(), leaves(toy, hidden))
     calls.clear()
-    loss, scores = nll(toy, hidden, tokens, w, 0.7)
+    loss, scores = weighted_nll(toy, hidden, tokens, w, 0.7)
     assert calls and not any(s.requires_grad for s in scores)
     for a, b in zip(torch.autograd.grad(loss, leaves(toy, hidden)), want, strict=True):
         torch.testing.assert_close(a, b)
-    logps, entropy, _ = score(toy, hidden, tokens, 0.7, stats=True, entropy_grad=True)
+    logps, entropy, _ = log_probs(toy, hidden, tokens, 0.7, entropy=True, entropy_grad=True)
     both = torch.autograd.grad((w * logps + u * entropy).sum(), leaves(toy, hidden))
     for a, b in zip(both, want_both, strict=True):
         torch.testing.assert_close(a, b)
@@ -246,18 +256,17 @@ def test_lora(rows, targets, chunks):
     pytest.importorskip("peft")
     chunks(rows)
     weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
-    batch = flat_batch(units(), CPU)
+    batch = flat_batch(examples(), CPU)
     torch.manual_seed(0)
-    model = add_lora(wrap(make(CONFIGS["llama"])), 4, 8, 0.0, targets).train()
+    model = add_lora(CommonArgs(lora_r=4, lora_alpha=8, lora_target_modules=targets), wrap(make(CONFIGS["llama"]))).train()
     for name, p in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p, std=0.1)
     trained = {name: p for name, p in model.lm.named_parameters() if p.requires_grad}
-    loss, _ = model(batch, nll_weights=weights)
-    ours = torch.autograd.grad(loss, trained.values())
-    by_logps = torch.autograd.grad(-(weights * model(batch)).sum(), trained.values())
+    ours = torch.autograd.grad(model(batch, nll_weights=weights).nll, trained.values())
+    by_logps = torch.autograd.grad(-(weights * model(batch).logps).sum(), trained.values())
     model.lm.get_base_model().set_attn_implementation("sdpa")
-    logps = torch.cat([nn.functional.pad(alone_in_float64(model.lm, unit)[1:], (1, 0)) for unit in units()])
+    logps = torch.cat([nn.functional.pad(alone_in_float64(model.lm, example)[1:], (1, 0)) for example in examples()])
     naive = torch.autograd.grad(-(weights * logps).sum(), trained.values())
     assert model.lm.get_base_model().lm_head.weight.grad is None
     for name, a, b, wanted in zip(trained, ours, by_logps, naive, strict=True):
@@ -286,8 +295,8 @@ def test_bfloat16_rounds_products_and_nothing_else(autocast, rows, chunks):
     toy.to(torch.float32 if autocast else torch.bfloat16)
     hidden = rounded[1].clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss, scores = nll(toy, hidden, tokens, w.float())
-        by_logps = score(toy, hidden, tokens)[0]
+        loss, scores = weighted_nll(toy, hidden, tokens, w.float())
+        by_logps = log_probs(toy, hidden, tokens)[0]
     assert loss.dtype == by_logps.dtype == torch.float32 and all(s.dtype == torch.float32 for s in scores)
     torch.testing.assert_close(scores[0].double(), logps.detach(), atol=0.1, rtol=0.01)
     for value in (loss, -(w.float() * by_logps).sum()):
@@ -307,7 +316,7 @@ def test_float16_keeps_the_gradient_of_a_large_window_with_a_scaled_loss(frozen,
     toy.float()
     hidden = hidden.detach().float().requires_grad_()
     with torch.autocast("cpu", torch.float16):
-        loss, _ = nll(toy, hidden, tokens, torch.full((300,), 1e-6))
+        loss, _ = weighted_nll(toy, hidden, tokens, torch.full((300,), 1e-6))
     for a, b in zip(torch.autograd.grad(loss * 65536, leaves(toy, hidden)), wanted, strict=True):
         assert a.dtype == torch.float32 and relative_error(a / 65536, b) < 0.01
 
@@ -349,9 +358,9 @@ def peak(way, N, V, D=16, frozen=False, autocast=False):
     with Peak() as counted:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if way == "nll":
-                loss, _ = nll(toy, hidden, tokens, weights)
+                loss, _ = weighted_nll(toy, hidden, tokens, weights)
             else:
-                logps, entropy, _ = score(toy, hidden, tokens, stats=True, entropy_grad=way == "entropy")
+                logps, entropy, _ = log_probs(toy, hidden, tokens, entropy=True, entropy_grad=way == "entropy")
                 loss = -(weights * (logps + entropy)).sum()
         loss.backward()
     return counted.most
@@ -384,7 +393,7 @@ def test_a_frozen_head_gets_no_gradient_and_nothing_is_computed_twice(chunks, mo
     chunks(16)
     toy = Toy(frozen=True)
     hidden, tokens, w, _ = positions(toy, N=64)
-    loss = -(score(toy, hidden, tokens)[0] * w).sum()
+    loss = -(log_probs(toy, hidden, tokens)[0] * w).sum()
     monkeypatch.setattr(common.model.lm_head, "_softmax_", None)  # no logits in the backward pass
     loss.backward()
     assert hidden.grad.abs().sum() > 0 and toy.lm_head.weight.grad is None

@@ -1,8 +1,8 @@
-"""Lean norms and MLPs give what the modules' own code gives, forward and backward, and keep less."""
+"""Fused norms and MLPs give what the modules' own code gives, forward and backward, and keep less."""
 
 import copy
 
-from common.model.fused_layers import lighten
+from common.model.fused_layers import use_fused_layers
 from common.run.estimate import _Live
 from tests.tiny import TINY, tiny_lm
 
@@ -48,12 +48,12 @@ def run(module, x, weights, autocast=False):
     ],
 )
 def test_values_and_gradients_are_those_of_the_plain_module(make, dtype, autocast, tolerance):
-    plain, lean = make(dtype), make(dtype)
-    lean.load_state_dict(plain.state_dict())
-    lighten(nn.ModuleList([lean]))
-    assert hasattr(lean, "plain_forward") and not hasattr(plain, "plain_forward")
+    plain, fused = make(dtype), make(dtype)
+    fused.load_state_dict(plain.state_dict())
+    use_fused_layers(nn.ModuleList([fused]))
+    assert hasattr(fused, "plain_forward") and not hasattr(plain, "plain_forward")
     x, weights = torch.randn(2, 1, 7, 24, dtype=torch.float64).to(dtype).unbind()
-    for ours, theirs in zip(run(lean, x, weights, autocast), run(plain, x, weights, autocast), strict=True):
+    for ours, theirs in zip(run(fused, x, weights, autocast), run(plain, x, weights, autocast), strict=True):
         if ours.dtype != theirs.dtype:  # see below
             assert autocast and make is norm and ours.dtype == torch.bfloat16
         assert ours.shape == theirs.shape
@@ -63,29 +63,29 @@ def test_values_and_gradients_are_those_of_the_plain_module(make, dtype, autocas
 @pytest.mark.parametrize("make", [norm, mlp])
 def test_gradients_are_the_derivatives(make):
     module = make(torch.float64)
-    lighten(nn.ModuleList([module]))
+    use_fused_layers(nn.ModuleList([module]))
     x = torch.randn(3, 24, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(module, (x,))
 
 
 @pytest.mark.parametrize("which", ["all frozen", "down trained", "gate trained"])
 def test_frozen_weights_get_no_gradient_and_pass_it_on(which):
-    plain, lean = mlp(), mlp()
-    for module in (plain, lean):
+    plain, fused = mlp(), mlp()
+    for module in (plain, fused):
         for name, p in module.named_parameters():
             p.requires_grad_(name.startswith(which.split()[0]))
-    lighten(nn.ModuleList([lean]))
+    use_fused_layers(nn.ModuleList([fused]))
     x, weights = torch.randn(2, 5, 24).unbind()
-    for ours, theirs in zip(run(lean, x, weights), run(plain, x, weights), strict=True):
+    for ours, theirs in zip(run(fused, x, weights), run(plain, x, weights), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert [p.grad is None for p in lean.parameters()] == [p.grad is None for p in plain.parameters()]
+    assert [p.grad is None for p in fused.parameters()] == [p.grad is None for p in plain.parameters()]
 
 
 def test_other_forms_are_left_alone():
     """Gemma's norm multiplies by 1 + w; an MLP with another activation; biases are allowed."""
     modules = nn.ModuleList([Gemma2RMSNorm(24), mlp(hidden_act="gelu"), nn.LayerNorm(24), mlp(mlp_bias=True)])
     nn.init.uniform_(modules[0].weight, 0.5, 1.5)
-    lighten(modules)
+    use_fused_layers(modules)
     assert [hasattr(module, "plain_forward") for module in modules] == [False, False, False, True]
     plain = mlp(mlp_bias=True)
     plain.load_state_dict(modules[3].state_dict())
@@ -96,7 +96,7 @@ def test_other_forms_are_left_alone():
 
 def test_a_hook_on_the_last_layer_still_fires():
     module, calls = mlp(), []
-    lighten(nn.ModuleList([module]))
+    use_fused_layers(nn.ModuleList([module]))
     module.down_proj.register_forward_hook(lambda *args: calls.append(1))
     module(torch.randn(2, 24))
     assert calls == [1]
@@ -104,7 +104,7 @@ def test_a_hook_on_the_last_layer_still_fires():
 
 def test_a_copy_computes_with_its_own_weights():
     lm = tiny_lm("llama")
-    lighten(lm)
+    use_fused_layers(lm)
     other = copy.deepcopy(lm)
     with torch.no_grad():
         for p in other.model.layers[0].mlp.parameters():
@@ -116,33 +116,33 @@ def test_a_copy_computes_with_its_own_weights():
 @pytest.mark.parametrize("kind", TINY)
 def test_a_model_gives_the_same_gradients(kind):
     plain = tiny_lm(kind)
-    lean = copy.deepcopy(plain)
-    lighten(lean)
+    fused = copy.deepcopy(plain)
+    use_fused_layers(fused)
     ids = torch.arange(2, 30)[None]
-    for lm in (plain, lean):
+    for lm in (plain, fused):
         lm(ids, labels=ids).loss.backward()
-    for (name, ours), theirs in zip(lean.named_parameters(), plain.parameters(), strict=True):
+    for (name, ours), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_under_autocast_a_norm_is_made_in_the_dtype_of_the_layers_behind_it():
     """The same numbers, once: a module's own code hands over float32, of which every linear layer keeps a copy."""
     plain = tiny_lm("llama")
-    lean = copy.deepcopy(plain)
-    lighten(lean)
+    fused = copy.deepcopy(plain)
+    use_fused_layers(fused)
     ids, kept = torch.arange(2, 30)[None], []
     with torch.autocast("cpu", torch.bfloat16):
         x = torch.randn(1, 5, 32)
-        before, after = plain.model.norm(x), lean.model.norm(x)
+        before, after = plain.model.norm(x), fused.model.norm(x)
         assert after.dtype == torch.bfloat16 and torch.equal(before.to(torch.bfloat16), after)
-        assert lean.model.norm(x.bfloat16()).dtype == before.dtype  # only of a float32 hidden state
-        for lm in (plain, lean):
+        assert fused.model.norm(x.bfloat16()).dtype == before.dtype  # only of a float32 hidden state
+        for lm in (plain, fused):
             with _Live(lm) as live:
                 loss = lm(ids, labels=ids).loss
                 kept.append(live.now)
             loss.backward()
     assert kept[1] < 0.8 * kept[0]
-    for (name, ours), theirs in zip(lean.named_parameters(), plain.parameters(), strict=True):
+    for (name, ours), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
         assert (ours.grad - theirs.grad).norm() < 0.02 * theirs.grad.norm(), name
 
 
@@ -150,12 +150,12 @@ def test_less_is_kept():
     """Per token: of the norm 1 of 3 vectors of its width, of the MLP 2 of 4 of its inner width."""
     kept = {}
     for name, make, x in (("norm", norm, torch.randn(1000, 24)), ("mlp", mlp, torch.randn(1000, 24))):
-        for lean in (False, True):
+        for fused in (False, True):
             module = make()
-            if lean:
-                lighten(nn.ModuleList([module]))
+            if fused:
+                use_fused_layers(nn.ModuleList([module]))
             with _Live(nn.ModuleList([module])) as live:
                 out = module(x.requires_grad_())  # noqa: F841  (alive while it is counted)
-                kept[name, lean] = live.now / 4000
+                kept[name, fused] = live.now / 4000
     assert kept["norm", True] <= 24 + 2 and kept["norm", False] >= 2 * 24  # the output itself; the input is not counted
     assert kept["mlp", True] <= 24 + 2 * 40 + 1 and kept["mlp", False] >= 24 + 4 * 40

@@ -1,0 +1,181 @@
+"""The name of tokenised data in the cache: a hash of everything that it depends on.
+
+That is the rows, the tokenizer, the versions of the code and libraries that read and tokenise, and the script's `encode`:
+its source, that of the functions of its module which it calls, the constants of the module which they read, and the values
+of those arguments which they read.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from common.args import CommonArgs
+from common.data.sources import Source, identity
+from common.data.types import Tokenizer
+from common.errors import UserError
+
+
+def cache_key(source: Source, encode: Callable[..., Any], tokenizer: Tokenizer, args: CommonArgs, column: str | None) -> str:
+    """A hash of all that the tokens of a source depend on. column: of the curriculum."""
+    if not inspect.isfunction(encode):
+        raise UserError(f"encode is {encode!r}; expected a function of (row, tokenizer, args)")
+    code = [source_code(encode), constants(encode), args_read(encode, args)]
+    return digest([identity(source), column, code, fingerprint(tokenizer), *versions()])
+
+
+def digest(parts: list[Any]) -> str:
+    """Anything that JSON can hold as 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def versions() -> list[str]:
+    """Of the code that reads and tokenises: this package's and the libraries'."""
+    ours = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return [*ours, version("transformers"), version("tokenizers")]
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """A hash of what a tokenizer does: its tables, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        tables = json.dumps(sorted(tokenizer.get_vocab().items()))
+    else:
+        backend.no_truncation()  # left behind by a call; not what it is
+        backend.no_padding()
+        tables = backend.to_str()
+    state = [type(tokenizer).__name__, tables, tokenizer.special_tokens_map, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(state, default=str).encode()).hexdigest()
+
+
+# --- the code of a function -----------------------------------------------------------------------------------------
+
+
+def source_code(function: FunctionType) -> list[str]:
+    """The source of a function, and of those of its module that it calls, directly or not."""
+    return [inspect.getsource(f) for f in _with_called(function)]
+
+
+def constants(function: FunctionType) -> dict[str, Any]:
+    """The simple constants (numbers, strings, patterns, lists and dicts of them) that this code reads outside of itself."""
+    found: dict[str, Any] = {}
+    for f in _with_called(function):
+        cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
+        for code in _codes(f):
+            for name in code.co_names:
+                if name in f.__globals__ and (value := _plain(f.__globals__[name])) is not None:
+                    found[name] = value
+        for name, cell in cells.items():
+            if (value := _plain(cell.cell_contents)) is not None:
+                found[f"{f.__qualname__}.{name}"] = value
+    return found
+
+
+def _with_called(function: FunctionType) -> list[FunctionType]:
+    found = [function]
+    for f in found:  # which grows on the way
+        called = [f.__globals__.get(name) for code in _codes(f) for name in code.co_names]
+        found += [g for g in dict.fromkeys(_functions_of(f.__module__, called)) if g not in found]
+    return found
+
+
+def _functions_of(module: str, values: list[Any]) -> Iterator[FunctionType]:
+    return (value for value in values if inspect.isfunction(value) and value.__module__ == module)
+
+
+def _codes(function: FunctionType) -> list[CodeType]:
+    """The code of a function, and of the functions and loops inside of it."""
+    codes = [function.__code__]
+    for code in codes:  # which grows on the way
+        codes += [const for const in code.co_consts if inspect.iscode(const)]
+    return codes
+
+
+def _plain(value: Any) -> str | None:
+    """A simple constant as text that is the same in each process; None for anything else."""
+    if isinstance(value, str | int | float | complex | bytes | None):
+        return repr(value)
+    if isinstance(value, re.Pattern):
+        return f"{value.pattern!r} {value.flags}"
+    if isinstance(value, dict):
+        parts = [part for pair in value.items() for part in map(_plain, pair)]
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = [_plain(part) for part in value]
+    else:
+        return None
+    if None in parts:
+        return None
+    return f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, set | frozenset) else parts)})"
+
+
+# --- the arguments that it reads ------------------------------------------------------------------------------------
+
+
+def args_read(function: FunctionType, args: CommonArgs) -> dict[str, Any]:
+    """The values of the arguments that encode(row, tokenizer, args) reads: `args.NAME`, there and in what it calls.
+
+    Where the arguments as a whole go somewhere else (to a function of another module, into a variable): all of them, but for
+    those that are marked as without influence on the data (may_change).
+    """
+    names = _names_read(function, 2)
+    if names is not None and all(hasattr(args, name) and not callable(getattr(args, name)) for name in names):
+        return {name: getattr(args, name) for name in sorted(names)}
+    fields = dataclasses.fields(args) if dataclasses.is_dataclass(args) else ()
+    ignored = {field.name for field in fields if field.metadata.get("may_change")}
+    return {name: value for name, value in sorted(vars(args).items()) if name not in ignored}
+
+
+def _names_read(function: FunctionType, place: int) -> set[str] | None:
+    """The attributes that a function reads of the parameter at a place; None: it does something else with it as well."""
+    names: set[str] = set()
+    waiting = [(function, place)]
+    for f, at in waiting:  # which grows on the way
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(f))).body[0]
+        except (OSError, SyntaxError):  # a lambda in the middle of something
+            return None
+        if not isinstance(tree, ast.FunctionDef):
+            return None
+        parameters = [*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs]
+        if at >= len(parameters):
+            return None
+        word = parameters[at].arg
+        understood = set()  # the places in the code where the parameter stands, and what is done with it is known
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _is(node.value, word) and isinstance(node.ctx, ast.Load):
+                names.add(node.attr)
+                understood.add(node.value)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                called = f.__globals__.get(node.func.id)
+                if inspect.isfunction(called) and called.__module__ == f.__module__:
+                    for value, target in _parameters(node, called):
+                        if _is(value, word) and target is not None:
+                            understood.add(value)
+                            if (called, target) not in waiting:
+                                waiting.append((called, target))
+        if any(_is(node, word) and node not in understood for node in ast.walk(tree)):
+            return None
+    return names
+
+
+def _is(node: ast.AST, word: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == word
+
+
+def _parameters(call: ast.Call, called: FunctionType) -> Iterator[tuple[ast.AST, int | None]]:
+    """Each value of a call with the place of the parameter that it becomes; None where that is not known."""
+    code = called.__code__
+    names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    starred = any(isinstance(value, ast.Starred) for value in call.args)
+    for place, value in enumerate(call.args):
+        yield value, place if not starred and place < code.co_argcount else None
+    for keyword in call.keywords:
+        yield keyword.value, names.index(keyword.arg) if keyword.arg in names else None

@@ -1,0 +1,69 @@
+"""Rows that are left out: counted by reason, and said."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from common.data.types import BadRow, Row
+from common.errors import UserError, say
+
+T = TypeVar("T")
+
+
+class Dropped:
+    """How many rows were left out, by reason, with the origins of the first ones."""
+
+    def __init__(self, reasons: dict[str, dict[str, Any]] | None = None) -> None:
+        """reasons: {reason: {"count", "first": origins}}, as `facts` gives them."""
+        self.reasons = dict(reasons or {})
+
+    def add(self, reason: str, where: str, count: int = 1) -> None:
+        """Count rows; where: the origin of one of them."""
+        found = self.reasons.setdefault(reason, {"count": 0, "first": []})
+        found["count"] += count
+        found["first"] = [*found["first"], where][:5]
+
+    def merge(self, other: "Dropped") -> None:
+        """Add what another one counted in later rows."""
+        for reason, found in other.reasons.items():
+            mine = self.reasons.setdefault(reason, {"count": 0, "first": []})
+            mine["count"] += found["count"]
+            mine["first"] = [*mine["first"], *found["first"]][:5]
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """{reason: {"count", "first": origins}}, the most frequent reason first."""
+        return dict(sorted(self.reasons.items(), key=lambda item: -item[1]["count"]))
+
+    def refuse(self) -> None:
+        """With --strict_data: the first row that was left out is a UserError."""
+        for reason, found in self.reasons.items():  # in the order in which they came up
+            raise UserError(f"{found['first'][0]}: {reason} (--strict_data)")
+
+    def say(self, total: int, what: str, kept: int) -> None:
+        """Tell the user; UserError where nothing of the `total` rows is kept."""
+        for reason, found in self.facts().items():
+            say(f"data: {found['count']} of {total} {what} left out: {reason} (first: {found['first'][0]})")
+        if total and not kept:
+            raise UserError(f"none of the {total} {what} can be used: {', '.join(self.reasons)}")
+
+
+def convert(
+    rows: Iterable[Row], function: Callable[[Row], T], what: str, strict: bool = False
+) -> tuple[list[T], dict[str, Any]]:
+    """`function` of each row; rows that it refuses (BadRow) are left out, counted, and said.
+
+    Returns the results and {"rows", "kept", "dropped": {reason: {"count", "first": origins}}}. Raises UserError, with the
+    row's place, where the function does, where no row is left, and, if strict, for the first row that is refused.
+    """
+    results, dropped, total = [], Dropped(), 0
+    for row in rows:
+        total += 1
+        try:
+            results.append(function(row))
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}") from None
+        except BadRow as reason:
+            dropped.add(str(reason), row.where)
+            if strict:
+                dropped.refuse()
+    dropped.say(total, what, len(results))
+    return results, {"rows": total, "kept": len(results), "dropped": dropped.facts()}

@@ -1,0 +1,73 @@
+"""A language model of transformers as a FlatModel: checked on a few tokens, its norms and MLPs replaced by fused ones."""
+
+from common.collators import Batch
+from common.errors import UserError, say
+from common.model import attention
+from common.model.attention import FLAT, first_occurrences
+from common.model.flat_model import FlatModel
+from common.model.fused_layers import use_fused_layers
+from common.model.lm_head import logits_of
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def wrap(lm: nn.Module) -> FlatModel:
+    """Make a causal language model of transformers callable on flat rows.
+
+    On a few tokens the logits must be those that the model gives each sequence alone, and must not depend on the other
+    sequences of the row. A model that fails is called on padded batches. Raises UserError where that fails, too.
+    """
+    attention.register()
+    lm.config.use_cache = True  # what is saved must generate quickly; training switches the cache off per call
+    if lm.get_output_embeddings() is None:
+        raise UserError(f"{type(lm).__name__} has no LM head (get_output_embeddings): it cannot be trained here")
+    model = FlatModel(lm)
+    if any(p.is_meta for p in lm.parameters()):
+        lm.set_attn_implementation(FLAT)  # weights arrive later (FSDP's efficient loading): nothing to check with
+        return model
+    use_fused_layers(lm)
+    implementation = lm.config._attn_implementation
+    exact, rough = (1e-5, 1e-3) if lm.dtype == torch.float32 else (1e-2, 5e-2)
+    row, other_row = _probe_rows(lm)
+    was_training = lm.training
+    lm.eval()
+    with torch.no_grad():
+        alone = _logits_alone(lm, row)
+        try:
+            lm.set_attn_implementation(FLAT)
+            flat, after_other = (logits_of(lm, model.hidden(row)).float() for row in (row, other_row))
+            leaks = not _close(flat[5:], after_other[5:], exact)
+            reason = "its sequences would see each other" if leaks or not _close(flat, alone, rough) else None
+        except Exception as error:  # each architecture refuses in its own way; padded batches are checked below
+            reason = " ".join(str(error).split())
+        if reason is not None:
+            lm.set_attn_implementation(implementation)
+            model.padded = True
+            if not _close(logits_of(lm, model.hidden(row)).float(), alone, rough):
+                raise UserError(f"{type(lm).__name__}: its head does more than scale or cap the logits: unsupported")
+            say(f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead")
+    lm.train(was_training)
+    return model
+
+
+def _probe_rows(lm: nn.Module) -> list[Batch]:
+    """Two flat rows of sequences of 5, 3 and 3 tokens, the last two with the same start, that differ in the first one."""
+    V = lm.config.get_text_config().vocab_size
+    ids, other = (torch.arange(start, start + 9, device=lm.device) * 7919 % V for start in (0, 100))
+    other[5:] = ids[5:]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 2]], device=lm.device)
+    shared = {"position_ids": positions, "lengths": [5, 3, 3], "token_map": np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 8])}
+    return [{"input_ids": row[None], **shared} for row in (ids, other)]
+
+
+def _logits_alone(lm: nn.Module, row: Batch) -> Tensor:
+    """The logits (T, V) of a flat row, by the model's own forward on one sequence after the other."""
+    sequences = row["input_ids"][0, row["token_map"]].split(row["lengths"])
+    logits = torch.cat([lm(input_ids=sequence[None], use_cache=False).logits[0] for sequence in sequences])
+    return logits[first_occurrences(row["token_map"])].float()
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-6))

@@ -1,0 +1,115 @@
+"""The start of a run: processes, seed, output folder; launches that would not be what they seem are refused."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from common.args import CommonArgs, save_args
+from common.errors import UserError, say
+from common.run.metrics import check_tracker
+from common.run.output_dir import claim_output_dir, delete_run, earlier_args
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
+
+# DistributedDataParallel holds torch's process group, whose destructor waits for its threads while it has the GIL, for
+# which one of them may be waiting to let go of its last tensor: a deadlock (seen with gloo). So it is kept, and
+# `launch` (common/args.py) ends the process without destroying anything.
+KEPT: list[Any] = []
+
+
+def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
+    """The Accelerator of this run, and the checkpoint that it goes on from (None: from the beginning).
+
+    Refuses launches that are not what they seem, claims the output folder, and leaves args.yaml and a copy of the script
+    in it.
+    """
+    check_tracker(args.report_to)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and importlib.util.find_spec("deepspeed") is None:
+        raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
+    if args.per_device_train_batch_size < 1 or args.gradient_accumulation_steps < 1 or args.per_device_eval_batch_size < 1:
+        raise UserError("batch sizes and gradient_accumulation_steps are at least 1")
+    accelerator = Accelerator(
+        # sync_with_dataloader=False: a window is whole, whatever the length of an epoch.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        cpu=not torch.accelerator.is_available(),  # else two CPU processes would each take themselves for the only one
+        log_with=None if args.dry_run else args.report_to,
+        project_dir=args.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # long preparations on one process
+    )
+    _refuse_false_launches(accelerator)
+    if args.activation_offloading and accelerator.device.type != "cuda":
+        raise UserError(f"--activation_offloading is for a CUDA GPU's memory; this run is on {accelerator.device.type}")
+    if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
+        plugin = accelerator.state.fsdp_plugin  # which would round log-probabilities and the sums of gradients, too
+        plugin.mixed_precision_policy = dataclasses.replace(
+            plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _set_up_deepspeed(accelerator.state.deepspeed_plugin, args)
+    output_dir = Path(args.output_dir)
+    saved_args = earlier_args(output_dir)
+    checkpoint = None if args.dry_run else claim_output_dir(args, saved_args, accelerator.num_processes)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process and not args.dry_run:
+        try:
+            if args.overwrite_output_dir and saved_args is not None:
+                delete_run(output_dir)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            (output_dir / "summary.json").unlink(missing_ok=True)  # it stands for a complete run
+            save_args(args, output_dir / ".args.yaml.tmp")
+            os.replace(output_dir / ".args.yaml.tmp", output_dir / "args.yaml")
+            with contextlib.suppress(shutil.SameFileError):  # the copy itself was started, to repeat or go on with its run
+                shutil.copy(script, output_dir / Path(script).name)
+        except OSError as error:
+            raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
+    accelerator.wait_for_everyone()
+    set_seed(args.seed)
+    if args.dtype == "bfloat16":
+        say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
+    threads = f" ({torch.get_num_threads()} CPU threads each)" if accelerator.device.type == "cpu" else ""
+    say(
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}{threads}, "
+        f"mixed precision {accelerator.mixed_precision}, output in {output_dir}"
+    )
+    return accelerator, checkpoint
+
+
+def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:
+    """What DeepSpeed has to know of the arguments, before there is a model."""
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+    plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6  # told nothing, its engine clips to 1.0
+    # With ZeRO-3, transformers would shard each model that it loads: the reference as well, which no engine gathers, and
+    # before the checks of `load_model`. So each process loads whole models, and `prepare` shards the one that is trained.
+    plugin.zero3_init_flag = False
+    unset_hf_deepspeed_config()
+
+
+def _refuse_false_launches(accelerator: Accelerator) -> None:
+    """Launches that Accelerate accepts in silence and runs as something else."""
+    env = os.environ
+    if int(env.get("WORLD_SIZE", "1")) != accelerator.num_processes:
+        raise UserError(
+            f"launched as {env['WORLD_SIZE']} processes, but each takes itself for {accelerator.num_processes}: "
+            "set ACCELERATE_USE_CPU=true, or use accelerate_configs/cpu_ddp.yaml"
+        )
+    if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
+        raise UserError(
+            "accelerate launch was asked for several CPU processes and started one: "
+            "use accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
+        )
+    for variable, kind in (("FSDP", DistributedType.FSDP), ("DEEPSPEED", DistributedType.DEEPSPEED)):
+        if env.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true" and accelerator.distributed_type != kind:
+            raise UserError(f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UserError("the accelerate config asks for FSDP in its first version: set fsdp_version: 2 in its fsdp_config")

@@ -1,0 +1,148 @@
+"""Packs that hold every example once, chunks that hold every token, micro-batches that cost about the same."""
+
+import time
+import tracemalloc
+
+from common.data.packing import balance, best_fit, pack
+from common.data.types import whole
+from common.errors import UserError
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+class Numbered:
+    """Examples of these many tokens, each with its own number as its tokens; those of `pairs` have two sequences."""
+
+    def __init__(self, lengths, counts=None, difficulty=None, pairs=False):
+        self.lengths, self.counts, self.pairs = np.array(lengths), counts or [len(lengths)], pairs
+        self.longest, self.sources = max(lengths), [f"source {s}" for s in range(len(self.counts))]
+        self.difficulty = None if difficulty is None else np.array(difficulty, float)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        n = int(self.lengths[i])
+        cut = n // 2 if self.pairs and n > 1 else n
+        return [whole(np.full(size, i)) for size in (cut, n - cut) if size]
+
+
+def lognormal(count, seed=0, most=4000):
+    return np.clip(np.random.default_rng(seed).lognormal(5.5, 1.0, count), 2, most).astype(int)
+
+
+def flat(nested):
+    return [i for part in nested for i in (flat(part) if isinstance(part, list) else [part])]
+
+
+# --- packing --------------------------------------------------------------------------------------------------------
+
+
+def best_fit_naively(lengths, max_length, first=False):
+    """The free room of each pack. first: into the first pack with room, not into the fullest."""
+    rooms = []
+    for length in sorted(lengths, reverse=True):
+        roomy = [p for p, room in enumerate(rooms) if room >= length]
+        if not roomy:
+            rooms.append(max_length - length)
+        else:
+            rooms[roomy[0] if first else min(roomy, key=lambda p: rooms[p])] -= length
+    return rooms
+
+
+@given(LENGTHS, st.integers(40, 100))
+def test_packs_hold_each_example_once_and_no_more_tokens_than_fit(lengths, max_length):
+    packs = best_fit(np.array(lengths), max_length)
+    assert sorted(flat(packs)) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in chosen) <= max_length for chosen in packs)
+    rooms = [max_length - sum(lengths[i] for i in chosen) for chosen in packs]
+    assert sorted(rooms) == sorted(best_fit_naively(lengths, max_length))
+
+
+@pytest.mark.parametrize("seed, max_length", [(0, 4000), (1, 4096), (2, 8192), (3, 20000)])
+def test_packs_are_at_least_as_full_as_those_of_first_fit(seed, max_length):
+    lengths = lognormal(2000, seed)
+    packs = pack(Numbered(lengths), max_length)
+    assert len(packs) <= len(best_fit_naively(lengths.tolist(), max_length, first=True))
+    assert packs.utilisation == lengths.sum() / (len(packs) * max_length) > 0.95
+    assert packs.lengths.sum() == lengths.sum()
+
+
+def test_a_million_examples_are_packed_in_seconds():
+    lengths = lognormal(1_000_000)
+    start = time.monotonic()
+    packs = best_fit(lengths, 4096)
+    assert time.monotonic() - start < 30
+    assert sum(map(len, packs)) == 1_000_000 and len(packs) < 1.01 * lengths.sum() / 4096
+
+
+def test_packing_takes_memory_in_proportion_to_the_examples():
+    tracemalloc.start()
+    best_fit(lognormal(50_000), 4096)
+    assert tracemalloc.get_traced_memory()[1] < 200 * 50_000
+    tracemalloc.stop()
+
+
+def test_a_example_that_fits_in_no_pack_is_an_error():
+    with pytest.raises(UserError, match="--max_length 10: an example of 11 tokens does not fit in a pack"):
+        best_fit(np.array([3, 11]), 10)
+    assert best_fit(np.array([10, 10]), 10) == [[0], [1]] and best_fit(np.array([], int), 10) == []
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=3), st.sampled_from([1, 10]), st.randoms(use_true_random=False))
+def test_sources_do_not_share_a_pack(sources, bands, random):
+    lengths, counts = flat(sources), [len(source) for source in sources]
+    difficulty = [random.randrange(20) for _ in lengths] if bands > 1 else None
+    packs = pack(Numbered(lengths, counts, difficulty), 50)
+    firsts = np.cumsum([0, *counts])
+    assert sum(packs.counts) == len(packs) and sorted(flat([m.tolist() for m in packs.members])) == list(range(len(lengths)))
+    at = 0
+    for s, count in enumerate(packs.counts):
+        inside = sorted(flat([m.tolist() for m in packs.members[at : at + count]]))
+        assert inside == list(range(firsts[s], firsts[s + 1]))
+        assert [m.tolist() for m in packs.of_source(s).members] == [m.tolist() for m in packs.members[at : at + count]]
+        at += count
+
+
+def test_with_bands_examples_of_like_difficulty_share_a_pack():
+    difficulty = np.random.default_rng(0).permutation(1000)
+    packs = pack(Numbered(lognormal(1000, most=500), None, difficulty), 500)
+    for chosen, mean in zip(packs.members, packs.difficulty, strict=True):
+        assert len({difficulty[i] // 100 for i in chosen}) == 1
+        assert mean == pytest.approx(sum(difficulty[i] for i in chosen) / len(chosen))
+
+
+def test_packs_give_the_sequences_of_their_examples():
+    examples = Numbered(lognormal(50, most=60), pairs=True)
+    packs = pack(examples, 100)
+    for i in range(len(packs)):
+        wanted = [sequence for j in packs.members[i] for sequence in examples[j]]
+        for found, sequence in zip(packs[i], wanted, strict=True):
+            assert found["input_ids"].tolist() == sequence["input_ids"].tolist()
+        assert packs.lengths[i] == sum(len(sequence["input_ids"]) for sequence in packs[i]) <= 100
+
+
+# --- micro-batches --------------------------------------------------------------------------------------------------
+
+
+def cost(n):
+    return n + n * n / 12288
+
+
+def test_processes_work_side_by_side_on_micro_batches_of_similar_cost():
+    """Ordered by cost: the micro-batches that run at the same time are neighbours."""
+    parts = balance(lognormal(200).tolist(), 16, 8000)
+    costs = [sum(cost(lognormal(200)[i]) for i in part) for part in parts]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_examples_that_fit_only_in_the_order_in_which_they_came_are_dealt_out_in_it():
+    # Largest first: 3 + 2, 3 + 2, and no room for the last 2. In their order, each to the emptiest: 3 + 3, 2 + 2 + 2.
+    assert sorted(balance([3, 2, 2, 3, 2], 2, 6)) == [[0, 3], [1, 2, 4]]
+    with pytest.raises(UserError, match="--max_tokens_per_batch 10: 21 tokens do not fit in 2 micro-batches"):
+        balance([7, 7, 7], 2, 10)

@@ -1,0 +1,241 @@
+"""What a FlatModel gives beside log-probabilities: each field of its Output, against the full logits of each sequence."""
+
+from common.collators import flat_batch
+from common.errors import UserError
+from common.model import FlatModel, Output
+from common.model.flat_model import base_lm
+from common.model.lm_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
+from common.model.load import enable_gradient_checkpointing
+from common.model.wrap import wrap
+from tests.model.test_lm_head import COHERE
+from tests.model.test_model import CONFIGS, GROUPED, PADDED, examples, make
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
+
+CPU = torch.device("cpu")
+FAMILIES = CONFIGS | PADDED | COHERE
+EXPERTS = {
+    "mixtral": CONFIGS["mixtral"],
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "gpt-oss": PADDED["gpt-oss-sinks"],
+}
+
+
+@pytest.fixture(params=["several chunks", "one chunk"])
+def chunks(request, monkeypatch):
+    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", 1 if request.param == "several chunks" else 2**30)
+    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", 32)
+    return request.param
+
+
+def logits_alone(lm, temperature=1.0):
+    """The logits (T, V) that predict each token of the row, from each sequence by itself; those of a first token: zeros."""
+    found = []
+    for example in examples():
+        ids = torch.as_tensor(example[0]["input_ids"])[None]
+        logits = lm(input_ids=ids, use_cache=False).logits[0, :-1] / temperature
+        found.append(torch.cat([torch.zeros(1, logits.shape[1], dtype=logits.dtype), logits]))
+    return torch.cat(found)
+
+
+def assert_same_gradients(one: nn.Module, other: nn.Module, tolerance: float):
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        if q.grad is not None:
+            assert (p.grad - q.grad).abs().max() <= tolerance * q.grad.abs().max().clamp(min=1e-5), name
+
+
+# --- what is not asked for is None -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, set()),
+        ({"entropy": True}, {"entropy", "correct"}),
+        ({"entropy_grad": True}, {"entropy", "correct"}),
+        ({"nll_weights": torch.ones(174)}, {"nll", "entropy", "correct"}),
+        ({"hidden": True}, {"hidden"}),
+        ({"map_logits": lambda logits, rows: logits}, {"mapped"}),
+        ({"extra": ("value",)}, {"extra"}),
+    ],
+)
+def test_only_what_is_asked_for_is_there(options, given):
+    model, batch = wrap(make(CONFIGS["llama"])), flat_batch(examples(), CPU)
+    model.extra["value"] = nn.Linear(32, 1)
+    out = model(batch, **options)
+    assert isinstance(out, Output)
+    assert {name for name, value in out._asdict().items() if value is not None} == {"logps"} | given
+    assert torch.allclose(out.logps, model(batch).logps, atol=1e-5)
+    assert out.logps.shape == (174,) and out.logps.requires_grad == ("nll_weights" not in options)
+    if out.entropy is not None:
+        assert out.entropy.requires_grad == ("entropy_grad" in options) and not out.correct.requires_grad
+
+
+def test_accelerate_finds_the_tensors_in_it():
+    """`prepare` lets outputs through this function."""
+    out = Output(torch.zeros(2, dtype=torch.bfloat16), router_logits=(torch.zeros(1, dtype=torch.float16),))
+    found = convert_outputs_to_fp32(lambda: out._replace(extra={"value": out.logps}))()
+    assert isinstance(found, Output) and found.entropy is None
+    assert found.logps.dtype == found.router_logits[0].dtype == found.extra["value"].dtype == torch.float32
+
+
+def test_weights_of_the_loss_and_a_gradient_of_the_entropy_exclude_each_other():
+    model = wrap(make(CONFIGS["llama"]))
+    with pytest.raises(ValueError, match="no gradient"):
+        model(flat_batch(examples(), CPU), nll_weights=torch.ones(174), entropy_grad=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2-soft-capping"])
+def test_hidden_is_what_the_head_reads(name):
+    model, lm = wrap(make(FAMILIES[name])).eval(), make(FAMILIES[name]).eval()
+    batch = flat_batch(examples(), CPU)
+    with torch.no_grad():
+        out = model(batch, hidden=True)
+        alone = [
+            lm.base_model(input_ids=torch.as_tensor(example[0]["input_ids"])[None], use_cache=False).last_hidden_state[0]
+            for example in examples()
+        ]
+    torch.testing.assert_close(out.hidden, torch.cat(alone), atol=1e-4, rtol=1e-4)
+    assert torch.equal(out.hidden, model.hidden(batch))
+
+
+# --- the logits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *COHERE, "gemma2-soft-capping", "bloom-alibi", "mamba-state"])
+@pytest.mark.usefixtures("chunks")
+def test_mapped_logits_are_the_full_logits_of_the_targets_and_their_gradient_is_autograds(name):
+    model, lm = wrap(make(FAMILIES[name])).train(), make(FAMILIES[name])
+    for module in (*model.modules(), *lm.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    batch = flat_batch(examples(), CPU)
+    targets = batch["targets"]
+    full = logits_alone(lm if "mixtral" in name else lm.double(), temperature=0.7)[targets]
+    mapped = model(batch, temperature=0.7, map_logits=lambda logits, rows: logits).mapped
+    assert mapped.dtype == torch.float32 and mapped.shape == (len(targets), model.config.vocab_size)
+    torch.testing.assert_close(mapped.double(), full.double(), atol=2e-4, rtol=1e-4)
+    weights = torch.randn(full.shape, generator=torch.Generator().manual_seed(1))
+    (mapped * weights).sum().backward()
+    (full * weights).sum().backward()
+    assert_same_gradients(model.lm, lm, 2e-3 if "mixtral" in name else 5e-4)
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_loss_of_the_logits_is_that_of_full_logits_in_float64():
+    """Label smoothing, with weights by the position in the row: the rows that the function is given are the targets."""
+    V, batch = 512, flat_batch(examples(), CPU)
+    targets, tokens = batch["targets"], batch["input_ids"][0]
+    weights = torch.rand(174, generator=torch.Generator().manual_seed(1))
+    seen = []
+
+    def smoothed(logits, rows):
+        assert torch.equal(rows, targets[sum(seen) : sum(seen) + len(rows)]) or torch.is_grad_enabled()
+        seen.append(len(rows))
+        logps = logits.log_softmax(-1)
+        return -(0.9 * logps.gather(1, tokens[rows, None])[:, 0] + 0.1 / V * logps.sum(-1)) * weights[rows]
+
+    model, lm = wrap(make(CONFIGS["llama"])).train(), make(CONFIGS["llama"]).double()
+    with torch.no_grad():
+        model(batch, map_logits=smoothed)
+    assert sum(seen) == len(targets)
+    out = model(batch, map_logits=smoothed, nll_weights=weights)
+    loss = smoothed(logits_alone(lm)[targets], targets).sum()
+    assert out.mapped.sum().item() == pytest.approx(loss.item(), rel=1e-5)
+    (out.mapped.sum() + 2 * out.nll).backward()
+    (loss - 2 * (logits_alone(lm).log_softmax(-1).gather(1, tokens[:, None])[:, 0] * weights)[targets].sum()).backward()
+    assert_same_gradients(model.lm, lm, 2e-4)
+
+
+def test_the_logits_of_one_chunk_exist_at_once(monkeypatch):
+    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", 48)
+    model, batch = wrap(make(CONFIGS["llama"])).train(), flat_batch(examples(), CPU)
+    N, sizes, kept = len(batch["targets"]), [], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        out = model(batch, map_logits=lambda logits, rows: sizes.append(len(logits)) or logits.logsumexp(-1))
+    assert sizes == [48] * (N // 48) + [N % 48] and out.mapped.shape == (N,)
+    assert 48 * 512 not in kept  # no chunk of logits waits for the backward pass
+    out.mapped.sum().backward()
+    assert sorted(sizes) == sorted(2 * ([48] * (N // 48) + [N % 48]))
+
+
+def test_mapped_results_may_have_any_shape_and_a_filler_row_has_one():
+    model = wrap(make(CONFIGS["llama"]))
+    batch = flat_batch(examples(), CPU)
+    out = model(batch, map_logits=lambda logits, rows: logits.topk(3)[0][:, None])
+    assert out.mapped.shape == (len(batch["targets"]), 1, 3)
+    nothing = flat_batch([[{"input_ids": np.arange(5), "loss_mask": np.zeros(5)}]], CPU)
+    assert model(nothing, map_logits=lambda logits, rows: logits).mapped.shape == (1, 512)
+
+
+# --- mixtures of experts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_router_logits_are_those_of_each_sequence_alone_with_their_gradient(name):
+    model, lm = wrap(make(EXPERTS[name])).train(), make(EXPERTS[name]).train()
+    assert model.padded == (name == "gpt-oss")
+    out = model(flat_batch(examples(), CPU), router_logits=True)
+    alone = []
+    for example in examples():
+        ids = torch.as_tensor(example[0]["input_ids"])[None]
+        alone.append(lm(input_ids=ids, use_cache=False, output_router_logits=True).router_logits)
+    assert len(out.router_logits) == 2 and model(flat_batch(examples(), CPU)).router_logits is None
+    generator, losses = torch.Generator().manual_seed(1), [0.0, 0.0]
+    for found, parts in zip(out.router_logits, zip(*alone, strict=True), strict=True):
+        expected = torch.cat(parts)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        weights = torch.randn(expected.shape, generator=generator)
+        losses = [loss + (x * weights).sum() for loss, x in zip(losses, (found, expected), strict=True)]
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(model.lm, lm, 2e-3)
+
+
+def test_a_model_without_experts_has_no_router_logits():
+    for name in ("llama", "gpt2-tied", "bloom-alibi", "mamba-state"):
+        with pytest.raises(UserError, match="ForCausalLM|LMHeadModel") as error:
+            wrap(make(FAMILIES[name]))(flat_batch(examples(), CPU), router_logits=True)
+        assert "no mixture of experts" in str(error.value)
+
+
+# --- a script's own modules --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2-soft-capping"])
+def test_an_extra_module_is_called_on_the_hidden_states_and_trained_with_the_model(name, checkpointing):
+    model, lm = wrap(make(FAMILIES[name])).train(), make(FAMILIES[name]).train()
+    torch.manual_seed(3)
+    model.extra["value"], value = nn.Linear(32, 1), nn.Linear(32, 1)
+    value.load_state_dict(model.extra["value"].state_dict())
+    if checkpointing:
+        enable_gradient_checkpointing(model)
+    out = model(flat_batch(examples(), CPU), extra=("value",))
+    ids = [torch.as_tensor(example[0]["input_ids"])[None] for example in examples()]
+    alone = torch.cat([value(lm.base_model(input_ids=i, use_cache=False).last_hidden_state[0]) for i in ids])
+    torch.testing.assert_close(out.extra["value"], alone, atol=1e-4, rtol=1e-4)
+    weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(1))
+    (out.extra["value"] * weights).sum().backward()
+    (alone * weights).sum().backward()
+    assert_same_gradients(base_lm(model.lm).base_model, lm.base_model, 1e-3)
+    assert_same_gradients(model.extra["value"], value, 1e-3)
+    assert {"extra.value.weight", "extra.value.bias"} < set(model.state_dict())
+
+
+def test_an_extra_module_that_is_not_there_is_one_line_with_those_that_are():
+    model = FlatModel(make(CONFIGS["llama"]))
+    batch = flat_batch(examples(), CPU)
+    with pytest.raises(UserError, match="no extra module 'value'; it has: none"):
+        model(batch, extra=("value",))
+    model.extra["reward"] = nn.Linear(32, 1)
+    with pytest.raises(UserError, match="it has: reward"):
+        model(batch, extra=("value",))

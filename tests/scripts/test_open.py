@@ -1,0 +1,291 @@
+"""What an idea may need of `common` is open: any field, any output, any module.
+
+Each test writes a script into a temporary folder, as a reader would: a copy of train_sft.py with a few lines changed. It is
+run from there, is killed, goes on, and exports, without a line changed in `common/`.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+
+from tests.conftest import ROOT, read_metrics, run_script, train_metrics
+from tests.scripts.test_equivalence import free_port
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BASE = ROOT / "data" / "base_model"
+COMMON = ["--model_name_or_path", str(BASE), "--eval_steps", "0", "--logging_steps", "1", "--save_steps", "0"]
+COMMON += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "1e-3", "--num_samples", "0"]
+KILL = """        if step == 3 and not os.path.exists(args.output_dir + "/killed"):
+            open(args.output_dir + "/killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if run.ends(step):"""
+
+
+def changed(**edits: tuple[str, str]) -> str:
+    """train_sft.py with each edit (old, new) applied; its old text stands there exactly once."""
+    source = (ROOT / "train_sft.py").read_text()
+    edits["killed"] = ("        if run.ends(step):", KILL)
+    edits["imports"] = ("import math\n", "import math\nimport os\nimport signal\n")
+    for name, (old, new) in edits.items():
+        assert source.count(old) == 1, f"{name}: the text to change stands {source.count(old)} times in train_sft.py"
+        source = source.replace(old, new)
+    return source
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """train(source, *flags, output=..., processes=1, fsdp=False, killed=False): run a script; returns its output folder."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def launch(source, *flags, output="out", processes=1, fsdp=False, killed=False):
+        script, folder = tmp_path / "train_mine.py", tmp_path / output
+        script.write_text(source)
+        folder.mkdir(exist_ok=True)
+        if not killed:
+            (folder / "killed").touch()
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
+            command += ["--main_process_port", str(free_port())]
+        if fsdp:
+            from tests.run.test_fsdp import LAUNCHER
+
+            launcher = tmp_path / "launcher.py"
+            launcher.write_text(LAUNCHER.replace('f"train_{stage}"', '"train_mine"'))
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+            command += ["--master_port", str(free_port()), str(launcher)]
+        words = ["sft", "no"] if fsdp else [str(script)]
+        words += [*COMMON, "--output_dir", str(folder), "--dataset_cache_dir", str(tmp_path / "cache"), *map(str, flags)]
+        run = run_script([*command, *words])
+        assert run.returncode == (-signal.SIGKILL if killed else 0), run.stderr[-4000:]
+        return folder
+
+    return launch
+
+
+def write_rows(path, seed, count=12):
+    """Chats with a number of their own and a weight, of uneven length."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        answer = " ".join(str(int(n)) for n in rng.integers(0, 99, int(rng.integers(1, 12))))
+        messages = [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": answer}]
+        rows.append(
+            {"messages": messages, "weight": round(float(rng.random()) + 0.5, 3), "score": int(rng.integers(0, 2**30))}
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+# --- any field ------------------------------------------------------------------------------------------------------
+
+FIELDS = {
+    "encode": (
+        "    return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]\n",
+        "    sequence = tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)\n"
+        "    n = len(sequence['input_ids'])\n"
+        "    fades = np.linspace(1.0, 0.2, n) * row['weight'] * sequence['loss_mask']\n"
+        "    return [sequence | {'token_weight': fades, 'score': row['score'], 'weight': row['weight']}]\n",
+    ),
+    "numpy": ("import torch\n", "import numpy as np\nimport torch\n"),
+    "count": ('        N = window.count("loss_mask")\n', '        N = window.count("token_weight")\n'),
+    "loss": ("nll_weights=mask / N)", 'nll_weights=batch["token_weight"] * mask / N)'),
+    "logged": (
+        "            run.metrics.add(mask, loss=-out.logps,",
+        "            run.metrics.add_sum(weighted=loss)\n"
+        '            run.metrics.add(batch["sequence_mask"], score=batch["score"].double(), weight=batch["weight"])\n'
+        '            assert batch["score"].dtype == torch.int64\n'
+        "            run.metrics.add(mask, loss=-out.logps,",
+    ),
+}
+
+
+def by_hand(rows, max_length=1024):
+    """The weighted loss of all rows in one window, in float64, one sequence at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    model = AutoModelForCausalLM.from_pretrained(BASE).double()
+    total = weights = 0.0
+    for row in rows:
+        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text.rstrip("\n"), add_special_tokens=False).input_ids[:max_length]
+        start = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+        with torch.no_grad():
+            logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        full = tokenizer(text, add_special_tokens=False).input_ids[:max_length]
+        fades = np.linspace(1.0, 0.2, len(full)) * row["weight"]
+        for t in range(start, len(ids)):
+            total -= fades[t] * logps[t - 1, ids[t]].item()
+            weights += fades[t]
+    return total / weights
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--packing"],
+        ["--dataset_streaming"],
+        ["--max_tokens_per_batch", "4000", "--max_steps", "-1"],
+        ["--max_length", "14"],
+        ["--no_packing"],
+    ],
+    ids=["plain", "packing", "streaming", "max tokens", "truncated", "two sources"],
+)
+def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path):
+    """A weight for each token and a number for each sequence: through the cache, streaming, packs, truncation, sources."""
+    rows = write_rows(tmp_path / "rows.jsonl", seed=0)
+    data = [tmp_path / "rows.jsonl"]
+    if flags == ["--no_packing"]:
+        rows += write_rows(tmp_path / "more.jsonl", seed=1)
+        data.append(tmp_path / "more.jsonl")
+    one_window = ["--max_steps", "1", "--per_device_train_batch_size", "1" if flags == ["--packing"] else len(rows)]
+    if flags == ["--packing"]:  # one pack holds them all
+        one_window += ["--max_length", "2000"]
+    if flags == ["--dataset_streaming"]:
+        one_window += ["--streaming_buffer_size", len(rows), "--max_length", "512"]
+    (row,) = train_metrics(train(changed(**FIELDS), "--dataset_name", *data, *one_window, *flags))
+    expected = by_hand(rows, 14 if "14" in flags else 1024)
+    assert row["weighted"] == pytest.approx(expected, rel=1e-4)
+    assert row["score"] == np.mean([r["score"] for r in rows])  # not rounded to float32
+    assert row["weight"] == pytest.approx(np.mean([r["weight"] for r in rows]), rel=1e-6)
+
+
+# --- any output -----------------------------------------------------------------------------------------------------
+
+SMOOTHED = {
+    "loss": (
+        "                out = model(batch, nll_weights=mask / N)\n"
+        "                loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm\n",
+        "                smooth = lambda logits, rows: logits.log_softmax(-1).mean(-1)\n"
+        "                out = model(batch, entropy=True, hidden=True, map_logits=smooth)\n"
+        '                mean_logp = torch.zeros_like(mask).index_put((batch["targets"],), out.mapped)\n'
+        "                loss = -((0.9 * out.logps + 0.1 * mean_logp) * mask).sum() / N\n"
+        "                assert out.hidden.shape[0] == len(mask)\n",
+    ),
+    "logged": (
+        "            run.metrics.add(mask, loss=-out.logps,",
+        "            run.metrics.add_sum(smoothed=loss)\n            run.metrics.add(mask, loss=-out.logps,",
+    ),
+}
+
+
+def test_logits_are_open_label_smoothing(train, tmp_path):
+    """Label smoothing needs all logits of a token: the loss and the gradient are those of torch's cross_entropy."""
+    rows = write_rows(tmp_path / "rows.jsonl", seed=0)
+    flags = ["--dataset_name", tmp_path / "rows.jsonl", "--max_steps", "1", "--per_device_train_batch_size", len(rows)]
+    (found,) = train_metrics(train(changed(**SMOOTHED), *flags, "--max_grad_norm", "0"))
+    tokenizer, model = AutoTokenizer.from_pretrained(BASE), AutoModelForCausalLM.from_pretrained(BASE).double()
+    total, count = 0.0, 0
+    for row in rows:
+        text = tokenizer.apply_chat_template(row["messages"], tokenize=False).rstrip("\n")
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+        start = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+        logits = model(ids[None]).logits[0, start - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, ids[start:], label_smoothing=0.1, reduction="sum")
+        count += len(ids) - start
+    loss = total / count
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert found["smoothed"] == pytest.approx(loss.item(), rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+# --- any module -----------------------------------------------------------------------------------------------------
+
+HEAD = {
+    "made": (
+        "    optimizer = adamw(args, model)\n",
+        '    model.extra["value"] = torch.nn.Linear(model.config.hidden_size, 1)\n    optimizer = adamw(args, model)\n',
+    ),
+    "loss": (
+        "                out = model(batch, nll_weights=mask / N)\n"
+        "                loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm\n",
+        '                out = model(batch, nll_weights=mask / N, extra=["value"])\n'
+        '                left = torch.tanh(0.1 * batch["position_ids"][0])\n'
+        '                error = (out.extra["value"][:, 0] - left) ** 2\n'
+        "                loss = out.nll + (error * mask).sum() / N\n",
+    ),
+    "logged": (
+        "            run.metrics.add(mask, loss=-out.logps,",
+        "            run.metrics.add(mask, value_error=error, loss=-out.logps,",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    write_rows(path, seed=0, count=24)
+    return ["--dataset_name", path, "--max_steps", "6", "--save_steps", "2", "--max_grad_norm", "1"]
+
+
+def tensors(folder):
+    return {name: load_file(folder / f"{name}.safetensors") for name in ("model", "extra")}
+
+
+@pytest.fixture(scope="module")
+def whole(rows, tmp_path_factory):
+    """The uninterrupted run on one process, of 8 conversations a step: its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "train_mine.py").write_text(changed(**HEAD))
+    (folder / "killed").touch()
+    words = [*COMMON, "--output_dir", str(folder), "--dataset_cache_dir", str(folder / "cache"), *map(str, rows)]
+    env = {"PYTHONPATH": str(ROOT)}
+    os.environ |= env
+    run = run_script([sys.executable, str(folder / "train_mine.py"), *words])
+    assert run.returncode == 0, run.stderr[-4000:]
+    return folder
+
+
+def test_a_value_head_is_trained_killed_resumed_and_exported_bit_for_bit(whole, train, rows):
+    found = [row["value_error"] for row in train_metrics(whole)]
+    assert found[-1] < 0.8 * found[0], "the head learns"
+    train(changed(**HEAD), *rows, output="again", killed=True)
+    again = train(changed(**HEAD), *rows, output="again")
+    assert (again / "checkpoint-6" / "extra.safetensors").exists()
+    assert read_metrics(again) == read_metrics(whole)
+    for name, expected in tensors(whole).items():
+        for key, value in tensors(again)[name].items():
+            assert torch.equal(value, expected[key]), (name, key)
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
+def test_a_value_head_on_two_processes(fsdp, whole, train, rows):
+    """Killed and resumed, too. Sharded weights and the head are whole again in checkpoints and in the output folder."""
+    rows = [*rows, "--per_device_train_batch_size", "4"]
+    if not fsdp:  # the launcher does not hand on the signal as an exit code
+        with pytest.raises(AssertionError):
+            train(changed(**HEAD), *rows, output="two", processes=2, killed=True)
+    two = train(changed(**HEAD), *rows, output="two", processes=1 if fsdp else 2, fsdp=fsdp)
+    one, other = train_metrics(whole), train_metrics(two)
+    assert [row["step"] for row in other] == list(range(1, 7))
+    for a, b in zip(one, other, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
+        assert b["value_error"] == pytest.approx(a["value_error"], rel=1e-3)
+    for name, expected in tensors(whole).items():
+        for key, value in tensors(two)[name].items():
+            assert torch.allclose(value, expected[key], atol=1e-4), (name, key)
+
+
+def test_a_head_that_the_checkpoint_does_not_hold_is_one_line(whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    source = changed(**HEAD).replace('extra["value"]', 'extra["critic"]').replace('["value"]', '["critic"]')
+    (tmp_path / "train_mine.py").write_text(source)
+    words = [*COMMON, "--output_dir", str(tmp_path / "out"), "--dataset_cache_dir", str(tmp_path / "cache")]
+    words += ["--resume_from_checkpoint", str(whole / "checkpoint-4"), "--max_steps", "6", "--save_steps", "2"]
+    args = (whole / "args.yaml").read_text()
+    data = next(line.split("- ", 1)[1] for line in args.split("dataset_name:\n", 1)[1].splitlines())
+    run = run_script([sys.executable, str(tmp_path / "train_mine.py"), *words, "--dataset_name", data])
+    assert run.returncode == 1
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and "extra.safetensors" in last and "critic" in last
+    assert math.isfinite(len(last))
