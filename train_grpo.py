@@ -163,7 +163,8 @@ def add_advantages(completions: list[Completion], rewards: list[Reward], args: A
     for completion, advantage in zip(completions, advantages.tolist(), strict=True):
         completion.advantage = advantage
 
-    stds = torch.stack([group[~group.isnan()].std() for group in groups])  # NaN where fewer than two are known
+    known = [group[~group.isnan()] for group in groups]
+    stds = torch.stack([group.std() if len(group) > 1 else torch.tensor(math.nan).double() for group in known])  # (P,)
     lengths = torch.tensor([len(completion.ids) for completion in completions], dtype=torch.float64)
     finished = torch.tensor([completion.finished for completion in completions])
     logged = {

@@ -118,20 +118,18 @@ class BatchArgs:
 class OptimizerArgs:
     """Optimizer"""
 
-    learning_rate: float = arg(2e-5, help="peak learning rate of AdamW", may_change="course")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg(
-        "cosine", help="wsd: flat, then linear", may_change="course"
-    )
-    warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run", may_change="course")
-    lr_decay_fraction: float = arg(0.2, help="wsd: the share of the run in which the rate falls", may_change="course")
-    min_lr_ratio: float = arg(0.0, help="the rate at the end, as a share of the peak", may_change="course")
-    weight_decay: float = arg(0.0, help="on matrices only, not on norms and biases", may_change="course")
-    adam_beta1: float = arg(0.9, help="AdamW", may_change="course")
-    adam_beta2: float = arg(0.999, help="AdamW", may_change="course")
-    adam_epsilon: float = arg(1e-8, help="AdamW", may_change="course")
-    max_grad_norm: float = arg(
-        1.0, help="clip the gradient of the window to this norm; 0 turns clipping off", may_change="course"
-    )
+    MAY_CHANGE = "course"  # where a field says nothing else
+
+    learning_rate: float = arg(2e-5, help="peak learning rate of AdamW")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("cosine", help="wsd: flat, then linear")
+    warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run")
+    lr_decay_fraction: float = arg(0.2, help="wsd: the share of the run in which the rate falls")
+    min_lr_ratio: float = arg(0.0, help="the rate at the end, as a share of the peak")
+    weight_decay: float = arg(0.0, help="on matrices only, not on norms and biases")
+    adam_beta1: float = arg(0.9, help="AdamW")
+    adam_beta2: float = arg(0.999, help="AdamW")
+    adam_epsilon: float = arg(1e-8, help="AdamW")
+    max_grad_norm: float = arg(1.0, help="clip the gradient of the window to this norm; 0 turns clipping off")
     max_bad_steps: int = arg(
         3, help="end the run after so many steps in a row with a NaN or an infinity; none is taken", may_change="execution"
     )
@@ -141,31 +139,25 @@ class OptimizerArgs:
 class EvalArgs:
     """Evaluation, logging and saving"""
 
-    eval_steps: int = arg(
-        100, help="evaluate every N steps, and before the first and after the last; 0: never", may_change="execution"
-    )
+    MAY_CHANGE = "execution"  # where a field says nothing else
+
+    eval_steps: int = arg(100, help="evaluate every N steps, and before the first and after the last; 0: never")
     eval_prompts: str | None = arg(
         help="file of rows {prompt, ...}: completed at each evaluation, scored by eval_reward_funcs", may_change="evaluation"
     )
     eval_reward_funcs: list[str] | None = arg(
         help="scores of the completions: names as for reward_funcs of train_grpo.py", may_change="evaluation"
     )
-    reward_timeout: float = arg(
-        600.0, help="seconds that one call of a reward function may take; 0: any", may_change="execution"
-    )
+    reward_timeout: float = arg(600.0, help="seconds that one call of a reward function may take; 0: any")
     eval_temperatures: list[float] = arg(
         [0.0], help="sampling temperatures of those completions; 0 is greedy", may_change="evaluation"
     )
     eval_max_new_tokens: int = arg(128, help="their longest length", may_change="evaluation")
-    num_samples: int = arg(
-        3, help="completions shown at each evaluation (all of them go to samples.jsonl)", may_change="execution"
-    )
-    logging_steps: int = arg(10, help="write metrics every N steps", may_change="execution")
-    save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model", may_change="execution")
-    save_minutes: float | None = arg(
-        help="write one, too, when the last is more than this many minutes ago", may_change="execution"
-    )
-    save_total_limit: int = arg(2, help="checkpoints to keep; 0: all", may_change="execution")
+    num_samples: int = arg(3, help="completions shown at each evaluation (all of them go to samples.jsonl)")
+    logging_steps: int = arg(10, help="write metrics every N steps")
+    save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model")
+    save_minutes: float | None = arg(help="write one, too, when the last is more than this many minutes ago")
+    save_total_limit: int = arg(2, help="checkpoints to keep; 0: all")
     save_best: str | None = arg(
         help="a metric of the evaluations (min:NAME, max:NAME): its best checkpoint is kept and exported",
         may_change="course",
@@ -174,11 +166,9 @@ class EvalArgs:
         0, help="end after so many evaluations without a better save_best; 0: never", may_change="length"
     )
     early_stopping_delta: float = arg(0.0, help="what counts as better there: by at least this much", may_change="course")
-    max_hours: float | None = arg(
-        help="save and stop in time for this limit, counted from the start; exit code 75", may_change="execution"
-    )
-    report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...", may_change="execution")
-    run_name: str | None = arg(help="what the tracker calls this run", may_change="execution")
+    max_hours: float | None = arg(help="save and stop in time for this limit, counted from the start; exit code 75")
+    report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...")
+    run_name: str | None = arg(help="what the tracker calls this run")
 
 
 @dataclass
@@ -214,11 +204,12 @@ def parse_args(args_class: type[Args], demo: str, start_from: str | None = None,
     config, words = _split_config(words)
     if config:
         words = _yaml_as_flags(config, args_class) + words
-    args, default = _parse(words, args_class), _yaml_as_flags(demo, args_class)
+    args = _parse(words, args_class)
     if args.dataset_name is None and args.model_name_or_path is None:
         say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
-        args = _parse(default + words, args_class)
-    args.dataset_name = args.dataset_name or _parse(default, args_class).dataset_name
+        args = _parse(_yaml_as_flags(demo, args_class) + words, args_class)
+    if args.dataset_name is None:
+        args.dataset_name = _parse(_yaml_as_flags(demo, args_class), args_class).dataset_name
     if args.model_name_or_path is None and start_from is not None:
         args.model_name_or_path = _last_stage(start_from)
     return args
@@ -260,7 +251,11 @@ def save_args(args: CommonArgs, path: Path) -> None:
 
 def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
     """What another value of each argument means for a run that goes on (see MayChange)."""
-    return {f.name: _first_definition(args_class, f.name)[1].metadata["may_change"] for f in dataclasses.fields(args_class)}
+    found = {}
+    for f in dataclasses.fields(args_class):
+        cls, first = _first_definition(args_class, f.name)
+        found[f.name] = first.metadata["may_change"] or vars(cls).get("MAY_CHANGE")
+    return found
 
 
 def _last_stage(output_dir: str) -> str:

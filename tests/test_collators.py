@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
+from common.args import CommonArgs
 from common.collators import Windows, eval_batches, flat_batch
 from common.data.order import Order, Shuffled
 from common.data.packing import balance
@@ -23,7 +24,7 @@ FEW = st.integers(1, 4)
 
 
 class Numbered:
-    """Units of these many tokens, each with its own number as its tokens; those of `pairs` have two sequences."""
+    """Examples of these many tokens, each with its own number as its tokens; those of `pairs` have two sequences."""
 
     def __init__(self, lengths, counts=None, difficulty=None, pairs=False):
         self.lengths, self.counts, self.pairs = np.array(lengths), counts or [len(lengths)], pairs
@@ -49,9 +50,14 @@ def process(rank=0, world=1, accumulation=1):
     )
 
 
-def windows(lengths, rank=0, world=1, accumulation=1, batch_size=1, seed=0, **options):
-    samples = Shuffled(Numbered(lengths), Order([len(lengths)], seed))
-    return Windows(samples, process(rank, world, accumulation), batch_size, **options)
+def settings_of(batch_size=1, num_epochs=1.0, max_steps=-1):
+    return CommonArgs(per_device_train_batch_size=batch_size, num_train_epochs=num_epochs, max_steps=max_steps)
+
+
+def windows(lengths, rank=0, world=1, accumulation=1, batch_size=1, seed=0, max_tokens=0, **length):
+    train = Shuffled(Numbered(lengths), Order([len(lengths)], seed))
+    args = settings_of(batch_size, **length)
+    return Windows(args, process(rank, world, accumulation), train, max_tokens=max_tokens)
 
 
 def lognormal(count, seed=0, most=4000):
@@ -59,7 +65,7 @@ def lognormal(count, seed=0, most=4000):
 
 
 def members(batch):
-    """The units of a micro-batch, none for a filler."""
+    """The examples of a micro-batch, none for a filler."""
     if not batch["sequence_mask"].any():
         assert not batch["loss_mask"].any() and not batch["sequence_mask"].any()
         return []
@@ -68,13 +74,13 @@ def members(batch):
 
 
 def of_all_processes(step, lengths, world, accumulation, **options):
-    """micro-batches[process][i]: the units in it."""
+    """micro-batches[process][i]: the examples in it."""
     everyone = [windows(lengths, rank, world, accumulation, **options)[step] for rank in range(world)]
     return [[members(batch) for batch in window] for window in everyone]
 
 
 def numbers(window):
-    return [int(unit[0]["input_ids"][0]) for unit in window.units]
+    return [int(example[0]["input_ids"][0]) for example in window.examples]
 
 
 def flat(nested):
@@ -85,12 +91,12 @@ def cost(n):
     return n + n * n / 12288
 
 
-# --- windows of units -----------------------------------------------------------------------------------------------
+# --- windows of examples -----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), FEW, FEW, FEW, st.sampled_from([0.5, 1.0, 2.3]))
-def test_each_unit_comes_once_in_an_epoch_for_any_number_of_processes(N, world, accumulation, batch_size, epochs):
+def test_each_example_comes_once_in_an_epoch_for_any_number_of_processes(N, world, accumulation, batch_size, epochs):
     lengths, found = [3] * N, []
     options = {"batch_size": batch_size, "num_epochs": epochs}
     steps = len(windows(lengths, 0, world, accumulation, **options))
@@ -98,28 +104,28 @@ def test_each_unit_comes_once_in_an_epoch_for_any_number_of_processes(N, world, 
     for step in range(steps):
         parts = of_all_processes(step, lengths, world, accumulation, **options)
         assert all(len(mine) == accumulation and len(batch) <= batch_size for mine in parts for batch in mine)
-        # micro-batch i of process r has the units after those of the processes before it
+        # micro-batch i of process r has the examples after those of the processes before it
         found += flat([[mine[i] for mine in parts] for i in range(accumulation)])
     order = Order([N], 0)
     assert found == [order[p] for p in range(max(1, round(epochs * N)))]
 
 
 @pytest.mark.parametrize("world, accumulation, batch_size", [(1, 1, 12), (2, 3, 2), (3, 1, 4), (4, 3, 1), (12, 1, 1)])
-def test_the_units_of_a_window_do_not_depend_on_the_number_of_processes(world, accumulation, batch_size):
+def test_the_examples_of_a_window_do_not_depend_on_the_number_of_processes(world, accumulation, batch_size):
     order, found = Order([30], 0), windows([3] * 30, world - 1, world, accumulation, batch_size, max_steps=7)
     assert len(found) == 7
     assert [numbers(found[s]) for s in range(7)] == [[order[p] for p in range(12 * s, 12 * s + 12)] for s in range(7)]
 
 
 def test_the_denominators_of_a_window_are_those_of_all_processes():
-    units = Numbered([4, 6, 3, 5, 9], pairs=True)  # as 2 + 2, 3 + 3, 1 + 2, 2 + 3, 4 + 5
-    samples = Shuffled(units, Order([5], 0))
+    examples = Numbered([4, 6, 3, 5, 9], pairs=True)  # as 2 + 2, 3 + 3, 1 + 2, 2 + 3, 4 + 5
+    train = Shuffled(examples, Order([5], 0))
     for rank in range(2):
-        window = Windows(samples, process(rank, 2, 3), 1)[0]
+        window = Windows(settings_of(), process(rank, 2, 3), train)[0]
         assert window.num_sequences == 10 and window.num_tokens == 27
         assert window.count("loss_mask") == 17  # the first token of a sequence is no target
         assert window.count("loss_mask", slice(0, None, 2)) == 7
-        assert [members(batch) for batch in window][2] == ([[samples.order[4]] * 2, []][rank])
+        assert [members(batch) for batch in window][2] == ([[train.order[4]] * 2, []][rank])
 
 
 # --- windows of tokens ----------------------------------------------------------------------------------------------
@@ -127,7 +133,7 @@ def test_the_denominators_of_a_window_are_those_of_all_processes():
 
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, st.integers(40, 150), FEW, FEW, st.sampled_from([1.0, 1.7]))
-def test_with_a_budget_each_unit_comes_once_and_no_micro_batch_is_over_it(lengths, budget, world, accumulation, epochs):
+def test_with_a_budget_each_example_comes_once_and_no_micro_batch_is_over_it(lengths, budget, world, accumulation, epochs):
     options = {"max_tokens": budget, "num_epochs": epochs}
     once, order, found = windows(lengths, 0, world, accumulation, **options), Order([len(lengths)], 0), []
     for step in range(len(once)):
@@ -140,7 +146,7 @@ def test_with_a_budget_each_unit_comes_once_and_no_micro_batch_is_over_it(length
 
 
 @pytest.mark.parametrize("world, accumulation", [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_with_a_budget_the_units_of_a_window_do_not_depend_on_the_number_of_processes(world, accumulation):
+def test_with_a_budget_the_examples_of_a_window_do_not_depend_on_the_number_of_processes(world, accumulation):
     lengths = lognormal(400)
     wanted, found = (windows(lengths, 0, w, a, max_tokens=8000) for w, a in ((1, 8), (world, accumulation)))
     assert len(found) == len(wanted) > 2
@@ -160,14 +166,14 @@ def test_micro_batches_cost_about_the_same(seed):
     assert len(used) > 5 and min(used) > 0.75
 
 
-def test_units_that_fit_only_in_the_order_in_which_they_came_are_dealt_out_in_it():
+def test_examples_that_fit_only_in_the_order_in_which_they_came_are_dealt_out_in_it():
     found = windows([3, 3, 2, 2, 2], max_tokens=6, accumulation=2, seed=13)
-    assert [found.samples.size(p) for p in range(5)] == [3, 2, 2, 3, 2] and len(found) == 1
+    assert [found.train.size(p) for p in range(5)] == [3, 2, 2, 3, 2] and len(found) == 1
     assert [sum(batch["lengths"]) for batch in found[0]] == [6, 6]
 
 
-def test_a_unit_over_the_budget_is_refused_by_the_name_of_the_flag():
-    with pytest.raises(UserError, match="--max_tokens_per_batch 10: one unit alone has 11 tokens"):
+def test_an_example_over_the_budget_is_refused_by_the_name_of_the_flag():
+    with pytest.raises(UserError, match="--max_tokens_per_batch 10: one example alone has 11 tokens"):
         len(windows([3, 11, 4], max_tokens=10))
 
 
@@ -190,7 +196,7 @@ def test_a_window_is_a_function_of_its_step(options, run):
 @pytest.mark.parametrize("options", [{"batch_size": 3}, {"max_tokens": 2000}])
 def test_the_windows_of_a_run_follow_one_another_to_its_end(options):
     found = windows(lognormal(101, most=1500), 0, 1, 2, num_epochs=1.5, **options)
-    sizes = [len(found[step].units) for step in range(len(found))]
+    sizes = [len(found[step].examples) for step in range(len(found))]
     assert sum(sizes) == 152 == found.start(len(found)) and min(sizes) > 0
     assert len(windows(lognormal(101, most=1500), 0, 1, 2, max_steps=9, **options)) == 9
 
@@ -203,14 +209,14 @@ def test_the_windows_of_a_long_run_are_counted_in_seconds():
 
 def test_the_plan_of_a_run():
     found = windows([2, 3, 4, 5, 6, 7, 8], 0, 2, 1, batch_size=2, num_epochs=2)
-    order = [found.samples.size(p) for p in range(14)]
+    order = [found.train.size(p) for p in range(14)]
     assert (
         found.plan()
         == {
             "steps": 4,
-            "units_per_step": 4,
+            "examples_per_step": 4,
             "tokens_per_step": round(70 / 4),
-            "steps_per_epoch": 1.75,  # 7 units, 4 a step
+            "steps_per_epoch": 1.75,  # 7 examples, 4 a step
             "largest_micro_batch": max((order[i : i + 2] for i in range(0, 14, 2)), key=sum),
         }
     )
@@ -221,7 +227,7 @@ def test_the_plan_of_a_run_with_a_budget():
     found = windows(lengths, 0, 2, 2, max_tokens=8000, num_epochs=1)
     plan, steps = found.plan(), len(found)
     batches = [batch for step in range(steps) for batch in flat_parts(step, lengths)]
-    assert plan["steps"] == steps and plan["units_per_step"] == round(300 / steps, 1)
+    assert plan["steps"] == steps and plan["examples_per_step"] == round(300 / steps, 1)
     assert plan["steps_per_epoch"] == pytest.approx(steps, abs=0.01)
     assert plan["tokens_per_step"] == round(lengths.sum() / steps)
     assert plan["utilisation"] == plan["tokens_per_step"] / 32000
@@ -236,9 +242,9 @@ def flat_parts(step, lengths):
 
 
 @given(st.integers(0, 30), FEW, FEW)
-def test_an_evaluation_sees_each_unit_once_and_every_process_as_many_batches(N, world, batch_size):
-    units = [[whole(np.full(3, i))] for i in range(N)]
-    parts = [[members(batch) for batch in eval_batches(units, process(rank, world), batch_size)] for rank in range(world)]
+def test_an_evaluation_sees_each_example_once_and_every_process_as_many_batches(N, world, batch_size):
+    examples = [[whole(np.full(3, i))] for i in range(N)]
+    parts = [[members(batch) for batch in eval_batches(examples, process(rank, world), batch_size)] for rank in range(world)]
     assert sorted(flat(parts)) == list(range(N)) and len({len(mine) for mine in parts}) == 1
     assert all(len(batch) <= batch_size for mine in parts for batch in mine)
 
@@ -246,7 +252,7 @@ def test_an_evaluation_sees_each_unit_once_and_every_process_as_many_batches(N, 
 # --- flat rows ------------------------------------------------------------------------------------------------------
 
 
-def random_units(random):
+def random_examples(random):
     return [
         [
             {
@@ -264,20 +270,20 @@ def random_units(random):
 @settings(deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_a_flat_row_is_that_of_a_loop_over_its_tokens(random):
-    units = random_units(random)
+    examples = random_examples(random)
     ids, positions, mask, field, borders = [], [], [], [], [0]
-    for sequence in [sequence for unit in units for sequence in unit]:
+    for sequence in [sequence for example in examples for sequence in example]:
         for t, token in enumerate(sequence["input_ids"].tolist()):
             ids.append(token)
             positions.append(t)
             mask.append(int(sequence["loss_mask"][t]) if t else 0)  # the first token has nothing before it
             field.append(np.float32(sequence["old_logps"][t]))
         borders.append(len(ids))
-    batch = flat_batch(units, CPU)
+    batch = flat_batch(examples, CPU)
     assert batch["input_ids"].tolist() == [ids] and batch["position_ids"].tolist() == [positions]
     assert batch["cu_seqlens"].tolist() == borders and batch["lengths"] == np.diff(borders).tolist()
     assert batch["loss_mask"].tolist() == mask and batch["old_logps"].tolist() == field
-    advantages = [sequence["advantage"] for unit in units for sequence in unit]
+    advantages = [sequence["advantage"] for example in examples for sequence in example]
     assert batch["advantage"].tolist() == pytest.approx(advantages, abs=1e-6)
     assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "cu_seqlens", "targets"))
     if any(mask):
@@ -292,7 +298,7 @@ def test_a_filler_adds_nothing_to_any_sum():
     assert not batch["loss_mask"].any() and not batch["sequence_mask"].any() and len(batch["targets"]) == 4
 
 
-def test_a_process_without_units_takes_part_with_a_filler():
+def test_a_process_without_examples_takes_part_with_a_filler():
     counts = Counter(len(mine) for mine in flat_fillers())
     assert counts == {1: 3, 0: 5}
 

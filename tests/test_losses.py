@@ -397,7 +397,7 @@ def test_a_policy_loss_and_its_gradient_are_trls(case):
     loss.backward()
     close(loss, case["loss"])
     close(logps.grad, flat_row(case["grad_logps"], lengths))
-    close((stats["clip_low"] + stats["clip_high"]).sum() / 20, case["metrics"]["clip_ratio/region_mean"])
+    close(stats["clip_ratio/region_mean"].sum() / 20, case["metrics"]["clip_ratio/region_mean"])
     if case["beta"]:
         close(stats["kl"].sum() / 20, case["metrics"]["kl"])
 
@@ -422,16 +422,17 @@ def one_token(ratio: float, advantage: float, **options) -> tuple[float, float, 
     [
         (1.0, 2.0, -2.0, -2.0, None),
         (1.1, 2.0, -2.2, -2.2, None),
-        (1.5, 2.0, -2.4, 0.0, "clip_high"),  # 1.2 · 2: no reason to make it likelier still
+        (1.5, 2.0, -2.4, 0.0, "clip_ratio/high_mean"),  # 1.2 · 2: no reason to make it likelier still
         (0.5, 2.0, -1.0, -1.0, None),  # the way back is open
-        (0.5, -1.0, 0.8, 0.0, "clip_low"),
+        (0.5, -1.0, 0.8, 0.0, "clip_ratio/low_mean"),
         (1.5, -1.0, 1.5, 1.5, None),
     ],
 )
 def test_the_ratio_is_clipped_where_it_has_moved_far_enough_to_the_good(ratio, advantage, loss, slope, clipped):
     found, found_slope, stats = one_token(ratio, advantage)
     assert (found, found_slope) == pytest.approx((loss, slope), abs=1e-12)
-    assert (stats["clip_low"], stats["clip_high"]) == (clipped == "clip_low", clipped == "clip_high")
+    names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+    assert [stats[name] for name in names] == [clipped == names[0], clipped == names[1], clipped is not None]
 
 
 def test_epsilon_high_moves_the_upper_bound_alone():

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from common.args import CommonArgs
+from common.args import CommonArgs, may_change
 from common.data.sources import Source, identity
 from common.data.types import Tokenizer
 from common.errors import UserError
@@ -128,9 +128,8 @@ def args_read(function: FunctionType, args: CommonArgs) -> dict[str, Any]:
     names = _names_read(function, 2)
     if names is not None and all(hasattr(args, name) and not callable(getattr(args, name)) for name in names):
         return {name: getattr(args, name) for name in sorted(names)}
-    fields = dataclasses.fields(args) if dataclasses.is_dataclass(args) else ()
-    ignored = {field.name for field in fields if field.metadata.get("may_change")}
-    return {name: value for name, value in sorted(vars(args).items()) if name not in ignored}
+    ignored = may_change(type(args)) if dataclasses.is_dataclass(args) else {}
+    return {name: value for name, value in sorted(vars(args).items()) if not ignored.get(name)}
 
 
 def _names_read(function: FunctionType, place: int) -> set[str] | None:

@@ -53,7 +53,6 @@ def load_data(
             block_rows=args.streaming_buffer_size,
             num_proc=args.dataset_num_proc or 1,
             strict=args.strict_data,
-            longest=getattr(args, "max_length", 0),  # a stream is not measured beforehand, and what limits it has that name
         )
     else:
         data = tokenize(args, accelerator, sources, encode, tokenizer, args.curriculum_column)

@@ -47,14 +47,13 @@ class Stream:
         block_rows: int,
         num_proc: int = 1,
         strict: bool = False,
-        longest: int = 0,
         functions: tuple[Cut, ...] = (),
     ):
         """job: how rows become examples. block_rows: rows of a block, all sources together, in proportion to their weights
-        (equal ones where they have none). A source that ends starts again. longest: tokens that a sequence may have.
+        (equal ones where they have none). A source that ends starts again.
         functions: what packs or cuts the examples of a block."""
         self.sources, self.job, self.seed, self.block_rows = sources, job, seed, block_rows
-        self.num_proc, self.strict, self.longest, self.functions = num_proc, strict, longest, functions
+        self.num_proc, self.strict, self.functions = num_proc, strict, functions
         self.quotas = shares([source.weight or 1.0 for source in sources], block_rows)
         self.dropped = [Dropped() for _ in sources]
         self.rows = [0 for _ in sources]
@@ -73,7 +72,6 @@ class Stream:
             block_rows=self.block_rows,
             num_proc=self.num_proc,
             strict=self.strict,
-            longest=self.longest,
             functions=(*self.functions, function),
         )
 
@@ -100,6 +98,11 @@ class Stream:
     def data(self) -> Examples:
         """The same before they were packed or cut."""
         return (self.blocks or [self._block(self._next[1])])[-1].data
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence in the block that was read last: a stream is not measured beforehand."""
+        return self.examples.longest
 
     def state(self, position: int) -> dict[str, Any]:
         """Where to go on at a position: the start of its block."""

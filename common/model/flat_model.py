@@ -217,12 +217,15 @@ def _zero_gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContext
 
 
 def disable_dropout(model: FlatModel) -> FlatModel:
-    """The model with every dropout at 0: preference and policy losses compare log-probabilities, which it would blur."""
+    """Set every dropout to 0: preference and policy losses compare log-probabilities, which dropout would blur.
+
+    Also what a layer hands to a function, as OPT does with self.dropout and self.activation_dropout.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout"):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model
 

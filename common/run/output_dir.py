@@ -63,29 +63,29 @@ def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, p
     mix two runs, SystemExit(0) where the same run is already complete. Deletes nothing.
     """
     args, allowed = vars(arguments), may_change(type(arguments))
-    output_dir, wish = args["output_dir"], args["resume_from_checkpoint"]
+    output_dir, resume_from = args["output_dir"], args["resume_from_checkpoint"]
     here, again = Path(output_dir).resolve(), "--overwrite_output_dir starts over, or choose another --output_dir"
     if args["model_name_or_path"] and Path(args["model_name_or_path"]).resolve().is_relative_to(here):
         raise UserError(f"--output_dir {output_dir} holds the model to start from: choose another")
-    named = None if wish in ("auto", "none") else Path(wish)
+    named = None if resume_from in ("auto", "none") else Path(resume_from)
     inside = named is not None and named.resolve().is_relative_to(here)
     if named and (problem := find_damage(named)) is not None:
-        raise UserError(f"--resume_from_checkpoint {wish}: {problem}")
+        raise UserError(f"--resume_from_checkpoint {resume_from}: {problem}")
     if args["overwrite_output_dir"] or saved_args is None:
         if inside and args["overwrite_output_dir"]:
-            raise UserError(f"--resume_from_checkpoint {wish} lies in the folder that --overwrite_output_dir empties")
+            raise UserError(f"--resume_from_checkpoint {resume_from} lies in the folder that --overwrite_output_dir empties")
         if named:
             _compare(
                 args, allowed, _read_args(named), named, processes, "to start from its weights, use --model_name_or_path"
             )
         return named
-    if named and not inside and saved_args.get("resume_from_checkpoint") != wish:
-        raise UserError(f"{output_dir} holds another run than that of {wish}: {again}")
+    if named and not inside and saved_args.get("resume_from_checkpoint") != resume_from:
+        raise UserError(f"{output_dir} holds another run than that of {resume_from}: {again}")
     checkpoint = named if inside else newest_intact(output_dir) or named
     before = (checkpoint and _read_args(checkpoint)) or saved_args
     if not before:
         raise UserError(f"{output_dir} holds a run whose args.yaml cannot be read: {again}")
-    if wish == "none":
+    if resume_from == "none":
         raise UserError(f"{output_dir} holds an earlier run: {again}")
     complete = not inside and Path(output_dir, "summary.json").exists()
     _compare(args, allowed, before, None if complete else checkpoint, processes, again)

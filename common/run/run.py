@@ -91,7 +91,7 @@ class Run:
         """
         if self.first_step > last_step:
             raise UserError(f"the checkpoint is at step {self.first_step}, and this run would end at step {last_step}")
-        self.last_step, self.save_every, self.wish, self.save_wanted = last_step, save_every, "", False
+        self.last_step, self.save_every, self.asked_for, self.save_wanted = last_step, save_every, "", False
         # GRPO waits for the GPU anyway: there a signal is answered at once.
         self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, Rollouts))
         self.bar = tqdm(
@@ -120,9 +120,9 @@ class Run:
     def save_due(self, step: int) -> bool:
         """save_steps, save_minutes, a new best evaluation, a signal, max_hours. The same on every process."""
         can_save = step % self.save_every == 0
-        self.wish = self.signals.asked_for(possible=can_save and step < self.last_step)
+        self.asked_for = self.signals.asked_for(possible=can_save and step < self.last_step)
         due = self._due(step, self.args.save_steps, max(self.resumed_at, 0))
-        self.save_wanted |= bool(self.wish) or due or self.best.step == step > self.resumed_at
+        self.save_wanted |= bool(self.asked_for) or due or self.best.step == step > self.resumed_at
         return self.save_wanted and can_save
 
     def save(self, step: int) -> None:
@@ -135,7 +135,7 @@ class Run:
     def ends(self, step: int) -> bool:
         """After the last step, or without a better evaluation for long; a run that was told to stop leaves here, with exit
         code 75."""
-        if self.wish == "stop":
+        if self.asked_for == "stop":
             self.signals.leave(self.args.output_dir, step)
         return step == self.last_step or self.best.stops(step)
 

@@ -24,9 +24,9 @@ from common.data import (
     text_format,
     tokenize_chat,
     tokenize_completion,
-    tokenize_documents,
     tokenize_messages,
 )
+from common.data.tokens import tokenize_documents
 from common.errors import UserError
 
 import numpy as np

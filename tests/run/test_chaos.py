@@ -1,6 +1,6 @@
 """No run is lost: killed with SIGKILL anywhere, and started again with the same command, it ends as if nothing had been.
 
-The default run kills each stage in a few chosen places; `pytest -m slow tests/test_chaos.py` kills each of them in twenty
+The default run kills each stage in a few chosen places; `pytest -m slow tests/run/test_chaos.py` kills each of them in twenty
 cases, up to three times each, and some by the clock.
 """
 

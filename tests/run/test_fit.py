@@ -155,7 +155,7 @@ def test_memory_that_really_runs_out(tmp_path):
 
 def test_running_out_elsewhere_is_one_line(tmp_path):
     code = "from common.args import CommonArgs, launch\ndef main(args): raise MemoryError('Unable to allocate 8 TiB')\n"
-    code += "launch(main, CommonArgs, 'data/configs/sft.yaml')"
+    code += "launch(main, CommonArgs, 'nowhere.yaml')"
     run = run_script([sys.executable, "-c", code, "--dataset_name", "mine"])
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1
     assert "out of memory outside of the training steps" in run.stderr and "8 TiB" in run.stderr

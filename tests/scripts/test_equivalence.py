@@ -20,7 +20,7 @@ COMMON = [
     "--lr_scheduler_type",
     "constant",
 ]
-# Windows of 8 units of uneven length; 20 units, so that the last of 3 windows holds 4 and some processes have none.
+# Windows of 8 examples of uneven length; 20 examples, so that the last of 3 windows holds 4 and some processes have none.
 STAGES = {
     "pretrain": ["--config", "data/configs/pretrain.yaml", "--model_name_or_path", "data/base_model", "--max_steps", "-1"]
     + ["--packing_strategy", "bfd", "--max_train_samples", "60", "--max_length", "64"],
@@ -91,7 +91,7 @@ def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_packing_changes_nothing_but_the_rows(stage, launch):
-    """All 20 units are one window, packed or not."""
+    """All 20 examples are one window, packed or not."""
     alone = losses(launch(stage, *arguments(stage, 20, 1), output="alone"))
     packed = losses(launch(stage, *arguments(stage, 20, 1), "--packing", output="packed"))
     assert len(alone) == 1

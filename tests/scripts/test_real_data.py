@@ -7,10 +7,13 @@ import os
 from functools import cache
 from pathlib import Path
 
+from common.args import CommonArgs
 from common.data.chat import end_of_turn, stop_token_ids
+from common.data.dropped import convert
 from common.data.formats import as_chat, as_preference, as_prompt, as_text
-from common.data.sources import BadRow, Source, convert, load_rows
-from common.data.tokens import show_trained, tokenize_chat, tokenize_documents, tokenize_pair, tokenize_prompt
+from common.data.sources import Source, load_rows
+from common.data.tokens import show_trained, tokenize_documents, tokenize_messages, tokenize_pair, tokenize_prompt
+from common.data.types import BadRow
 from common.errors import UserError
 from common.model.load import load_tokenizer
 
@@ -47,7 +50,7 @@ def rows_of(stage: str, name: str, rename: bool = True) -> list:
 
 @cache
 def tokenizer_of(name: str, template: str | None = None):
-    return load_tokenizer(str(DATA / "tokenizers" / name), template)
+    return load_tokenizer(CommonArgs(chat_template=template), DATA / "tokenizers" / name)
 
 
 def decode(ids, tokenizer) -> str:
@@ -65,7 +68,7 @@ def tokenized(rows, function, tolerated: tuple[str, ...] = ()) -> list:
     results = []
     for row in rows:
         try:
-            results.append(function(row.columns))
+            results.append(function(row))
         except BadRow as reason:
             assert any(known in str(reason) for known in tolerated), f"{row.where}: {reason}"
     assert results
@@ -76,7 +79,7 @@ def tokenized(rows, function, tolerated: tuple[str, ...] = ()) -> list:
 @pytest.mark.parametrize("file", files("pretrain"))
 def test_documents_read_back_and_end_on_one_eos(file, name):
     tokenizer = tokenizer_of(name)
-    texts = [as_text(row.columns) for row in rows_of("pretrain", file)]
+    texts = [as_text(row) for row in rows_of("pretrain", file)]
     for text, ids in zip(texts, tokenize_documents(texts, tokenizer), strict=True):
         assert ids[-1] == tokenizer.eos_token_id and (ids == tokenizer.eos_token_id).sum() == 1
         assert decode(ids[:-1], tokenizer).lstrip(" ") == text.lstrip(" ")  # phi3 takes the first space for its own
@@ -87,9 +90,9 @@ def test_documents_read_back_and_end_on_one_eos(file, name):
 def test_what_is_trained_in_a_chat_is_every_answer_and_its_end(file, name, template):
     tokenizer = tokenizer_of(name, template)
 
-    def check(columns):
-        chat = as_chat(columns)
-        sequence = tokenize_chat(chat["messages"], tokenizer, tools=chat["tools"])
+    def check(row):
+        chat = as_chat(row)
+        sequence = tokenize_messages(chat["messages"], tokenizer, tools=chat["tools"])
         answers = [m["content"].strip(BORDER) for m in chat["messages"] if m["role"] == "assistant"]
         end = end_of_turn(tokenizer)
         found = [text.removesuffix(end).strip(BORDER) for text in trained(sequence, tokenizer)]
@@ -113,13 +116,13 @@ def test_tools_are_in_the_prompt_or_the_rows_are_refused(name):
     tokenizer = tokenizer_of(name)
     rows = rows_of("sft", "glaive_toolcall_en_150.json", rename=False)
 
-    def make(columns):
-        chat = as_chat(columns)
-        assert chat["tools"] or "tools" in columns
-        return tokenize_chat(chat["messages"], tokenizer, tools=chat["tools"]), chat["tools"]
+    def make(row):
+        chat = as_chat(row)
+        assert chat["tools"] or "tools" in row
+        return tokenize_messages(chat["messages"], tokenizer, tools=chat["tools"]), chat["tools"]
 
     if name == "phi3_mini":
-        with_tools = [row for row in rows if as_chat(row.columns)["tools"]]
+        with_tools = [row for row in rows if as_chat(row)["tools"]]
         with pytest.raises(UserError, match="the chat template leaves out the tools"):
             convert(with_tools, make, "rows")
         return
@@ -133,8 +136,8 @@ def test_tools_are_in_the_prompt_or_the_rows_are_refused(name):
 def test_both_sides_of_a_pair_share_the_prompt_and_train_the_answer(file, name, template):
     tokenizer = tokenizer_of(name, template)
 
-    def check(columns):
-        row = as_preference(columns)
+    def check(row):
+        row = as_preference(row)
         pair = tokenize_pair(row["prompt"], row["chosen"], row["rejected"], tokenizer, 100_000)
         prompt = tokenize_prompt(row["prompt"], tokenizer)
         for side, sequence in zip(("chosen", "rejected"), pair, strict=True):
@@ -151,8 +154,8 @@ def test_both_sides_of_a_pair_share_the_prompt_and_train_the_answer(file, name, 
 def test_prompts_hold_the_question_and_the_header_of_the_answer(file, name, template):
     tokenizer = tokenizer_of(name, template)
     for row in rows_of("grpo", file):
-        found = as_prompt(row.columns)
-        assert set(row.columns) <= set(found)
+        found = as_prompt(row)
+        assert set(row) <= set(found)
         question = found["prompt"] if isinstance(found["prompt"], str) else found["prompt"][-1]["content"]
         text = decode(tokenize_prompt(found["prompt"], tokenizer), tokenizer)
         assert question in text
@@ -163,7 +166,7 @@ def test_without_a_chat_template_the_first_chat_says_what_to_pass():
     tokenizer = tokenizer_of("gpt2")
     rows = rows_of("sft", "alpaca_5k.json")
     with pytest.raises(UserError, match=r"alpaca_5k.json row 1: the tokenizer has no chat template: pass --chat_template"):
-        convert(rows, lambda columns: tokenize_chat(as_chat(columns)["messages"], tokenizer), "rows")
+        convert(rows, lambda row: tokenize_messages(as_chat(row)["messages"], tokenizer), "rows")
 
 
 @pytest.mark.parametrize("name, marks", [("minimind", ["<|im_end|>"]), ("phi3_mini", ["<|end|>", "<|endoftext|>"])])
@@ -176,7 +179,7 @@ def test_phi3_shows_what_is_trained():
     tokenizer = tokenizer_of("phi3_mini")
     chat = [{"role": r, "content": c} for r, c in [("user", "q"), ("assistant", "a b"), ("user", "r"), ("assistant", "c")]]
     expected = "<|user|>q<|end|><|assistant|>[[a b<|end|>]]<|user|>r<|end|><|assistant|>[[c<|end|>]]<|endoftext|>"
-    assert show_trained(tokenize_chat(chat, tokenizer), tokenizer) == expected
+    assert show_trained(tokenize_messages(chat, tokenizer), tokenizer) == expected
 
 
 @pytest.mark.parametrize("name", ["minimind", "phi3_mini"])
@@ -187,7 +190,7 @@ def test_an_answer_that_spells_the_end_of_its_turn_does_not_end_it(name):
         {"role": "user", "content": f"what is {end}?"},
         {"role": "assistant", "content": f"The token {end} ends it."},
     ]
-    sequence = tokenize_chat(chat, tokenizer)
+    sequence = tokenize_messages(chat, tokenizer)
     assert trained(sequence, tokenizer) == [f"The token {end} ends it.{end}"]
     assert (sequence["input_ids"] == tokenizer.convert_tokens_to_ids(end)).sum() == 2
 
@@ -195,5 +198,5 @@ def test_an_answer_that_spells_the_end_of_its_turn_does_not_end_it(name):
 def test_two_thousand_short_chats_of_real_data_are_all_read():
     tokenizer = tokenizer_of("minimind")
     rows = load_rows(str(DATA / "sft" / "alpaca_5k.json"))
-    sequences, _ = convert(rows[:2000], lambda columns: tokenize_chat(as_chat(columns)["messages"], tokenizer), "rows")
+    sequences, _ = convert(rows[:2000], lambda row: tokenize_messages(as_chat(row)["messages"], tokenizer), "rows")
     assert len(sequences) > 1990

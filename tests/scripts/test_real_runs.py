@@ -91,7 +91,7 @@ def test_every_chat_file_is_fine_tuned_on_with_every_tokenizer(tokenizer, templa
     rows = check(output)
     assert 0 < rows[0]["mean_token_accuracy"] + 1e-9 <= 1
     (source,) = json.loads((output / "dataset.json").read_text())["sources"]
-    assert source["units"] + sum(found["count"] for found in source["dropped"].values()) == source["rows"] == 30
+    assert source["examples"] + sum(found["count"] for found in source["dropped"].values()) == source["rows"] == 30
     if "glaive" in file:  # of these templates, only minimind's writes tools
         assert any("leaves out the tools" in reason for reason in source["dropped"]) == (tokenizer != "minimind")
 

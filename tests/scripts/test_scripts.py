@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 
-from tests.conftest import ROOT, read_metrics, run_script
+from tests.conftest import ROOT, demo, read_metrics, run_script
 
 import pytest
 import torch
@@ -65,7 +65,11 @@ def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
 
 
 def test_defaults_chain_from_stage_to_stage_and_say_so(tmp_path, monkeypatch, capsys):
-    from common.model.load import choose_model
+    from common.args import CommonArgs, parse_args
+
+    def choose_model(named, start_from):
+        words = ["--model_name_or_path", named] if named else []
+        return parse_args(CommonArgs, "nowhere.yaml", start_from, ["--dataset_name", "d", *words]).model_name_or_path
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "data" / "base_model", "data/base_model")
@@ -142,11 +146,16 @@ def test_a_merged_adapter_is_a_model_to_build_on_and_a_bare_one_is_not(launch):
 
 def test_a_new_dataset_takes_the_standard_settings_and_not_those_of_the_demo(capsys):
     from common.args import parse_args
-    from train_sft import DEMO, Args
+    from train_sft import Args
 
-    assert parse_args(Args, DEMO, []).learning_rate == 1e-3 and "embedded demo" in capsys.readouterr().err
-    assert parse_args(Args, DEMO, ["--dataset_name", "mine.jsonl"]).learning_rate == 2e-5
-    assert parse_args(Args, DEMO, ["--learning_rate", "5e-4"]).learning_rate == 5e-4
+    def parsed(*words):
+        return parse_args(Args, demo("sft"), argv=list(words))
+
+    assert parsed().learning_rate == 1e-3 and "embedded demo" in capsys.readouterr().err
+    assert parsed("--dataset_name", "mine.jsonl").learning_rate == 2e-5
+    assert parsed("--learning_rate", "5e-4").learning_rate == 5e-4
+    args = parsed("--model_name_or_path", "mine")  # the rows of the demo, and not its settings
+    assert args.learning_rate == 2e-5 and args.dataset_name == ["data/sft"]
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,20 @@
-"""Arguments are read before anything heavy is imported, and a run imports nothing that it does not need."""
+"""How arguments are read, that help and mistakes answer soon, and that a run imports nothing that it does not need."""
 
-import gc
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Literal, Optional, get_args
 
-from common.args import CommonArgs, arg, parse_args, run
+from common.args import CommonArgs, arg, launch, parse_args
 from common.errors import UserError
 from tests.conftest import ROOT, run_script
 
 import pytest
 import yaml
-
-HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy", "tokenizers", "matplotlib", "peft", "pandas", "tqdm"}
 
 
 @dataclass
@@ -34,24 +32,29 @@ class Args(CommonArgs):
 
 
 def parsed(*words):
-    return parse_args(Args, "nowhere.yaml", ["--dataset_name", "d", *words])
+    return parse_args(Args, "nowhere.yaml", argv=["--dataset_name", "d", *words])
 
 
 @pytest.mark.parametrize("script", ["train_pretrain", "train_sft", "train_dpo", "train_grpo"])
 @pytest.mark.parametrize(
     "words", [["--help"], ["--learning_rat", "1"], ["--lr_scheduler_type", "up"], ["--config", "no.yaml"]]
 )
-def test_help_and_mistakes_answer_before_anything_heavy_is_imported(script, words):
-    command = [sys.executable, "-X", "importtime", f"{script}.py", *words]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    imported = {name.split(".")[0] for name in re.findall(r"^import time:.*\|\s*(\S+)$", run.stderr, re.M)}
-    assert "argparse" in imported and not imported & HEAVY
-    said = [line for line in run.stderr.splitlines() if not line.startswith("import time:")]
-    if words == ["--help"]:
-        assert run.returncode == 0 and not said
-        assert "--learning_rate FLOAT" in run.stdout and "{cosine,linear,constant,wsd}" in run.stdout
-    else:
-        assert run.returncode == 1 and not run.stdout and len(said) == 1 and said[0].startswith("error: ")
+def test_help_and_mistakes_answer_in_less_than_three_seconds(script, words):
+    """Of the processor; the least of a few, as other work on the machine makes caches cold."""
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run = subprocess.run([sys.executable, f"{script}.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if words == ["--help"]:
+            assert run.returncode == 0 and not run.stderr
+            assert "--learning_rate FLOAT" in run.stdout and "{cosine,linear,constant,wsd}" in run.stdout
+        else:
+            assert run.returncode == 1 and not run.stdout
+            assert len(run.stderr.splitlines()) == 1 and run.stderr.startswith("error: ")
+        if seconds < 3:
+            return
+    raise AssertionError(f"{seconds:.1f} s")
 
 
 def test_a_run_on_a_file_imports_nothing_that_it_does_not_need_before_its_first_step(tmp_path):
@@ -60,12 +63,13 @@ import os, sys
 sys.path.insert(0, os.getcwd())
 import train_sft
 from common.args import launch
+from common.run.retry import Retry
 def stop(*args):
     print("IMPORTED", *{name.split(".")[0] for name in sys.modules})
     sys.stdout.flush()
     os._exit(0)
-train_sft.seed_step = stop
-run(train_sft.main, command_line(train_sft.Args, train_sft.DEMO))
+Retry._seed_dropout = stop
+launch(train_sft.main, train_sft.Args, "nowhere.yaml")
 """
     (tmp_path / "rows.jsonl").write_text('{"instruction": "What is 1+1?", "output": "Answer: 2"}\n' * 8)
     words = ["--model_name_or_path", "data/base_model", "--dataset_name", str(tmp_path / "rows.jsonl"), "--eval_steps", "0"]
@@ -75,18 +79,6 @@ run(train_sft.main, command_line(train_sft.Args, train_sft.DEMO))
     imported = set(re.search("IMPORTED (.*)", run.stdout)[1].split())
     unneeded = {"datasets", "pyarrow", "pandas", "matplotlib", "peft", "sklearn", "scipy", "tensorboard", "torchvision"}
     assert "torch" in imported and not imported & unneeded
-
-
-def test_the_garbage_collector_rests_until_the_run_begins(tmp_path):
-    code = """
-import gc, sys, os
-from common.args import CommonArgs, command_line, run
-args = command_line(CommonArgs, "nowhere.yaml")
-assert not gc.isenabled()
-run(lambda args: print(gc.isenabled(), gc.get_freeze_count() > 1000, args.learning_rate), args)
-"""
-    run = run_script([sys.executable, "-c", code, "--dataset_name", "d", "--learning_rate", "3"])
-    assert run.stdout == "True True 3.0\n", run.stderr
 
 
 @pytest.mark.parametrize(
@@ -150,22 +142,22 @@ def test_a_yaml_file_goes_through_the_same_conversion_and_yields_to_the_command_
     sources = ["a.jsonl", {"name": "b.jsonl", "columns": {"prompt": "question"}}]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | {"dataset_name": sources, "rates": None}))
     (tmp_path / "run.yaml").write_text((tmp_path / "run.yaml").read_text().replace("'1e-4'", "1e-4"))  # a string in YAML 1.1
-    args = parse_args(Args, "nowhere.yaml", ["--count", "8", "--config", str(tmp_path / "run.yaml")])
+    args = parse_args(Args, "nowhere.yaml", argv=["--count", "8", "--config", str(tmp_path / "run.yaml")])
     assert (args.rate, args.on, args.off, args.word, args.words) == (1e-4, False, True, "-x y", ["1", "b c"])
     assert (args.level, args.count, args.rates) == (2, 8, None)
     assert args.dataset_name[0] == "a.jsonl" and json.loads(args.dataset_name[1]) == sources[1]
     (tmp_path / "run.yaml").write_text("kind: three\n")
     with pytest.raises(UserError, match="--kind: invalid choice: 'three'"):
-        parse_args(Args, "nowhere.yaml", [f"--config={tmp_path / 'run.yaml'}"])
+        parse_args(Args, "nowhere.yaml", argv=[f"--config={tmp_path / 'run.yaml'}"])
 
 
-def test_the_choices_are_those_that_the_rooms_know():
+def test_the_choices_are_those_that_common_knows():
     import train_dpo
     import train_grpo
     import train_sft
     from common.data.tokens import TRAIN_ON
     from common.losses import DPO_LOSS_TYPES, GRPO_LOSS_TYPES
-    from common.model.load import DTYPES
+    from common.model.create import DTYPES
     from common.model.optimizer import SCHEDULES
 
     def choices(args_class, name):
@@ -185,6 +177,6 @@ def test_a_mistake_found_in_main_is_one_line(capsys, monkeypatch):
 
     left = []
     monkeypatch.setattr(os, "_exit", lambda code: left.append(code))
-    run(main, None)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--dataset_name", "d"])
+    launch(main, CommonArgs, "nowhere.yaml")
     assert left[0] == 1 and capsys.readouterr().err == "error: what is wrong\n"
-    gc.unfreeze()

@@ -1,0 +1,270 @@
+"""train_dpo.py against float64: which answer is which, what each loss type is, and what the reference is."""
+
+import math
+
+from tests.scripts.one_step import (
+    ADAMW,
+    DROPOUT,
+    assert_adamw,
+    assert_clipped,
+    assert_gradient,
+    assert_metrics,
+    exact,
+    gradient_of,
+    ids_of,
+    make_model,
+    token_scores,
+    tokenizer,
+    watched,
+    write_rows,
+)
+
+import pytest
+import torch
+
+# Chosen and rejected differ in length, now the one is longer and now the other; prompts of one turn and of several.
+CHATS = [
+    (["What is 11-9+2?"], "Sure! 11-9=2. 2+2=4. Answer: 4", "Answer: 4"),
+    (["Zoe has 4 figs. She finds 6. She eats 3. So how many figs?"], "Answer: 7", "4+6=12. 12-3=9. I think. Answer: 9"),
+    (["Hi", "Hello!", "What is 5+5?"], "Sure! Answer: 10", "People ask me so much. That is fun. Answer: 11"),
+    (["How much is 15-6-4?"], "15-6=9. 9-4=5. So it is 5, as you can see. Answer: 5", "No."),
+]
+TEXTS = [
+    ("Question: What is 8-5?\n", "Answer: 3", "I do not know, and nobody does."),
+    ("Today is Monday. ", "Tomorrow is Tuesday. Then comes Wednesday.", "Mia."),
+]
+HELD_OUT = [
+    (["What is 3+4?"], "Sure! 3+4=7. Answer: 7", "8"),
+    (["Max has 9 cards. He buys 5. How many cards now?"], "14", "9+5=13. Then he sells some of them. Answer: 13"),
+    (["Hi"], "Hello! How are you?", "What?"),
+]
+
+
+def chat_rows(chats):
+    rows = []
+    for turns, chosen, rejected in chats:
+        prompt = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        sides = {"chosen": chosen, "rejected": rejected}
+        answers = {side: [{"role": "assistant", "content": text}] for side, text in sides.items()}
+        rows.append({"prompt": prompt} | answers)
+    return rows
+
+
+def chat_pairs(chats):
+    """Each pair as two times (ids, tokens of the prompt, tokens that are trained): answer and end of turn; the line break
+    that the template writes after it is read by no one."""
+    pairs = []
+    for row in chat_rows(chats):
+        before = ids_of(tokenizer().apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True))
+        answers = [ids_of(row[side][0]["content"] + "<|im_end|>") for side in ("chosen", "rejected")]
+        for side, answer in zip(("chosen", "rejected"), answers, strict=True):
+            text = tokenizer().apply_chat_template(row["prompt"] + row[side], tokenize=False)
+            assert ids_of(text)[:-1] == before + answer
+        pairs.append([(before + answer, len(before), len(answer)) for answer in answers])
+    return pairs
+
+
+def text_pairs():
+    """The same of plain text, in which the end-of-text token ends an answer."""
+    ends = [tokenizer().eos_token_id]
+    found = [(ids_of(prompt), [ids_of(answer) + ends for answer in answers]) for prompt, *answers in TEXTS]
+    return [[(before + answer, len(before), len(answer)) for answer in answers] for before, answers in found]
+
+
+PAIRS = chat_pairs(CHATS)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs")
+    write_rows(folder / "chats.jsonl", chat_rows(CHATS))
+    write_rows(folder / "held_out.jsonl", chat_rows(HELD_OUT))
+    write_rows(folder / "texts.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in TEXTS])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+def dpo(launch, data, model, *flags, batch=4, output="out"):
+    names = ["--dataset_name", data / "chats.jsonl", "--per_device_train_batch_size", batch, "--learning_rate", "3e-3"]
+    return watched(launch, "dpo", model, *names, *flags, output=output)
+
+
+def log_sigmoid(x):
+    return -torch.log1p(torch.exp(-x))
+
+
+def answer_logps(lm, pairs):
+    """log π of chosen and of rejected, sums over the answers' tokens: (B, 2)."""
+    sums = [token_scores(lm, ids)[0][start - 1 : start - 1 + n].sum() for pair in pairs for ids, start, n in pair]
+    return torch.stack(sums).view(-1, 2)
+
+
+def preference_losses(loss_type, sums, ref, tokens, *, beta=0.1, label_smoothing=0.0, simpo_gamma=0.5):
+    """Losses (B,) and the implicit rewards (B, 2), by the papers."""
+    ratio, mean = sums - ref, sums / tokens
+    c, r = ratio.unbind(1)
+    x, e = beta * (c - r), label_smoothing
+    if loss_type in ("simpo", "orpo"):
+        ratio = mean
+    if loss_type == "sigmoid":  # 2305.18290, eq. 7; cDPO
+        losses = -(1 - e) * log_sigmoid(x) - e * log_sigmoid(-x)
+    elif loss_type == "robust":  # 2403.00409, eq. 12
+        losses = (-(1 - e) * log_sigmoid(x) + e * log_sigmoid(-x)) / (1 - 2 * e)
+    elif loss_type == "hinge":  # 2305.10425
+        losses = torch.clamp(1 - x, min=0)
+    elif loss_type == "ipo":  # 2310.12036, eq. 17, of means over tokens
+        losses = ((ratio / tokens).mv(torch.tensor([1.0, -1.0]).double()) - 1 / (2 * beta)) ** 2
+    elif loss_type == "apo_zero":  # 2408.06266, eq. 4
+        losses = 1 - torch.sigmoid(beta * c) + torch.sigmoid(beta * r)
+    elif loss_type == "sppo_hard":  # 2405.00675: probabilities 1 and 0 of winning
+        losses = (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2
+    elif loss_type == "simpo":  # 2405.14734, eq. 6
+        margin = beta * (mean[:, 0] - mean[:, 1]) - simpo_gamma
+        losses = -(1 - e) * log_sigmoid(margin) - e * log_sigmoid(-margin)
+    elif loss_type == "orpo":  # 2403.07691, eq. 7, with λ = beta
+        odds = mean.exp() / (1 - mean.exp())
+        losses = -beta * log_sigmoid(torch.log(odds[:, 0] / odds[:, 1]))
+    return losses, beta * ratio.detach()
+
+
+def window(policy, reference, pairs, loss_type="sigmoid", sft_weight=0.0, **settings):
+    """The loss of a step on all these pairs, with its gradient; what is logged of it; and its losses without the SFT term."""
+    tokens = torch.tensor([[n for *_, n in pair] for pair in pairs]).double()
+    sums = answer_logps(policy, pairs)
+    with torch.no_grad():
+        ref = answer_logps(reference, pairs)
+    losses, rewards = preference_losses(loss_type, sums, ref, tokens, **settings)
+    loss = losses.mean() - sft_weight * sums[:, 0].sum() / tokens[:, 0].sum()
+    (chosen, rejected), (logps_chosen, logps_rejected) = rewards.mean(0).tolist(), sums.mean(0).tolist()
+    logged = {
+        "loss": loss.item(),
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "logps/chosen": logps_chosen,
+        "logps/rejected": logps_rejected,
+    }
+    if (rewards[:, 0] - rewards[:, 1]).abs().min() > 1e-3:  # at the start all are 0, but for rounding
+        logged["rewards/accuracies"] = (rewards[:, 0] > rewards[:, 1]).double().mean().item()
+    return loss, logged, losses.mean().item()
+
+
+def check(run, pairs, *, steps=(0, 2), **settings):
+    """Loss, metrics and gradient of these steps. The reference is the model at the start."""
+    start = exact(run.model)
+    for step in steps:
+        policy = start if step == 0 else run.policy(step)
+        loss, logged, _ = window(policy, start, pairs, **settings)
+        assert_metrics(run.rows[step], logged, rel=2e-4, abs=3e-5)
+        assert_gradient(run.grads[step], gradient_of(policy, loss))
+
+
+LOSSES = {
+    "sigmoid": {},
+    "sigmoid, smoothed": {"label_smoothing": 0.2},
+    "sigmoid, beta": {"beta": 0.7},
+    "sigmoid, with an SFT term": {"sft_weight": 0.5},
+    "robust": {"label_smoothing": 0.2, "beta": 0.3},
+    "hinge": {"beta": 0.02},
+    "ipo": {"beta": 0.5},
+    "apo_zero": {"beta": 0.3},
+    "sppo_hard": {"beta": 0.05},
+    "simpo": {"beta": 2.0},
+    "simpo, with a margin": {"beta": 2.0, "simpo_gamma": 1.3, "label_smoothing": 0.1},
+    "orpo": {"beta": 0.5, "sft_weight": 1.0},
+    "orpo, without its SFT term": {"beta": 0.5, "sft_weight": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_that_of_its_paper(name, launch, data, model):
+    """At the start, and two large updates later, when the policy is far from the reference; orpo brings its SFT term."""
+    loss_type, settings = name.split(",")[0], LOSSES[name]
+    given = {k: v for k, v in settings.items() if name != "orpo" or k != "sft_weight"}
+    flags = [word for key, value in given.items() for word in (f"--{key}", value)]
+    run = dpo(launch, data, model, "--loss_type", loss_type, *flags, "--max_steps", 3)
+    check(run, PAIRS, loss_type=loss_type, **settings)
+
+
+def test_the_chosen_answer_is_the_one_that_becomes_likely(launch, data, model):
+    """After some steps it has gained on the rejected one, in the metrics and in the weights, for every pair."""
+    run = dpo(launch, data, model, "--max_steps", 8)
+    first, last = run.rows[0], run.rows[-1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert last["logps/chosen"] - last["logps/rejected"] > first["logps/chosen"] - first["logps/rejected"] + 1
+    assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] == 1
+    sums = answer_logps(run.policy(7), PAIRS) - answer_logps(exact(model), PAIRS)
+    assert (sums[:, 0] > sums[:, 1]).all()
+
+
+@pytest.mark.parametrize("way", ["accumulated", "packed", "precomputed"])
+def test_a_step_is_the_same_however_its_pairs_are_laid_out(way, launch, data, model):
+    """Four micro-batches, packed rows, or reference log-probabilities kept on disk: the same loss, metrics and gradient."""
+    flags, batch, steps = {
+        "accumulated": (["--gradient_accumulation_steps", 4, "--max_steps", 3], 1, (0, 2)),
+        "packed": (["--packing", "--max_length", 64, "--num_train_epochs", 1], 50, (0,)),
+        "precomputed": (["--precompute_ref_log_probs", "--max_steps", 3], 4, (0, 2)),
+    }[way]
+    run = dpo(launch, data, model, *flags, "--sft_weight", 0.5, "--beta", 0.4, batch=batch)
+    assert len(run.rows) == steps[-1] + 1
+    check(run, PAIRS, steps=steps, sft_weight=0.5, beta=0.4)
+
+
+def test_plain_text_ends_on_the_end_of_text(launch, data, model):
+    """Pairs of strings have no template: the answer follows the prompt, and the end-of-text token is trained."""
+    run = dpo(launch, data, model, "--dataset_name", data / "texts.jsonl", "--max_steps", 3, batch=2)
+    check(run, text_pairs())
+
+
+def test_an_answer_that_is_too_long_keeps_its_start(launch, data, model):
+    """max_length counts the tokens of prompt and answer, and what is cut off is neither trained nor counted."""
+    longest = 40
+    pairs = [[(ids[:longest], start, min(n, longest - start)) for ids, start, n in pair] for pair in PAIRS]
+    assert all(n > 0 for pair in pairs for *_, n in pair) and pairs != PAIRS
+    run = dpo(launch, data, model, "--loss_type", "ipo", "--max_length", longest, "--max_steps", 3)
+    check(run, pairs, loss_type="ipo")
+
+
+def test_an_epoch_trains_each_pair_once(launch, data, model):
+    """Steps of one pair at a rate of 0: by their log-probabilities, each pair comes once."""
+    run = dpo(launch, data, model, "--num_train_epochs", 2, "--learning_rate", 0, batch=1)
+    with torch.no_grad():
+        wanted = answer_logps(exact(model), PAIRS).tolist()
+    found = [[row["logps/chosen"], row["logps/rejected"]] for row in run.rows]
+    assert sorted(found[:4]) == [pytest.approx(pair, rel=1e-4) for pair in sorted(wanted)]
+    assert sorted(found[4:]) == [pytest.approx(pair, rel=1e-4) for pair in sorted(wanted)]
+
+
+def test_adamw_has_the_settings_that_were_asked_for(launch, data, model):
+    """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
+    free = dpo(launch, data, model, *ADAMW, "--max_steps", 3)
+    assert_adamw(free)
+    assert_clipped(dpo(launch, data, model, "--max_steps", 1, "--max_grad_norm", 0.05, output="clipped"), free, 0.05)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_evaluation_is_the_mean_over_all_held_out_pairs(size, launch, data, model):
+    """Loss (without the SFT term), rewards and log-probabilities of pairs in batches of any size, before and after steps."""
+    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
+    run = dpo(launch, data, model, *flags, "--max_steps", 3, "--beta", 0.5, "--sft_weight", 0.3, "--label_smoothing", 0.1)
+    pairs, start = chat_pairs(HELD_OUT), exact(model)
+    for row, policy in zip(run.evals, (start, run.policy(1), run.policy(2)), strict=False):
+        with torch.no_grad():
+            _, logged, loss = window(policy, start, pairs, beta=0.5, label_smoothing=0.1)
+        assert_metrics(row, {f"eval_{name}": value for name, value in (logged | {"loss": loss}).items()}, abs=3e-5)
+
+
+@pytest.mark.parametrize("kind", DROPOUT)
+@pytest.mark.parametrize("precompute", ["false", "true"])
+def test_dropout_is_off(precompute, kind, launch, data, tmp_path):
+    """At a rate of 0 policy and reference are the same at every step: the loss is ln 2, and the gradient is exact."""
+    model = make_model(tmp_path / "model", kind)
+    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--precompute_ref_log_probs", precompute]
+    run = dpo(launch, data, model, *flags, "--max_steps", 3, "--learning_rate", 0)
+    assert [row["loss"] for row in run.rows] == pytest.approx([math.log(2)] * 3, abs=1e-5)
+    assert [row["eval_loss"] for row in run.evals] == pytest.approx([math.log(2)] * 4, abs=1e-5)
+    check(run, PAIRS)

@@ -1,0 +1,144 @@
+"""train_pretrain.py against float64: every token that follows another one, once, with the same weight."""
+
+import itertools
+
+from tests.scripts.one_step import (
+    ADAMW,
+    BASE,
+    DROPOUT,
+    apart,
+    assert_adamw,
+    assert_clipped,
+    assert_gradient,
+    assert_metrics,
+    exact,
+    gradient_of,
+    ids_of,
+    make_model,
+    nll_window,
+    tokenizer,
+    watched,
+    write_rows,
+)
+
+import pytest
+
+DOCUMENTS = [
+    "Question: What is 10+5?\nAnswer: 15",
+    "5-1=4. 1+3=4. 12+1=13. 15-3=12.",
+    "Today is Monday. Mia sees Zoe. Tomorrow is Tuesday. Then Zoe sees Mia. And so they go on, from day to day.",
+    "15-6-1: 15-6=9. 9-1=8. So 15-6-1 is 8.",
+    "A pond has 3 ducks.",
+    "Eva has 19 balls. Mia has 4 balls. Eva has more. 6+6 is 12. 8-6 is 2. 12+3 is 15. 8+8 is 16.",
+]
+HELD_OUT = ["12-5+6+4: 12-5=7. 7+6=13. 13+4=17. The answer is 17.", "3+1=4. 13-7=6.", "Find 12-4, and say why it is so."]
+L = 20  # max_length of the runs
+
+
+def documents(texts):
+    """Each document as ids that end on the end-of-text token."""
+    return [[*ids_of(text), tokenizer().eos_token_id] for text in texts]
+
+
+def rows_of(texts, packing, length=L):
+    """What the tokens of a row can see, as (ids, mask): pieces of one long stream, or of each document by itself."""
+    streams = documents(texts) if packing == "bfd" else [sum(documents(texts), [])]
+    pieces = [stream[at : at + length] for stream in streams for at in range(0, len(stream), length)]
+    return [(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
+
+
+@pytest.fixture(scope="module")
+def base():
+    return exact(BASE)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("documents")
+    for name, texts in (("documents", DOCUMENTS), ("held_out", HELD_OUT)):
+        write_rows(folder / f"{name}.jsonl", [{"text": text} for text in texts])
+    return folder
+
+
+def pretrain(launch, data, *flags, model=BASE, batch=50, output="out"):
+    names = ["--dataset_name", data / "documents.jsonl", "--per_device_train_batch_size", batch, "--max_length", L]
+    return watched(launch, "pretrain", model, *names, "--learning_rate", "1e-3", *flags, output=output)
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "bfd"])
+def test_every_token_that_follows_another_is_trained(packing, launch, data, base):
+    """All documents as one step: loss, accuracy, entropy and gradient, whether rows cross the documents or hold them whole."""
+    run = pretrain(launch, data, "--packing_strategy", packing, "--num_train_epochs", 1)
+    sequences = rows_of(DOCUMENTS, packing)
+    assert len(run.rows) == 1
+    loss, values = nll_window(base, sequences)
+    assert 0.02 < values["mean_token_accuracy"] < 0.98
+    assert_metrics(run.rows[0], values | {"num_tokens": sum(len(ids) for ids, _ in sequences)})
+    assert_gradient(run.grads[0], gradient_of(base, loss))
+
+
+def test_a_token_weighs_the_same_in_every_micro_batch(launch, data, base):
+    """Packed rows of different length in three micro-batches make the loss and the gradient of one."""
+    flags = ["--packing_strategy", "bfd", "--num_train_epochs", 1, "--gradient_accumulation_steps", 3]
+    whole = pretrain(launch, data, *flags, batch=5)
+    assert len(whole.rows) == 1
+    loss, values = nll_window(base, rows_of(DOCUMENTS, "bfd"))
+    assert_metrics(whole.rows[0], values)
+    assert_gradient(whole.grads[0], gradient_of(base, loss))
+
+
+def test_an_epoch_trains_each_row_once(launch, data, base):
+    """Steps of one row at a rate of 0: each loss is that of one row, and in an epoch each row comes once."""
+    run = pretrain(launch, data, "--num_train_epochs", 2, "--learning_rate", 0, batch=1)
+    losses = [nll_window(base, [row])[1]["loss"] for row in rows_of(DOCUMENTS, "wrapped")]
+    assert min(abs(one - two) for one, two in itertools.combinations(losses, 2)) > 1e-3
+    found = [row["loss"] for row in run.rows]
+    assert len(found) == 2 * len(losses)
+    first, second = found[: len(losses)], found[len(losses) :]
+    assert sorted(first) == pytest.approx(sorted(losses), rel=1e-4)
+    assert sorted(second) == pytest.approx(sorted(losses), rel=1e-4)
+    assert first != pytest.approx(second, rel=1e-3)  # each epoch in another order
+    assert first != pytest.approx(losses, rel=1e-3)
+
+
+def test_adamw_has_the_settings_that_were_asked_for(launch, data):
+    """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
+    free = pretrain(launch, data, *ADAMW, "--max_steps", 3)
+    assert_adamw(free)
+    assert_clipped(pretrain(launch, data, "--max_steps", 1, "--max_grad_norm", 0.5, output="clipped"), free, 0.5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("packing", ["wrapped", "bfd"])
+def test_the_evaluation_is_the_mean_over_all_held_out_tokens(packing, size, launch, data, base):
+    """Rows of different length in batches of any size, before and after a step."""
+    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
+    flags += ["--packing_strategy", packing, "--max_steps", 2, "--learning_rate", "1e-2"]
+    run = pretrain(launch, data, *flags)
+    sequences = rows_of(HELD_OUT, packing)
+    before, after = nll_window(base, sequences)[1], nll_window(run.policy(1), sequences)[1]
+    assert [row["step"] for row in run.evals] == [0, 1, 2]
+    for row, values in zip(run.evals, (before, after), strict=False):
+        assert 0.02 < values["mean_token_accuracy"] < 0.98
+        assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
+
+
+@pytest.mark.parametrize("kind", DROPOUT)
+def test_dropout_is_on_in_training_and_off_in_evaluation(kind, launch, data, tmp_path):
+    """On the same data and weights the gradient differs from step to step, also after an evaluation, and with the seed; it is
+    the same when the run is repeated."""
+    model = make_model(tmp_path / "model", kind)
+    one_row = write_rows(tmp_path / "one.jsonl", [{"text": DOCUMENTS[2]}])  # in whose order there is no difference
+    flags = ["--dataset_name", one_row, "--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1]
+    flags += ["--max_length", 128, "--learning_rate", 0, "--max_steps", 3]
+    run = pretrain(launch, data, *flags, model=model, batch=1)
+    again = pretrain(launch, data, *flags, model=model, batch=1, output="again")
+    other = pretrain(launch, data, *flags, "--seed", 1, model=model, batch=1, output="other")
+    loss, _ = nll_window(lm := exact(model), rows_of([DOCUMENTS[2]], "wrapped", 128))
+    for one, two in itertools.combinations([gradient_of(lm, loss), *run.grads, *other.grads], 2):
+        assert apart(one, two) > 0.02
+    assert [row["loss"] for row in run.rows] == pytest.approx([row["loss"] for row in again.rows], rel=1e-6)
+    assert all(apart(one, same) < 1e-5 for one, same in zip(run.grads, again.grads, strict=True))
+    values = nll_window(lm, rows_of(HELD_OUT, "wrapped", 128))[1]
+    for row in run.evals:
+        assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})

@@ -1,0 +1,203 @@
+"""train_sft.py against float64: what is trained, with what weight, and what is told of it."""
+
+import itertools
+
+from tests.scripts.one_step import (
+    ADAMW,
+    BASE,
+    DROPOUT,
+    apart,
+    assert_adamw,
+    assert_clipped,
+    assert_gradient,
+    assert_metrics,
+    exact,
+    gradient_of,
+    make_model,
+    nll_window,
+    tokenizer,
+    watched,
+    write_rows,
+)
+
+import pytest
+
+
+def chat(*turns):
+    """("system" or "", question, answer, question, answer, ...)"""
+    system = [{"role": "system", "content": turns[0]}] if turns[0] else []
+    roles = itertools.cycle(["user", "assistant"])
+    return [*system, *({"role": role, "content": text} for role, text in zip(roles, turns[1:], strict=False))]
+
+
+CHATS = [
+    chat("", "What is 3+4?", "3+4=7. Answer: 7"),
+    chat("Be short.", "Eva has 10 figs. She loses 4. How many figs now?", "Answer: 6", "What is 14-7+3?", "Answer: 10"),
+    chat("", "Hi", "Hello!", "Which number comes before 14?", "13 comes before 14.", "And before 9?", "8 comes before 9."),
+    chat("Show your working.", "How much is 15-6-4?", "15-6=9. 9-4=5. Answer: 5"),
+    chat("", "Today is Monday. What comes next?", "Tuesday", "And then?", "Then comes Wednesday. Then Thursday."),
+    chat("", "Max has 9 cards. He buys 5. How many cards now?", "9+5=14."),
+]
+HELD_OUT = [
+    chat("", "What is 8-5?", "8-5=3. Answer: 3"),
+    chat("", "A pond has 3 ducks. 7 come. How many now? And who counts them, and why, and for how long?", "Answer: 10"),
+    chat("Be short.", "What is 1+1?", "2", "What is 6+6?", "6+6 is 12. 8-6 is 2. 12+3 is 15. Answer: 12"),
+    chat("", "Hi", "Hello!"),
+    chat("", "Mia sees Zoe. Who sees Mia?", "Tomorrow is Tuesday. Then Zoe sees Mia."),
+]
+
+
+def encoded(messages, train_on="all_turns"):
+    """A conversation as (ids, mask): the template's text, of which the answers and the ends of their turns are trained."""
+    text, spans = "", []
+    for message in messages:
+        text += f"<|im_start|>{message['role']}\n"
+        start = len(text)
+        text += message["content"] + "<|im_end|>"
+        if message["role"] == "assistant":
+            spans.append((start, len(text)))
+        text += "\n"
+    assert text == tokenizer().apply_chat_template(messages, tokenize=False)
+    spans = {"all_turns": spans, "last_turn": spans[-1:], "everything": [(0, len(text))]}[train_on]
+    found = tokenizer()(text, add_special_tokens=False, return_offsets_mapping=True)
+    mask = [int(any(a <= start and end <= b for a, b in spans)) for start, end in found.offset_mapping]
+    return found.input_ids, mask
+
+
+@pytest.fixture(scope="module")
+def base():
+    return exact(BASE)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chats")
+    for name, chats in (("chats", CHATS), ("held_out", HELD_OUT)):
+        write_rows(folder / f"{name}.jsonl", [{"messages": messages} for messages in chats])
+    return folder
+
+
+def sft(launch, data, *flags, model=BASE, batch=6, output="out"):
+    names = ["--dataset_name", data / "chats.jsonl", "--per_device_train_batch_size", batch, "--learning_rate", "1e-3"]
+    return watched(launch, "sft", model, *names, *flags, output=output)
+
+
+@pytest.mark.parametrize("train_on", ["all_turns", "last_turn", "everything"])
+def test_the_answers_are_trained_and_nothing_else(train_on, launch, data, base):
+    """Loss, accuracy, entropy and gradient are those of the tokens that --train_on names, each with the same weight."""
+    run = sft(launch, data, "--train_on", train_on, "--max_steps", 2)
+    sequences = [encoded(messages, train_on) for messages in CHATS]
+    loss, values = nll_window(base, sequences)
+    assert 0.02 < values["mean_token_accuracy"] < 0.98
+    assert_metrics(run.rows[0], values | {"num_tokens": sum(len(ids) for ids, _ in sequences)})
+    assert_gradient(run.grads[0], gradient_of(base, loss))
+    assert_metrics(run.rows[1], nll_window(run.policy(1), sequences)[1])
+
+
+def test_a_token_weighs_the_same_in_every_micro_batch(launch, data, base):
+    """Three micro-batches of different numbers of trained tokens make the loss and the gradient of one."""
+    run = sft(launch, data, "--max_steps", 1, "--gradient_accumulation_steps", 3, batch=2)
+    loss, values = nll_window(base, [encoded(messages) for messages in CHATS])
+    assert_metrics(run.rows[0], values)
+    assert_gradient(run.grads[0], gradient_of(base, loss))
+
+
+def test_packed_conversations_do_not_see_each_other(launch, data, base):
+    """With --packing the whole set is a few rows, and the loss of a step on them is that of each conversation by itself."""
+    rows = sft(launch, data, "--packing", "--max_length", 128, batch=1, output="rows").rows
+    assert rows[-1]["num_tokens"] / 128 <= len(rows) < len(CHATS)
+    run = sft(launch, data, "--packing", "--max_length", 128, batch=50)
+    assert len(run.rows) == 1
+    loss, values = nll_window(base, [encoded(messages) for messages in CHATS])
+    assert_metrics(run.rows[0], values)
+    assert_gradient(run.grads[0], gradient_of(base, loss))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_a_step_of_another_architecture(kind, launch, data, tmp_path):
+    """Grouped heads, norms of queries and keys, a sliding window: the gradient is the one that transformers has."""
+    model = make_model(tmp_path / "model", kind)
+    run = sft(launch, data, "--max_steps", 1, model=model)
+    loss, values = nll_window(lm := exact(model), [encoded(messages) for messages in CHATS])
+    assert_metrics(run.rows[0], values)
+    assert_gradient(run.grads[0], gradient_of(lm, loss))
+
+
+@pytest.mark.parametrize("more", [-2, -1, 0])
+def test_a_sliding_window_of_about_the_length_of_a_row(more, launch, tmp_path):
+    """A token sees as many as the window is wide, itself among them, in rows that are hardly longer than it, too."""
+    ids, mask = encoded(CHATS[0], "everything")
+    model = make_model(tmp_path / "model", "mistral", sliding_window=len(ids) + more)
+    one_row = write_rows(tmp_path / "one.jsonl", [{"messages": CHATS[0]}])
+    flags = ["--dataset_name", one_row, "--train_on", "everything", "--per_device_train_batch_size", 1, "--max_steps", 1]
+    run = watched(launch, "sft", model, *flags)
+    loss, _ = nll_window(lm := exact(model), [(ids, mask)])
+    assert_gradient(run.grads[0], gradient_of(lm, loss))
+
+
+def test_a_conversation_that_is_too_long_keeps_its_start(launch, data, base):
+    """max_length cuts the end off; what has no trained token left is not there at all."""
+    cut = [(ids[:36], mask[:36]) for ids, mask in map(encoded, CHATS)]
+    cut = [(ids, mask) for ids, mask in cut if any(mask)]
+    assert 1 < len(cut) < len(CHATS)
+    run = sft(launch, data, "--max_length", 36, batch=50)
+    loss, values = nll_window(base, cut)
+    assert_metrics(run.rows[0], values)
+    assert_gradient(run.grads[0], gradient_of(base, loss))
+
+
+def test_an_epoch_trains_each_conversation_once(launch, data, base):
+    """Steps of two conversations at a rate of 0: each loss and gradient is that of one pair, and the pairs share no one."""
+    run = sft(launch, data, "--num_train_epochs", 2, "--learning_rate", 0, batch=2)
+    sequences = [encoded(messages) for messages in CHATS]
+    pairs = {pair: nll_window(base, [sequences[i] for i in pair]) for pair in itertools.combinations(range(6), 2)}
+    assert len(run.rows) == 6
+    seen = []
+    for row, gradient in zip(run.rows, run.grads, strict=True):
+        pair = min(pairs, key=lambda pair: abs(pairs[pair][1]["loss"] - row["loss"]))
+        assert_metrics(row, pairs[pair][1])
+        assert_gradient(gradient, gradient_of(base, nll_window(base, [sequences[i] for i in pair])[0]))
+        seen += pair
+    assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
+    assert seen[:6] != seen[6:]  # each epoch in another order
+
+
+def test_adamw_has_the_settings_that_were_asked_for(launch, data):
+    """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
+    free = sft(launch, data, *ADAMW, "--max_steps", 3)
+    assert_adamw(free)
+    assert_clipped(sft(launch, data, "--max_steps", 1, "--max_grad_norm", 0.5, output="clipped"), free, 0.5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_evaluation_is_the_mean_over_all_held_out_tokens(size, launch, data, base):
+    """Rows of different length in batches of any size, before and after a step."""
+    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
+    run = sft(launch, data, *flags, "--max_steps", 2, "--learning_rate", "1e-2")
+    sequences = [encoded(messages) for messages in HELD_OUT]
+    before, after = nll_window(base, sequences)[1], nll_window(run.policy(1), sequences)[1]
+    assert [row["step"] for row in run.evals] == [0, 1, 2]
+    for row, values in zip(run.evals, (before, after), strict=False):
+        assert 0.02 < values["mean_token_accuracy"] < 0.98
+        assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
+
+
+@pytest.mark.parametrize("kind", DROPOUT)
+def test_dropout_is_on_in_training_and_off_in_evaluation(kind, launch, data, tmp_path):
+    """On the same data and weights the gradient differs from step to step, also after an evaluation, and with the seed; it is
+    the same when the run is repeated."""
+    model = make_model(tmp_path / "model", kind)
+    one_row = write_rows(tmp_path / "one.jsonl", [{"messages": CHATS[2]}])  # in whose order there is no difference
+    flags = ["--dataset_name", one_row, "--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1]
+    flags += ["--learning_rate", 0, "--max_steps", 3]
+    run = sft(launch, data, *flags, model=model, batch=1)
+    again = sft(launch, data, *flags, model=model, batch=1, output="again")
+    other = sft(launch, data, *flags, "--seed", 1, model=model, batch=1, output="other")
+    loss, _ = nll_window(lm := exact(model), [encoded(CHATS[2])])
+    for one, two in itertools.combinations([gradient_of(lm, loss), *run.grads, *other.grads], 2):
+        assert apart(one, two) > 0.02
+    assert [row["loss"] for row in run.rows] == pytest.approx([row["loss"] for row in again.rows], rel=1e-6)
+    assert all(apart(one, same) < 1e-5 for one, same in zip(run.grads, again.grads, strict=True))
+    values = nll_window(lm, [encoded(messages) for messages in HELD_OUT])[1]
+    for row in run.evals:
+        assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
