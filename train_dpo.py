@@ -1,9 +1,9 @@
 """Direct preference optimisation: pairs of answers -> a model that prefers the better one.
 
-Over the B pairs of a window (all micro-batches of all processes), π the model, π_ref the model at the start
+Over the P pairs of a window (all micro-batches of all processes), π the model, π_ref the model at the start
 (Rafailov et al. 2023, arXiv 2305.18290, eq. 7):
 
-    loss = -1/B · Σ log σ(β·[log π(chosen)/π_ref(chosen) - log π(rejected)/π_ref(rejected)])
+    loss = -1/P · Σ log σ(β·[log π(chosen)/π_ref(chosen) - log π(rejected)/π_ref(rejected)])
            - sft_weight/N · Σ over the N tokens of the chosen answers of log π(token)
 
 log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off. The second
@@ -14,7 +14,10 @@ without π_ref. Both answers of a pair lie in the same row, after a prompt that 
     accelerate launch train_dpo.py --model_name_or_path outputs/sft --dataset_name pairs.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_dpo.py --config my_run.yaml
 
-Shapes: T tokens of the row, S = 2B sequences in it: chosen, rejected, chosen, rejected, ...
+Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds loss_mask
+(T,), cu_seqlens (S+1,), where in the row each sequence begins, and any field that `encode` gives the sequences, (T,) or (S,).
+`model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on request also entropy, hidden
+states, what a function makes of the logits, modules of one's own.
 """
 
 import math
@@ -31,7 +34,7 @@ from common.model import adamw, disable_dropout, load_model, load_tokenizer, sch
 from common.model.reference import load_reference, precompute_ref_logps
 from common.run import Run
 
-import torch
+import torch  # after common, which sets how CPU threads wait
 
 
 @dataclass
@@ -62,20 +65,21 @@ class Args(CommonArgs):
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A dataset row as two sequences that stay together: chosen, rejected. BadRow: left out, counted and named."""
+    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any field of one's own.
+    A row that raises BadRow is left out, counted and named."""
     pair = as_preference(row)
     return tokenize_pair(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer, args.max_length)
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder, and the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
     accelerator = run.accelerator
     uses_reference = args.loss_type not in REFERENCE_FREE
     sft_weight = args.sft_weight if args.sft_weight is not None else float(args.loss_type == "orpo")
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, preference_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=preference_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=as_preference)
     if args.packing:
         train = pack(train, 2 * args.max_length)
@@ -86,28 +90,30 @@ def main(args: Args) -> None:
     optimizer = adamw(args, model)
     lr_at = schedule(args, len(windows))
     second_model = uses_reference and not (args.use_peft or args.precompute_ref_log_probs)
-    run.describe(model, tokenizer, windows, held_out, example="pair", reference=second_model)
+    run.describe(model, tokenizer, windows, held_out, example_name="pair", reference=second_model)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare, and the checkpoint's state
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
     # A frozen second model, or, with LoRA, this one with its adapter off.
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
-    if reference and args.precompute_ref_log_probs:
+    if uses_reference and args.precompute_ref_log_probs:
         for data in (train, held_out):
             precompute_ref_logps(args, accelerator, reference, data)  # as the field ref_logps of each sequence
-        reference = None
+        reference = None  # no longer needed in memory
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def pair_losses(batch: Batch) -> dict[str, torch.Tensor]:
         """The loss of each pair, and what is logged beside it, (B,) each."""
         logps = segment_sum(model(batch).logps, batch["cu_seqlens"])  # (S,)
-        if reference:
-            ref_logps = segment_sum(reference(batch).logps, batch["cu_seqlens"])
+        if not uses_reference:
+            ref_logps = torch.zeros_like(logps)
+        elif args.precompute_ref_log_probs:
+            ref_logps = batch["ref_logps"]
         else:
-            ref_logps = batch.get("ref_logps", torch.zeros_like(logps))
-        tokens = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).clamp(min=1)
+            ref_logps = segment_sum(reference(batch).logps, batch["cu_seqlens"])
+        lengths = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).clamp(min=1)  # of the answers
         losses, chosen_rewards, rejected_rewards = dpo_loss(
-            *(logps[::2], logps[1::2], ref_logps[::2], ref_logps[1::2], tokens[::2], tokens[1::2]),
+            *(logps[::2], logps[1::2], ref_logps[::2], ref_logps[1::2], lengths[::2], lengths[1::2]),
             beta=args.beta,
             loss_type=args.loss_type,
             label_smoothing=args.label_smoothing,
@@ -125,20 +131,20 @@ def main(args: Args) -> None:
 
     def gradients(window: Window) -> torch.Tensor:
         """A function, so that a window that runs out of memory can be begun again in smaller micro-batches."""
-        B, chosen_tokens = window.num_sequences // 2, window.count("loss_mask", slice(0, None, 2))
+        P, chosen_tokens = window.num_sequences // 2, window.total("loss_mask", sequences=slice(0, None, 2))
         for batch in window:
             with accelerator.accumulate(model):
-                pairs = batch["sequence_mask"][::2]  # 1; 0 where a process has no pair left
+                pair_mask = batch["sequence_mask"][::2]  # (B,) 1; 0 where a process has no pair left
                 logged = pair_losses(batch)
-                sft_loss = -(logged["logps/chosen"] * pairs).sum() / chosen_tokens
-                loss = (logged.pop("loss") * pairs).sum() / B + sft_weight * sft_loss  # <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # of which Accelerate and DDP take the mean
-            run.metrics.add(pairs, **logged)
+                sft_loss = -(logged["logps/chosen"] * pair_mask).sum() / chosen_tokens
+                loss = (logged.pop("loss") * pair_mask).sum() / P + sft_weight * sft_loss  # <- the algorithm
+                accelerator.backward(loss * window.num_micro_batches)  # of all processes: Accelerate and DDP take their mean
+            run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
-        return loss.detach()
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's to the last
+    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
         if run.eval_due(step):
             values = evaluate_means(args, accelerator, model, held_out, pair_losses)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
@@ -161,4 +167,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, Args, demo="data/configs/dpo.yaml", start_from="outputs/sft")
+    launch(main, Args, demo="data/configs/dpo.yaml", default_model="outputs/sft")

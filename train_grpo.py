@@ -7,12 +7,14 @@ For each prompt, G completions are sampled from the model; each is compared with
     ρ_t  = π(token_t) / π_old(token_t)
     loss = Σ_i w_i · Σ_t [ -min(ρ_t A_i, clip(ρ_t, 1-ε, 1+ε_high) A_i) + β KL_t - entropy_coef · H_t ]
 
-1. w_i is 1 / (tokens of the window) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo and dr_grpo.
+1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo
+   and dr_grpo (whose paper also has --scale_rewards none). Completions that no function rewarded, and with
+   --mask_truncated_completions those that were cut, count nowhere.
 2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
-   temperature of the sampling in them.
+   temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
 3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
-4. Groups in which all rewards are equal teach nothing; where β and entropy_coef are 0 they are left out of the forward
-   pass, and stay in the denominator.
+4. Completions without advantage (all rewards of the group are equal) teach nothing; where β and entropy_coef are 0 they are
+   left out of the forward pass, and stay in the denominator.
 5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
    value of the loss says little: look at the reward.
 
@@ -28,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from common.args import CommonArgs, arg, launch
-from common.collators import Rollouts, Window
+from common.collators import RolloutSchedule, Window
 from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
@@ -39,7 +41,7 @@ from common.run import Run
 from common.sampling import Reward, load_rewards, sample, score
 
 import numpy as np
-import torch
+import torch  # after common, which sets how CPU threads wait
 from accelerate import Accelerator
 
 Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", and the columns that the rewards read
@@ -80,7 +82,7 @@ class Args(CommonArgs):
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = arg("dapo", help="what a token weighs")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
     use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
-    num_iterations: int = arg(1, help="updates on each rollout")
+    num_iterations: int = arg(1, help="updates on each window of a rollout")
     steps_per_generation: int = arg(1, help="windows that one rollout serves")
 
     def __post_init__(self) -> None:
@@ -108,6 +110,7 @@ class Completion:
     finished: bool  # with a stop token
     text: str
     rewards: list[float | None]  # one of each function; None: it abstained
+    reward: float = math.nan  # their weighted sum; NaN: all abstained
     advantage: float = 0.0
 
 
@@ -125,7 +128,8 @@ def roll_out(
     prompts: list[Prompt],
     rollout: int,
 ) -> list[Completion]:
-    """Sample and score one completion for each of the C prompts; each process its share, and all of them get everything.
+    """Sample and score one completion for each of C prompts (each stands there G times); each process its share, and all of
+    them get everything.
 
     The randomness of a completion is a function of (seed, rollout, its place), whoever samples it.
     """
@@ -145,32 +149,36 @@ def roll_out(
         )
     texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
     scores = score(rewards, [prompts[i] for i in mine], texts, [s.ids for s in sampled])  # [F][completion]
-    rewards_of = [[function[k] for function in scores] for k in range(len(mine))]
-    everyones = gather_lists(accelerator, list(zip(sampled, texts, rewards_of, strict=True)))
-    return [Completion(prompt, *s, text, r) for prompt, (s, text, r) in zip(prompts, everyones, strict=True)]
+    each_reward = [[function[k] for function in scores] for k in range(len(mine))]
+    everyones = gather_lists(accelerator, list(zip(sampled, texts, each_reward, strict=True)))
+    return [
+        Completion(prompt, ids=s.ids, logps=s.logps, finished=s.finished, text=text, rewards=each)
+        for prompt, (s, text, each) in zip(prompts, everyones, strict=True)
+    ]
 
 
-def add_advantages(completions: list[Completion], rewards: list[Reward], args: Args) -> dict[str, float]:
-    """Compare each completion with its group; one that no function rewarded has advantage 0. Returns what is logged."""
+def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
+    """The reward of each completion, and its advantage over its group; 0 where no function gave a reward."""
     table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
-    per_function = torch.tensor(table, dtype=torch.float64)  # (C, F)
-    weights = torch.tensor(args.reward_weights or [1.0] * len(rewards), dtype=torch.float64)
-    reward = combine_rewards(per_function, weights)  # (C,)
+    reward = combine_rewards(torch.tensor(table).double(), torch.tensor(weights).double())  # (C, F), (F,) -> (C,)
     if bool(reward.isnan().all()):
         raise UserError("no reward function gave a number for any completion of this step (all returned None)")
-    groups = reward.view(-1, args.num_generations)  # (P, G)
-    advantages = group_advantages(groups, args.scale_rewards).flatten().float()  # (C,)   <- A_i
-    for completion, advantage in zip(completions, advantages.tolist(), strict=True):
-        completion.advantage = advantage
+    advantages = group_advantages(reward.view(-1, args.num_generations), args.scale_rewards)  # (P, G)   <- A_i
+    for completion, r, advantage in zip(completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True):
+        completion.reward, completion.advantage = r, advantage
 
-    known = [group[~group.isnan()] for group in groups]
+
+def rollout_metrics(completions: list[Completion], rewards: list[Reward], args: Args) -> dict[str, float]:
+    """What is logged of a rollout: rewards, and lengths of the completions."""
+    reward = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
+    known = [group[~group.isnan()] for group in reward.view(-1, args.num_generations)]
     stds = torch.stack([group.std() if len(group) > 1 else torch.tensor(math.nan).double() for group in known])  # (P,)
     lengths = torch.tensor([len(completion.ids) for completion in completions], dtype=torch.float64)
     finished = torch.tensor([completion.finished for completion in completions])
     logged = {
         "reward": reward.nanmean().item(),
         "reward_std": stds.nanmean().item(),
-        "frac_idle_rollouts": float(not advantages.any()),
+        "frac_idle_rollouts": float(not any(completion.advantage for completion in completions)),
         "frac_reward_zero_std": (~(stds > 1e-12)).double().mean().item(),
         "completions/mean_length": lengths.mean().item(),
         "completions/min_length": lengths.min().item(),
@@ -179,8 +187,8 @@ def add_advantages(completions: list[Completion], rewards: list[Reward], args: A
     }
     if finished.any():
         logged["completions/mean_terminated_length"] = lengths[finished].mean().item()
-    for function, values in zip(rewards, per_function.T, strict=True):
-        values = values[~values.isnan()]
+    for f, function in enumerate(rewards):
+        values = torch.tensor([c.rewards[f] for c in completions if c.rewards[f] is not None], dtype=torch.float64)
         if len(values):
             logged[f"rewards/{function.name}/mean"] = values.mean().item()
             logged[f"rewards/{function.name}/std"] = values.std(correction=0).item()
@@ -193,29 +201,32 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
     denominators, and is not run through the model.
     """
-    trained = torch.tensor([c.finished or not args.mask_truncated_completions for c in completions])
-    trained &= torch.tensor([any(value is not None for value in c.rewards) for c in completions])
+    counted = torch.tensor(
+        [not math.isnan(c.reward) and (c.finished or not args.mask_truncated_completions) for c in completions]
+    )
     tokens = torch.tensor([float(len(c.ids)) for c in completions])
-    size = len(completions) // args.steps_per_generation
-    share, parts = size // accelerator.num_processes, args.gradient_accumulation_steps
+    size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
+    share = size // accelerator.num_processes
     all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
     windows = []
     for first in range(0, len(completions), size):
         inside = slice(first, first + size)
-        of_window, of_rollout = ((tokens[s] * trained[s]).sum().item() for s in (inside, slice(None)))
+        window_tokens = (tokens[inside] * counted[inside]).sum().item()
+        if args.loss_type == "dapo":  # those of the whole rollout, on average over its windows
+            window_tokens = (tokens * counted).sum().item() / args.steps_per_generation
         weights = grpo_token_weights(
             args.loss_type,
             tokens[inside],
-            window_tokens=of_rollout / args.steps_per_generation if args.loss_type == "dapo" else of_window,
-            window_completions=trained[inside].sum().item(),
+            window_tokens=window_tokens,
+            window_completions=counted[inside].sum().item(),
             max_completion_length=args.max_completion_length,
         )
         mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
-        always = args.beta > 0 or args.entropy_coef > 0
-        kept = [i for i in mine if trained[i] and (always or completions[i].advantage != 0)]
+        all_have_gradient = args.beta > 0 or args.entropy_coef > 0
+        kept = [i for i in mine if counted[i] and (all_have_gradient or completions[i].advantage != 0)]
         examples = []
-        for i in kept or [mine[0]]:
-            prompt, c = completions[i].prompt["prompt_ids"], completions[i]
+        for i in kept or [mine[0]]:  # a process that keeps none runs one, with weight 0: the others wait for its gradient
+            c, prompt = completions[i], completions[i].prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
             sequence = {
                 "input_ids": np.array(prompt + c.ids),
@@ -225,8 +236,9 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
                 "token_weight": on_completion * np.float32(weights[i - first]),
             }
             examples.append([sequence])
-        split = [part.tolist() for part in np.array_split(np.arange(len(examples)), parts)] if kept else [[]] * parts
-        windows.append(Window(accelerator, examples, split, num_tokens=all_tokens // args.steps_per_generation))
+        parts = np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)  # micro-batches
+        micro_batches = [part.tolist() for part in parts]
+        windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // args.steps_per_generation))
     return windows
 
 
@@ -235,7 +247,7 @@ def log_rollout(run: Run, step: int, completions: list[Completion], rewards: lis
     if logged["frac_idle_rollouts"]:
         run.say_once("idle", f"step {step}: in every group all rewards are equal; there is nothing to learn in this rollout")
     run.metrics.add(**logged)
-    run.metrics.close_window()
+    run.metrics.close_window()  # they count also where the step that follows is not taken
     names = [reward.name for reward in rewards]
     lines = [
         {"step": step, "prompt": c.prompt["prompt"], "completion": c.text, "finished": c.finished}
@@ -246,37 +258,37 @@ def log_rollout(run: Run, step: int, completions: list[Completion], rewards: lis
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder, and the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    prompts, held_out = load_prompts(args, encode, tokenizer, prompt_format)
+    prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
     weights = args.reward_weights or [1.0] * len(rewards)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, rewards=rewards, weights=weights)
-    rollouts = Rollouts(
+    rollouts = RolloutSchedule(
         args,
         accelerator,
         prompts,
         num_generations=args.num_generations,
         max_completion_length=args.max_completion_length,
-        windows=args.steps_per_generation,
-        updates=args.steps_per_generation * args.num_iterations,
+        windows_per_rollout=args.steps_per_generation,
+        updates_per_rollout=args.steps_per_generation * args.num_iterations,
     )
 
     # --- model and reference -----------------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
     optimizer = adamw(args, model)
     lr_at = schedule(args, len(rollouts))
-    run.describe(model, tokenizer, rollouts, held_out, example="prompt", reference=args.beta > 0 and not args.use_peft)
+    run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare, and the checkpoint's state
-    policy = accelerator.unwrap_model(model)
+    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
+    unwrapped = accelerator.unwrap_model(model)
     # A frozen second model, or, with LoRA, this one with its adapter off.
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
-    stops = tokenizer.convert_ids_to_tokens(policy.stop_ids)
+    stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
@@ -301,16 +313,19 @@ def main(args: Args) -> None:
                 )  # (T,)
                 losses = losses - args.entropy_coef * out.entropy * mask
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # of which Accelerate and DDP take the mean
+                accelerator.backward(loss * window.num_micro_batches)  # of all processes: Accelerate and DDP take their mean
             run.metrics.add_sum(loss=loss)
             stats["entropy"] = out.entropy
-            if run.step % rollouts.updates == 0:  # the model is the one that sampled: how far sampler and trainer disagree
+            if (
+                run.step % rollouts.updates_per_rollout == 0
+            ):  # the model is the one that sampled: how far sampler and trainer disagree
                 stats["sampling/logp_difference"] = (out.logps - batch["sampled_logps"]).abs()
             run.metrics.add(mask, **stats)
-        return loss.detach()
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(rollouts), save_every=rollouts.updates):  # a checkpoint between rollouts needs none
+    # Saved between rollouts, so that a checkpoint need not hold completions.
+    for step in run.steps(len(rollouts), save_every=rollouts.updates_per_rollout):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
@@ -318,17 +333,17 @@ def main(args: Args) -> None:
         if run.ends(step):  # the last step, no better evaluation for long, or told to stop
             break
 
-        if step % rollouts.updates == 0:  # sample -> score -> compare -> windows
-            rollout = step // rollouts.updates
+        if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
+            rollout = step // rollouts.updates_per_rollout
             completions = roll_out(args, accelerator, model, tokenizer, rewards, rollouts.prompts(rollout), rollout)
-            logged = add_advantages(completions, rewards, args)
+            add_advantages(completions, weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
-                if rollouts.updates > 1:  # the model will change before the last of them
-                    window.add_field("old_logps", lambda batch: policy(batch, temperature=args.temperature).logps)
+                if rollouts.updates_per_rollout > 1:  # the model will change before the last of them
+                    window.add_field("old_logps", lambda batch: unwrapped(batch, temperature=args.temperature).logps)
                 if reference:
                     window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
-            log_rollout(run, step + 1, completions, rewards, logged)
+            log_rollout(run, step + 1, completions, rewards, rollout_metrics(completions, rewards, args))
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
@@ -343,4 +358,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, Args, demo="data/configs/grpo.yaml", start_from="outputs/sft")
+    launch(main, Args, demo="data/configs/grpo.yaml", default_model="outputs/sft")

@@ -12,7 +12,9 @@ neighbours).
     accelerate launch train_pretrain.py --dataset_name corpus.txt --tokenizer_name gpt2 --hidden_size 768 --num_layers 12
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
-Shapes: T tokens of the row.
+Shapes: T tokens of the row, S sequences in it. A batch holds loss_mask (T,) and any field that `encode` gives the sequences,
+(T,) or (S,). `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on request also
+entropy, hidden states, what a function makes of the logits, modules of one's own.
 """
 
 import math
@@ -27,7 +29,7 @@ from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts, u
 from common.model import adamw, llama_config, load_config, load_model, load_tokenizer, schedule, set_lr
 from common.run import Run
 
-import torch
+import torch  # after common, which sets how CPU threads wait
 
 
 @dataclass
@@ -60,7 +62,8 @@ class Args(CommonArgs):
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
-    """A dataset row as its document, which is tokenised together with others. BadRow: left out, counted and named."""
+    """A dataset row as its document, which is tokenised together with others. (It may also be a list of one sequence with
+    fields of one's own, as in train_sft.py.) A row that raises BadRow is left out, counted and named."""
     return as_text(row, args.dataset_text_field)
 
 
@@ -82,29 +85,29 @@ def new_model_config(args: Args, tokenizer: Tokenizer):
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder, and the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
-    name = run.checkpoint or args.tokenizer_name or args.model_name_or_path or args.config_name
-    if name:
-        tokenizer = load_tokenizer(args, name)
+    tokenizer_source = run.checkpoint or args.tokenizer_name or args.model_name_or_path or args.config_name
+    if tokenizer_source:
+        tokenizer = load_tokenizer(args, tokenizer_source)
     else:
         tokenizer = train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
 
-    def recognise(row: Row, wanted: str | None) -> str:
+    def text_rows(row: Row, wanted: str | None) -> str:
         return text_format(row, wanted, args.dataset_text_field)
 
     def first_words(row: Row) -> dict[str, str]:
         return {"prompt": " ".join(as_text(row, args.dataset_text_field).split()[:8])}
 
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=text_rows)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=first_words)
     if args.packing_strategy == "wrapped":
         train, held_out = chunk(train, args.max_length), chunk(held_out, args.max_length)
     else:  # a document of more than max_length tokens is cut, too
-        whole = chunk(train, args.max_length, across=False), chunk(held_out, args.max_length, across=False)
-        train, held_out = (pack(data, args.max_length) for data in whole)
+        pieces = (chunk(data, args.max_length, across=False) for data in (train, held_out))
+        train, held_out = (pack(data, args.max_length) for data in pieces)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
     baseline = unigram_perplexity(train, held_out, len(tokenizer))
 
@@ -113,26 +116,26 @@ def main(args: Args) -> None:
     model = load_model(args, accelerator, tokenizer, run.checkpoint, config)  # LoRA, compilation, ... as the flags say
     optimizer = adamw(args, model)
     lr_at = schedule(args, len(windows))
-    run.describe(model, tokenizer, windows, held_out, example="document")
+    run.describe(model, tokenizer, windows, held_out, example_name="document")
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare, and the checkpoint's state
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
         """A function, so that a window that runs out of memory can be begun again in smaller micro-batches."""
-        N = window.count("loss_mask")
+        N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, nll_weights=mask / N)
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # of which Accelerate and DDP take the mean
+                accelerator.backward(loss * window.num_micro_batches)  # of all processes: Accelerate and DDP take their mean
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's to the last
+    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             if baseline:

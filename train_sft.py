@@ -11,7 +11,9 @@ micro-batch lie end to end in one row, without padding, and do not see each othe
     accelerate launch train_sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name chats.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_sft.py --config my_run.yaml
 
-Shapes: T tokens of the row.
+Shapes: T tokens of the row, S sequences in it. A batch holds loss_mask (T,) and any field that `encode` gives the sequences,
+(T,) or (S,). `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on request also
+entropy, hidden states, what a function makes of the logits, modules of one's own.
 """
 
 import math
@@ -26,7 +28,7 @@ from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
 from common.model import adamw, load_model, load_tokenizer, schedule, set_lr
 from common.run import Run
 
-import torch
+import torch  # after common, which sets how CPU threads wait
 
 
 @dataclass
@@ -45,18 +47,19 @@ class Args(CommonArgs):
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A dataset row as one sequence: its tokens, and which of them are trained. BadRow: left out, counted and named."""
+    """A dataset row as sequences that stay together, here one: {"input_ids", "loss_mask"} and any field of one's own, which
+    arrives in the batch. A row that raises BadRow is left out, counted and named."""
     return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder, and the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, chat_format)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=chat_format)
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # of a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)
@@ -66,26 +69,26 @@ def main(args: Args) -> None:
     model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
     optimizer = adamw(args, model)
     lr_at = schedule(args, len(windows))
-    run.describe(model, tokenizer, windows, held_out, example="conversation")
+    run.describe(model, tokenizer, windows, held_out, example_name="conversation")
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare, and the checkpoint's state
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
         """A function, so that a window that runs out of memory can be begun again in smaller micro-batches."""
-        N = window.count("loss_mask")
+        N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, nll_weights=mask / N)
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # of which Accelerate and DDP take the mean
+                accelerator.backward(loss * window.num_micro_batches)  # of all processes: Accelerate and DDP take their mean
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's to the last
+    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
@@ -108,4 +111,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, Args, demo="data/configs/sft.yaml", start_from="outputs/pretrain")
+    launch(main, Args, demo="data/configs/sft.yaml", default_model="outputs/pretrain")

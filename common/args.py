@@ -193,11 +193,11 @@ class CommonArgs(RunArgs, EvalArgs, OptimizerArgs, BatchArgs, DataArgs, ModelArg
 Args = TypeVar("Args", bound=CommonArgs)
 
 
-def parse_args(args_class: type[Args], demo: str, start_from: str | None = None, argv: list[str] | None = None) -> Args:
+def parse_args(args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None) -> Args:
     """The arguments of a run, or UserError for an unknown flag or key, or a value of the wrong type.
 
     demo: the YAML file of the embedded default. It applies, and that is said, when neither a model nor a dataset is named;
-    it lies beneath --config and the command line. Where only a model is named, its dataset does. start_from: the output
+    it lies beneath --config and the command line. Where only a model is named, its dataset does. default_model: the output
     folder of the stage before, the default of --model_name_or_path; None: a new model.
     """
     words = [_spelled(word) for word in (sys.argv[1:] if argv is None else argv)]
@@ -210,19 +210,19 @@ def parse_args(args_class: type[Args], demo: str, start_from: str | None = None,
         args = _parse(_yaml_as_flags(demo, args_class) + words, args_class)
     if args.dataset_name is None:
         args.dataset_name = _parse(_yaml_as_flags(demo, args_class), args_class).dataset_name
-    if args.model_name_or_path is None and start_from is not None:
-        args.model_name_or_path = _last_stage(start_from)
+    if args.model_name_or_path is None and default_model is not None:
+        args.model_name_or_path = _last_stage(default_model)
     return args
 
 
-def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, start_from: str | None = None) -> None:
+def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, default_model: str | None = None) -> None:
     """Read the arguments (see `parse_args`), call `main` with them, and end the process.
 
     A UserError becomes one line and exit code 1; so does running out of memory outside of the training steps.
     """
     code: str | int | None = 0
     try:
-        main(parse_args(args_class, demo, start_from))
+        main(parse_args(args_class, demo, default_model))
     except UserError as error:
         show_and_exit(error)
     except (RuntimeError, MemoryError) as error:

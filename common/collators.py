@@ -187,16 +187,16 @@ class Window:
             return self._num_tokens
         return sum(len(sequence["input_ids"]) for example in self.examples for sequence in example)
 
-    def count(self, field: str, which: slice = slice(None)) -> float:
+    def total(self, field: str, sequences: slice = slice(None)) -> float:
         """Sum of a per-token field over the window, all processes: the denominator of its loss.
 
-        which: the sequences of each example that count, for instance slice(0, None, 2) for the first of each pair.
+        sequences: of each example, those that count, for instance slice(0, None, 2) for the first of each pair.
         """
-        return float(sum(sequence[field][1:].sum() for example in self.examples for sequence in example[which]))
+        return float(sum(sequence[field][1:].sum() for example in self.examples for sequence in example[sequences]))
 
     def trained_share(self) -> float:
         """The share of the tokens that are trained."""
-        return self.count("loss_mask") / max(1, self.num_tokens)
+        return self.total("loss_mask") / max(1, self.num_tokens)
 
     @torch.no_grad()
     def add_field(self, name: str, values: Callable[[Batch], torch.Tensor]) -> None:
@@ -354,7 +354,7 @@ class Windows:
             self.train.restore(state)
 
 
-class Rollouts:
+class RolloutSchedule:
     """GRPO's schedule: which prompts each rollout samples for, and how many steps it serves."""
 
     def __init__(
@@ -364,14 +364,15 @@ class Rollouts:
         prompts: Rows,
         *,
         num_generations: int,
-        windows: int,
-        updates: int,
+        windows_per_rollout: int,
+        updates_per_rollout: int,
         max_completion_length: int,
     ):
-        """num_generations: completions of a prompt; windows of a rollout; updates: steps that it serves, a multiple of
-        windows. The run is max_steps steps, or num_train_epochs passes over the prompts. Raises UserError where
+        """num_generations: completions of a prompt. updates_per_rollout: steps that it serves, a multiple of its windows.
+        The run is max_steps steps, or num_train_epochs passes over the prompts. Raises UserError where
         num_generations does not divide the completions of a window."""
-        self.train, self.num_generations, self.updates = prompts, num_generations, updates
+        self.train, self.num_generations = prompts, num_generations
+        self.updates_per_rollout = updates_per_rollout
         self.window_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
         if self.window_size % num_generations:
             raise UserError(
@@ -379,8 +380,8 @@ class Rollouts:
                 f"(per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
                 f"{args.gradient_accumulation_steps} x {accelerator.num_processes} processes)"
             )
-        self.num_prompts = self.window_size * windows // num_generations  # of a rollout
-        epochs = math.ceil(args.num_train_epochs * len(prompts) / self.num_prompts) * updates
+        self.num_prompts = self.window_size * windows_per_rollout // num_generations  # of a rollout
+        epochs = math.ceil(args.num_train_epochs * len(prompts) / self.num_prompts) * updates_per_rollout
         self._steps = args.max_steps if args.max_steps > 0 else epochs
         self.longest = prompts.longest + max_completion_length  # tokens of a sequence
         self._batch_size = args.per_device_train_batch_size
@@ -399,9 +400,9 @@ class Rollouts:
         mean = self.train.lengths.mean() + self._max_completion_length
         return {
             "steps": len(self),
-            "examples_per_step": self.num_prompts / self.updates,
+            "examples_per_step": self.num_prompts / self.updates_per_rollout,
             "tokens_per_step": round(self.window_size * mean),
-            "steps_per_epoch": math.ceil(len(self.train) / self.num_prompts) * self.updates,
+            "steps_per_epoch": math.ceil(len(self.train) / self.num_prompts) * self.updates_per_rollout,
             "largest_micro_batch": [self.longest] * self._batch_size,
         }
 

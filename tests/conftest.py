@@ -26,7 +26,7 @@ CLOCK = ("tokens_per_second", "memory_gib", "peak_memory_gib")
 
 
 # What the scripts hand to `launch` at their end.
-START_FROM = {"sft": "outputs/pretrain", "dpo": "outputs/sft", "grpo": "outputs/sft"}
+DEFAULT_MODEL = {"sft": "outputs/pretrain", "dpo": "outputs/sft", "grpo": "outputs/sft"}
 
 
 def demo(stage: str) -> str:
@@ -56,7 +56,7 @@ def launch(tmp_path, token_cache):
             signal.signal(number, handler)
         script = importlib.import_module(f"train_{stage}")
         words = ["--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache), *map(str, argv)]
-        script.main(parse_args(script.Args, demo(stage), START_FROM.get(stage), words))
+        script.main(parse_args(script.Args, demo(stage), DEFAULT_MODEL.get(stage), words))
         return tmp_path / output
 
     yield launch_stage

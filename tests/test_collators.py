@@ -123,8 +123,8 @@ def test_the_denominators_of_a_window_are_those_of_all_processes():
     for rank in range(2):
         window = Windows(settings_of(), process(rank, 2, 3), train)[0]
         assert window.num_sequences == 10 and window.num_tokens == 27
-        assert window.count("loss_mask") == 17  # the first token of a sequence is no target
-        assert window.count("loss_mask", slice(0, None, 2)) == 7
+        assert window.total("loss_mask") == 17  # the first token of a sequence is no target
+        assert window.total("loss_mask", slice(0, None, 2)) == 7
         assert [members(batch) for batch in window][2] == ([[train.order[4]] * 2, []][rank])
 
 

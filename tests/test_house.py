@@ -141,7 +141,7 @@ def test_common_reads_shared_arguments_only(script):
     assert own
     for path in MODULES:
         source = path.read_text()
-        read = {name for name in own if re.search(rf"args\.{name}\b|(\[|get\(|args, )[\"']{name}[\"']", source)}
+        read = {name for name in own if re.search(rf"args(\.|\[\"|\.get\(\"|, \"){name}\b", source)}
         if path == COMMON / "run" / "output_dir.py":
             read -= {"max_tokens_per_batch"}  # in args.yaml, which tells what a step of an earlier run was made of
         assert not read, f"{name_of(path)} reads {read} of {script}"

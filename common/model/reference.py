@@ -23,7 +23,8 @@ from accelerate.utils import broadcast_object_list
 
 
 class Reference:
-    """The model as it was at the start. Called like a FlatModel; without gradients, under the run's autocast."""
+    """A frozen model, such as the one that is trained as it was at the start. Called like a FlatModel; without gradients,
+    under the run's autocast."""
 
     def __init__(self, accelerator: Accelerator, model: FlatModel, *, without_adapter: bool = False):
         """model: a frozen one, or without_adapter the model that is trained, whose LoRA adapters are off here."""
@@ -45,7 +46,12 @@ def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.M
     """
     if args.use_peft:
         return Reference(accelerator, accelerator.unwrap_model(model), without_adapter=True)
-    frozen = load_pretrained(args, args.model_name_or_path, len(tokenizer))
+    return load_frozen(args, accelerator, tokenizer, args.model_name_or_path)
+
+
+def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer, name: str) -> Reference:
+    """A second model beside the one that is trained, by its name or folder: a reference, a teacher."""
+    frozen = load_pretrained(args, name, len(tokenizer))
     return Reference(accelerator, frozen.to(accelerator.device).eval())
 
 

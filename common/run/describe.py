@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.collators import Rollouts, Windows
+from common.collators import RolloutSchedule, Windows
 from common.data.examples import Examples
 from common.data.load import Rows
 from common.data.tokens import show_trained
@@ -28,14 +28,14 @@ def describe(
     accelerator: Accelerator,
     model: FlatModel,
     tokenizer: Tokenizer,
-    windows: Windows | Rollouts,
+    windows: Windows | RolloutSchedule,
     held_out: Examples | Rows,
-    example: str,
+    example_name: str,
     reference: bool = False,
 ) -> None:
     """Say what will be trained on. A dry run says everything; a run says a little and writes dataset.json.
 
-    example: what one is called. reference: a frozen model stands beside this one. Raises UserError where a sequence is
+    example_name: what one is called. reference: a frozen model stands beside this one. Raises UserError where a sequence is
     longer than the model has positions.
     """
     plan, train = windows.plan(), windows.train
@@ -49,8 +49,8 @@ def describe(
         "eval_sources": held_out.facts(),
         "lengths": lengths(data.lengths),
         "packing": None,
-        "example": example,
-        "batched_as": example if packs is data else "row",
+        "example": example_name,
+        "batched_as": example_name if packs is data else "row",
         "plan": {name: value for name, value in plan.items() if name != "largest_micro_batch"},
         "parameters": {"trained": trained, "all": parameters},
     }
@@ -69,9 +69,9 @@ def describe(
     if helps:
         say(f"memory: this run needs about {facts['memory_gib']['total']:.1f} GiB, and there are {limit:.1f}")
         show_savings(helps)
-    show_examples(data, tokenizer, example, 1)
+    show_examples(data, tokenizer, example_name, 1)
     say(
-        f"{trained:,} of {parameters:,} parameters trained; {len(data):,} {example}s"
+        f"{trained:,} of {parameters:,} parameters trained; {len(data):,} {example_name}s"
         f"{' in the first block' if args.dataset_streaming else ''}, {len(held_out):,} held out; "
         f"{plan['steps']} steps of {plan['examples_per_step']:g} {facts['batched_as']}s"
     )
@@ -80,9 +80,9 @@ def describe(
         Path(args.output_dir, "dataset.json").write_text(text, encoding="utf-8")
 
 
-def typical_length(windows: Windows | Rollouts) -> float:
+def typical_length(windows: Windows | RolloutSchedule) -> float:
     """How long the sequence of a token is, on average over the tokens: what attention costs each of them."""
-    if isinstance(windows, Rollouts):
+    if isinstance(windows, RolloutSchedule):
         return windows.longest
     data = windows.train.data
     sizes = np.minimum(data.lengths / len(data[0]), windows.longest)  # where an example has two sequences, about

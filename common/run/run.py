@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.collators import Rollouts, Window, Windows
+from common.collators import RolloutSchedule, Window, Windows
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.model import FlatModel
@@ -46,20 +46,20 @@ class Run:
         self,
         model: FlatModel,
         tokenizer: Tokenizer,
-        windows: Windows | Rollouts,
+        windows: Windows | RolloutSchedule,
         held_out: Any,
-        example: str,
+        example_name: str,
         reference: bool = False,
     ) -> None:
         """Say what will be trained on, and write it to dataset.json; with --dry_run say everything, and write nothing.
 
-        example: what one is called ("pair"). reference: a second, frozen model will stand beside this one. Raises UserError
-        where a sequence is longer than the model has positions.
+        example_name: what one is called ("pair"). reference: a second, frozen model will stand beside this one. Raises
+        UserError where a sequence is longer than the model has positions.
         """
-        describe(self.args, self.accelerator, model, tokenizer, windows, held_out, example, reference)
+        describe(self.args, self.accelerator, model, tokenizer, windows, held_out, example_name, reference)
 
     def prepare(
-        self, model: FlatModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, windows: Windows | Rollouts
+        self, model: FlatModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, windows: Windows | RolloutSchedule
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Accelerate's `prepare`, and everything as the checkpoint has it: optimizer, modules in `model.extra`, metrics,
         the place in the data. Returns the model and the optimizer to train with."""
@@ -93,7 +93,7 @@ class Run:
             raise UserError(f"the checkpoint is at step {self.first_step}, and this run would end at step {last_step}")
         self.last_step, self.save_every, self.asked_for, self.save_wanted = last_step, save_every, "", False
         # GRPO waits for the GPU anyway: there a signal is answered at once.
-        self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, Rollouts))
+        self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, RolloutSchedule))
         self.bar = tqdm(
             range(self.first_step, last_step + 1),
             desc=self.name,

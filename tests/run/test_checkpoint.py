@@ -41,9 +41,7 @@ from safetensors.torch import load_file
 
 def best_by(metric, patience=0, delta=0.0, eval_steps=1):
     return Best(
-        CommonArgs(
-            save_best=metric, early_stopping_patience=patience, early_stopping_delta=delta, eval_steps=eval_steps
-        )
+        CommonArgs(save_best=metric, early_stopping_patience=patience, early_stopping_delta=delta, eval_steps=eval_steps)
     )
 
 

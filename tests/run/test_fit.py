@@ -177,10 +177,15 @@ def accelerator():
     return Accelerator(cpu=True)
 
 
+def two_micro_batches(accelerator):
+    return Window(accelerator, [example(n) for n in (100, 10, 10, 10, 50, 20)], [[0, 1, 2, 3], [4, 5]])
+
+
 def test_parts_have_about_equal_tokens_and_all_sequences(accelerator):
-    window = Window(accelerator, [example(100), example(10), example(10), example(10), example(50), example(20)], [[0, 1, 2, 3], [4, 5]])
+    window = two_micro_batches(accelerator)
     assert [batch["lengths"] for batch in window] == [[100, 10, 10, 10], [50, 20]] and window.num_micro_batches == 2
-    assert [batch["lengths"] for batch in window.split(2)] == [[100], [10, 10, 10], [50], [20]] and window.num_micro_batches == 4
+    assert [batch["lengths"] for batch in window.split(2)] == [[100], [10, 10, 10], [50], [20]]
+    assert window.num_micro_batches == 4
     assert accelerator.gradient_accumulation_steps == 4
     assert window.most_parts == 4
     assert sum(len(batch["lengths"]) for batch in window.split(8)) == 6
@@ -194,8 +199,9 @@ def test_parts_have_about_equal_tokens_and_all_sequences(accelerator):
     (1, 20, [[100], [10], [10, 10], [50], [20]]),
 ])  # fmt: skip
 def test_a_window_is_split_into_parts_of_so_many_tokens(accelerator, parts, tokens, lengths):
-    window = Window(accelerator, [example(100), example(10), example(10), example(10), example(50), example(20)], [[0, 1, 2, 3], [4, 5]])
-    assert [batch["lengths"] for batch in window.split(parts, tokens)] == lengths and window.num_micro_batches == len(lengths)
+    window = two_micro_batches(accelerator)
+    assert [batch["lengths"] for batch in window.split(parts, tokens)] == lengths
+    assert window.num_micro_batches == len(lengths)
 
 
 def test_tokens_that_a_part_shares_with_its_neighbour_count_once(accelerator):

@@ -94,8 +94,8 @@ FIELDS = {
         "    fades = np.linspace(1.0, 0.2, n) * row['weight'] * sequence['loss_mask']\n"
         "    return [sequence | {'token_weight': fades, 'score': row['score'], 'weight': row['weight']}]\n",
     ),
-    "numpy": ("import torch\n", "import numpy as np\nimport torch\n"),
-    "count": ('        N = window.count("loss_mask")\n', '        N = window.count("token_weight")\n'),
+    "numpy": ("import torch  #", "import numpy as np\nimport torch  #"),
+    "count": ('        N = window.total("loss_mask")\n', '        N = window.total("token_weight")\n'),
     "loss": ("nll_weights=mask / N)", 'nll_weights=batch["token_weight"] * mask / N)'),
     "logged": (
         "            run.metrics.add(mask, loss=-out.logps,",

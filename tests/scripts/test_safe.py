@@ -140,7 +140,10 @@ def test_nothing_that_is_read_or_sampled_is_run():
             assert name not in forbidden | dotted and not name.startswith("subprocess."), f"{where}: {name}"
             assert name != "torch.load" or keywords.get("weights_only") == "True", where
             assert name not in ("np.load", "numpy.load") or keywords.get("allow_pickle", "False") == "False", where
-            assert "trust_remote_code" not in keywords or keywords["trust_remote_code"] in ("args.trust_remote_code", "False"), where
+            assert "trust_remote_code" not in keywords or keywords["trust_remote_code"] in (
+                "args.trust_remote_code",
+                "False",
+            ), where
 
 
 def test_rewards_read_completions_and_never_run_them(tmp_path):

@@ -67,9 +67,9 @@ def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
 def test_defaults_chain_from_stage_to_stage_and_say_so(tmp_path, monkeypatch, capsys):
     from common.args import CommonArgs, parse_args
 
-    def choose_model(named, start_from):
+    def choose_model(named, default_model):
         words = ["--model_name_or_path", named] if named else []
-        return parse_args(CommonArgs, "nowhere.yaml", start_from, ["--dataset_name", "d", *words]).model_name_or_path
+        return parse_args(CommonArgs, "nowhere.yaml", default_model, ["--dataset_name", "d", *words]).model_name_or_path
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "data" / "base_model", "data/base_model")
