@@ -14,8 +14,8 @@ without π_ref. Both answers of a pair lie in the same row, after a prompt that 
     accelerate launch train_dpo.py --model_name_or_path outputs/sft --dataset_name pairs.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_dpo.py --config my_run.yaml
 
-Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds loss_mask
-(T,), cu_seqlens (S+1,), where in the row each sequence begins, and any field that `encode` gives the sequences, (T,) or (S,).
+Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
+loss_mask (T,), cu_seqlens (S+1,), where in the row each sequence begins, and any field that `encode` gives the sequences.
 `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on request also entropy, hidden
 states, what a function makes of the logits, modules of one's own.
 """

@@ -35,7 +35,7 @@ from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, 
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
-from common.model import adamw, disable_dropout, load_model, load_reference, load_tokenizer, schedule, set_lr
+from common.model import FlatModel, adamw, disable_dropout, load_model, load_reference, load_tokenizer, schedule, set_lr
 from common.processes import gather_lists
 from common.run import Run
 from common.sampling import Reward, load_rewards, sample, score
@@ -122,7 +122,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    model: torch.nn.Module,
+    model: FlatModel,
     tokenizer: Tokenizer,
     rewards: list[Reward],
     prompts: list[Prompt],
@@ -135,10 +135,9 @@ def roll_out(
     """
     share = -(-len(prompts) // accelerator.num_processes)
     mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
-    policy = accelerator.unwrap_model(model)
     with accelerator.autocast():
         sampled = sample(
-            policy,
+            model,
             [prompts[i]["prompt_ids"] for i in mine],
             [(args.seed, rollout, i) for i in mine],
             max_new_tokens=args.max_completion_length,
@@ -316,9 +315,7 @@ def main(args: Args) -> None:
                 accelerator.backward(loss * window.num_micro_batches)  # of all processes: Accelerate and DDP take their mean
             run.metrics.add_sum(loss=loss)
             stats["entropy"] = out.entropy
-            if (
-                run.step % rollouts.updates_per_rollout == 0
-            ):  # the model is the one that sampled: how far sampler and trainer disagree
+            if run.step % rollouts.updates_per_rollout == 0:  # the model still is the one that sampled: do they agree?
                 stats["sampling/logp_difference"] = (out.logps - batch["sampled_logps"]).abs()
             run.metrics.add(mask, **stats)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
@@ -335,7 +332,7 @@ def main(args: Args) -> None:
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
             rollout = step // rollouts.updates_per_rollout
-            completions = roll_out(args, accelerator, model, tokenizer, rewards, rollouts.prompts(rollout), rollout)
+            completions = roll_out(args, accelerator, unwrapped, tokenizer, rewards, rollouts.prompts(rollout), rollout)
             add_advantages(completions, weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:

@@ -95,7 +95,7 @@ FIELDS = {
         "    return [sequence | {'token_weight': fades, 'score': row['score'], 'weight': row['weight']}]\n",
     ),
     "numpy": ("import torch  #", "import numpy as np\nimport torch  #"),
-    "count": ('        N = window.total("loss_mask")\n', '        N = window.total("token_weight")\n'),
+    "count": ('window.total("loss_mask")', 'window.total("token_weight")'),
     "loss": ("nll_weights=mask / N)", 'nll_weights=batch["token_weight"] * mask / N)'),
     "logged": (
         "            run.metrics.add(mask, loss=-out.logps,",
