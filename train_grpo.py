@@ -159,7 +159,8 @@ def roll_out(
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """The reward of each completion, and its advantage over its group; 0 where no function gave a reward."""
     table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
-    reward = combine_rewards(torch.tensor(table).double(), torch.tensor(weights).double())  # (C, F), (F,) -> (C,)
+    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
+    reward = combine_rewards(per_function, weight)  # (C,)
     if bool(reward.isnan().all()):
         raise UserError("no reward function gave a number for any completion of this step (all returned None)")
     advantages = group_advantages(reward.view(-1, args.num_generations), args.scale_rewards)  # (P, G)   <- A_i
@@ -171,7 +172,7 @@ def rollout_metrics(completions: list[Completion], rewards: list[Reward], args: 
     """What is logged of a rollout: rewards, and lengths of the completions."""
     reward = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
     known = [group[~group.isnan()] for group in reward.view(-1, args.num_generations)]
-    stds = torch.stack([group.std() if len(group) > 1 else torch.tensor(math.nan).double() for group in known])  # (P,)
+    stds = torch.stack([group.std() if len(group) > 1 else group.new_tensor(math.nan) for group in known])  # (P,)
     lengths = torch.tensor([len(completion.ids) for completion in completions], dtype=torch.float64)
     finished = torch.tensor([completion.finished for completion in completions])
     logged = {
