@@ -158,6 +158,40 @@ def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path):
     assert row["weight"] == pytest.approx(np.mean([r["weight"] for r in rows]), rel=1e-6)
 
 
+def readme_edit() -> str:
+    """train_sft.py with the README's diff applied."""
+    diff = (ROOT / "README.md").read_text().split("```diff\n")[1].split("```")[0]
+    source = (ROOT / "train_sft.py").read_text()
+    for hunk in diff.split("@@ def")[1:]:
+        lines = hunk.splitlines()[1:]
+        old, new = ("".join(line[1:] + "\n" for line in lines if line[:1] == sign) for sign in "-+")
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+def test_the_edit_of_the_readme_weighs_what_it_says(train, tmp_path):
+    """Rows that show their working, and rows that do not, by themselves: nothing changes. Together: the latter hardly count."""
+    rows = [[f"{i}+{i}={2 * i}.", f"Answer: {2 * i}"] for i in range(6)]
+    losses = {}
+    for name, source in (("plain", (ROOT / "train_sft.py").read_text()), ("edited", readme_edit())):
+        for kinds in ([0], [1], [0, 1]):
+            chats = [
+                [{"role": "user", "content": "Twice"}, {"role": "assistant", "content": row[k]}]
+                for row in rows
+                for k in kinds
+            ]
+            data = tmp_path / f"{kinds}.jsonl"
+            data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+            flags = ["--dataset_name", data, "--max_steps", "1", "--per_device_train_batch_size", len(chats)]
+            (row,) = train_metrics(train(source, *flags, "--max_grad_norm", "0", output=f"{name}{kinds}"))
+            losses[name, len(kinds), kinds[0]] = row["grad_norm"]
+    for kind in (0, 1):
+        assert losses["edited", 1, kind] == pytest.approx(losses["plain", 1, kind], rel=1e-5)
+    assert losses["edited", 2, 0] != pytest.approx(losses["plain", 2, 0], rel=1e-2)
+    assert losses["edited", 2, 0] == pytest.approx(losses["plain", 1, 0], rel=0.1)
+
+
 # --- any output -----------------------------------------------------------------------------------------------------
 
 SMOOTHED = {
