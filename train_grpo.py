@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from common.args import CommonArgs, arg, launch
-from common.collators import RolloutSchedule, Window
+from common.collators import Window
 from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
@@ -38,7 +38,7 @@ from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_tok
 from common.model import FlatModel, adamw, disable_dropout, load_model, load_reference, load_tokenizer, schedule, set_lr
 from common.processes import gather_lists
 from common.run import Run
-from common.sampling import Reward, load_rewards, sample, score
+from common.sampling import Reward, RolloutSchedule, load_rewards, sample, score
 
 import numpy as np
 import torch  # after common, which sets how CPU threads wait

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.collators import RolloutSchedule, Windows
+from common.collators import Windows
 from common.data.examples import Examples
 from common.data.load import Rows
 from common.data.tokens import show_trained
@@ -14,7 +14,7 @@ from common.errors import say
 from common.memory import SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, check_positions, count_parameters
 from common.run.estimate import needs, show_memory, show_size
-from common.sampling import why_not_sampled
+from common.sampling import RolloutSchedule, why_not_sampled
 
 import numpy as np
 from accelerate import Accelerator

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.collators import RolloutSchedule, Window, Windows
+from common.collators import Window, Windows
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.model import FlatModel
@@ -24,6 +24,7 @@ from common.run.metrics import Metrics
 from common.run.nonfinite import NonFinite
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
+from common.sampling import RolloutSchedule
 
 import torch
 from torch import Tensor, nn

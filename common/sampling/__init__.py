@@ -2,5 +2,6 @@
 
 from common.sampling.generate import Sampled, sample, why_not_sampled
 from common.sampling.rewards import Reward, Scorer, load_rewards, score, scorer
+from common.sampling.schedule import RolloutSchedule
 
-__all__ = ["Reward", "Sampled", "Scorer", "load_rewards", "sample", "score", "scorer", "why_not_sampled"]
+__all__ = ["Reward", "RolloutSchedule", "Sampled", "Scorer", "load_rewards", "sample", "score", "scorer", "why_not_sampled"]
