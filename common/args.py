@@ -254,7 +254,7 @@ def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
     found = {}
     for f in dataclasses.fields(args_class):
         cls, first = _first_definition(args_class, f.name)
-        found[f.name] = first.metadata["may_change"] or vars(cls).get("MAY_CHANGE")
+        found[f.name] = first.metadata.get("may_change") or vars(cls).get("MAY_CHANGE")
     return found
 
 

@@ -5,7 +5,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.args import CommonArgs
+from common.args import CommonArgs, may_change
 from common.data import cache_key as keys
 from common.data.cache_key import args_read, cache_key, constants
 from common.data.sources import Source
@@ -52,7 +52,7 @@ def read(encode, **settings):
 EVERYTHING = (
     {name.name for name in dataclasses.fields(Args)}
     - {"beta"}
-    - {name.name for name in dataclasses.fields(CommonArgs) if name.metadata.get("may_change")}
+    - {name for name, meaning in may_change(CommonArgs).items() if meaning}
 )
 
 # --- which arguments are read ---------------------------------------------------------------------------------------
