@@ -5,6 +5,7 @@ cases, up to three times each, and some by the clock.
 """
 
 import json
+import os
 import random
 import signal
 import time
@@ -16,6 +17,8 @@ from tests.run.chaos import attempt
 import pytest
 import torch
 import transformers
+
+pytestmark = pytest.mark.slow
 
 COMMON = "--logging_steps 1 --eval_steps 4 --save_steps 3 --max_eval_samples 6 --eval_max_new_tokens 4 --learning_rate 3e-3"
 COMMON += " --lr_scheduler_type linear --per_device_train_batch_size 4 --num_samples 2 --dataset_num_proc 1"
@@ -94,7 +97,7 @@ DEFAULT = [
     ("grpo, LoRA with dropout, save_best", "save"),
 ]
 STAGES = ("pretrain", "sft", "dpo", "grpo")
-EACH = 20
+EACH = int(os.environ.get("PLAINLOOP_CHAOS", "20"))  # killed runs of each stage
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,8 @@ from common.args import launch
 import common.model.lm_head, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+
+pytestmark = pytest.mark.slow
 config = yaml.safe_load(open("accelerate_configs/fsdp2.yaml"))
 os.environ |= {name.upper(): str(value) for name, value in config["fsdp_config"].items()}
 os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": sys.argv[2]}

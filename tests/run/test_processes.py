@@ -61,6 +61,8 @@ if RANK == 0:
 """
 SAVING = """
 import torch
+
+pytestmark = pytest.mark.slow
 torch.save = fail
 """
 

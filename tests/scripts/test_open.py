@@ -132,9 +132,9 @@ def by_hand(rows, max_length=1024):
     [
         [],
         ["--packing"],
-        ["--dataset_streaming"],
-        ["--max_tokens_per_batch", "4000", "--max_steps", "-1"],
-        ["--max_length", "14"],
+        pytest.param(["--dataset_streaming"], marks=pytest.mark.slow),
+        pytest.param(["--max_tokens_per_batch", "4000", "--max_steps", "-1"], marks=pytest.mark.slow),
+        pytest.param(["--max_length", "14"], marks=pytest.mark.slow),
         ["--no_packing"],
     ],
     ids=["plain", "packing", "streaming", "max tokens", "truncated", "two sources"],
@@ -292,6 +292,7 @@ def test_a_value_head_is_trained_killed_resumed_and_exported_bit_for_bit(whole, 
             assert torch.equal(value, expected[key]), (name, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["DDP", "FSDP2"])
 def test_a_value_head_on_two_processes(fsdp, whole, train, rows):
     """Killed and resumed, too. Sharded weights and the head are whole again in checkpoints and in the output folder."""

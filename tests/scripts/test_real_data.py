@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(os.environ.get("PLAINLOOP_DATA", Path(__file__).parents[3] / "shared" / "data"))
 if not (DATA / "tokenizers").is_dir():
     pytest.skip("no real data here", allow_module_level=True)

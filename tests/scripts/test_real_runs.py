@@ -11,7 +11,7 @@ from tests.conftest import ROOT, read_metrics, train_metrics
 import pytest
 
 DATA = Path(os.environ.get("PLAINLOOP_DATA", ROOT.parent / "shared" / "data"))
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real data is not here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real data is not here")]
 RUN = ["--max_steps", "2", "--logging_steps", "1", "--eval_steps", "0", "--save_steps", "0", "--max_train_samples", "30"]
 CHATS = [
     ("minimind", []),
