@@ -27,6 +27,7 @@ def graphs(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_blocks_are_compiled_once_for_windows_of_all_shapes(stage, graphs, launch):
     """Windows differ in the number of their sequences, in their lengths and in what these share."""

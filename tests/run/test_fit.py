@@ -108,6 +108,7 @@ def test_before_the_first_step_the_largest_micro_batch_is_tried(stage, launch, m
     assert max(fitted) <= 4
 
 
+@pytest.mark.slow
 def test_only_one_of_two_processes_runs_out(launch, tmp_path):
     words = [*STAGES["sft"], "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--max_steps", "3"]
     whole = losses(launch("sft", *words, "--per_device_train_batch_size", "8"))
@@ -129,6 +130,7 @@ def test_only_one_of_two_processes_runs_out(launch, tmp_path):
     assert run.returncode != 0 and "--auto_micro_batch" in run.stderr
 
 
+@pytest.mark.slow
 def test_memory_that_really_runs_out(tmp_path):
     """A limit on the address space that a micro-batch of 64 does not fit in, and smaller ones do."""
     code = (
@@ -231,6 +233,7 @@ def test_on_a_cpu_a_micro_batch_is_computed_in_parts_that_fit_its_cache(launch, 
     assert max(seen) < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_mixed_precision_is_left_in_place(stage, launch, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")

@@ -21,6 +21,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.slow
+
 LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
@@ -28,8 +30,6 @@ from common.args import launch
 import common.model.lm_head, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-
-pytestmark = pytest.mark.slow
 config = yaml.safe_load(open("accelerate_configs/fsdp2.yaml"))
 os.environ |= {name.upper(): str(value) for name, value in config["fsdp_config"].items()}
 os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": sys.argv[2]}

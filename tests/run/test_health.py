@@ -108,6 +108,7 @@ def test_weights_that_are_lost_end_the_run(stage, launch):
         launch(stage, *words, "--max_bad_steps", "2", "--max_train_samples", "40")
 
 
+@pytest.mark.slow
 def test_all_processes_pass_over_the_same_step(tmp_path):
     """One of two processes meets a NaN."""
     code = """

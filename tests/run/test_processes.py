@@ -9,6 +9,8 @@ from tests.scripts.test_equivalence import assert_same, free_port, losses
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BASE = "--model_name_or_path data/base_model --logging_steps 1 --save_steps 2 --eval_steps 2 --eval_max_new_tokens 4"
 BASE += " --max_eval_samples 6 --max_steps 4 --per_device_train_batch_size 2"
 SFT = f"--config data/configs/sft.yaml --max_train_samples 20 {BASE}".split()
@@ -61,8 +63,6 @@ if RANK == 0:
 """
 SAVING = """
 import torch
-
-pytestmark = pytest.mark.slow
 torch.save = fail
 """
 

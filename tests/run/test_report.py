@@ -104,6 +104,7 @@ def test_with_strict_data_the_first_row_that_cannot_be_used_ends_the_run(launch,
         launch("grpo", *STAGES["grpo"], "--dataset_name", prompts, "--strict_data")
 
 
+@pytest.mark.slow
 def test_prompts_of_grpo_may_be_mixed_and_go_from_short_to_long(launch):
     words = [*STAGES["grpo"], "--max_steps", "20", "--eval_steps", "0", "--num_generations", "4"]
     words += ["--per_device_train_batch_size", "4", "--max_completion_length", "2"]

@@ -65,6 +65,7 @@ def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stag
         assert_same(whole, split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stage, launch, tmp_path):
     whole = losses(launch(stage, *arguments(stage, 8, 1)))
@@ -76,6 +77,7 @@ def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stag
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["processes"] == 2
 
 
+@pytest.mark.slow
 def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss_and_gradient(launch, tmp_path):
     """Micro-batches filled by tokens, from two weighted sources, packed, streamed: who computes what makes no difference."""
     words = ["--dataset_name", "data/sft", "data/sft/validation.jsonl", "--dataset_weights", "2", "1", "--packing"]

@@ -170,6 +170,7 @@ def readme_edit() -> str:
     return source
 
 
+@pytest.mark.slow
 def test_the_edit_of_the_readme_weighs_what_it_says(train, tmp_path):
     """Rows that show their working, and rows that do not, by themselves: nothing changes. Together: the latter hardly count."""
     rows = [[f"{i}+{i}={2 * i}.", f"Answer: {2 * i}"] for i in range(6)]
@@ -311,6 +312,7 @@ def test_a_value_head_on_two_processes(fsdp, whole, train, rows):
             assert torch.allclose(value, expected[key], atol=1e-4), (name, key)
 
 
+@pytest.mark.slow
 def test_a_head_that_the_checkpoint_does_not_hold_is_one_line(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     source = changed(**HEAD).replace('extra["value"]', 'extra["critic"]').replace('["value"]', '["critic"]')
