@@ -11,7 +11,7 @@ import time
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # The libraries make a million objects that stay, through which Python would look again and again while they are imported:
-# 6.0 s of CPU time for the imports of a run, and with this 5.3 s.
+# 6.0 s of CPU time for the imports of a run, and with this 5.3 s. `Run.steps` goes back to what is usual.
 gc.set_threshold(100_000, 20, 100)
 
 START = time.time()  # of this process, but for the moment that Python takes: what --max_hours counts from

@@ -4,6 +4,7 @@ A `Run` never calls the model, holds no loop and steps no optimizer: that is the
 script in one place (`retry_smaller`), to begin a window again that has run out of memory.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,8 @@ class Run:
         """
         if self.first_step > last_step:
             raise UserError(f"the checkpoint is at step {self.first_step}, and this run would end at step {last_step}")
+        gc.freeze()  # what is loaded stays: from here on garbage is looked for, often, in what training makes
+        gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.asked_for, self.save_wanted = last_step, save_every, "", False
         # GRPO waits for the GPU anyway: there a signal is answered at once.
         self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, RolloutSchedule))
