@@ -1,4 +1,4 @@
-"""The rooms under the four scripts: a calculator with a filing cabinet, never a framework.
+"""What the four scripts call: a calculator with a filing cabinet, never a framework.
 
 The scripts import it before torch, because of what it does by itself: CPU threads that wait for each other go to sleep
 early. Measured with the demo's pretraining on two cores, in tokens/s: OpenMP's default of spinning for long
