@@ -24,8 +24,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from common.args import CommonArgs, arg, launch
+from common.args import CommonArgs, arg
 from common.collators import Batch, Window, Windows
+from common.command_line import launch
 from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, preference_format, tokenize_pair
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
@@ -42,24 +43,23 @@ class Args(CommonArgs):
     output_dir: str = arg("outputs/dpo", help="folder of everything that the run leaves behind")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     per_device_train_batch_size: int = arg(8, help="pairs (with --packing: rows) per process and micro-batch")
-    max_length: int = arg(1024, help="tokens of prompt and answer, for each side; longer answers keep their start")
+    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers keep their start", within="[2, 1e8]")
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
-    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
-    beta: float = arg(0.1, help="how strongly the model is held to the reference")
+    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
+    beta: float = arg(0.1, help="how strongly the model is held to the reference", within="(0, inf)")
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "sppo_hard", "simpo", "orpo"] = arg(
         "sigmoid", help="simpo and orpo do without the reference"
     )
-    label_smoothing: float = arg(0.0, help="share of pairs taken to be the wrong way round (sigmoid, robust, simpo)")
-    simpo_gamma: float = arg(0.5, help="the margin of simpo")
-    sft_weight: float | None = arg(None, help="weight of the NLL of the chosen answers; unset: 0, with orpo 1")
+    label_smoothing: float = arg(0.0, help="share of pairs that are the wrong way round", within="[0, 0.5)")
+    simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)")
+    sft_weight: float | None = arg(None, help="of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
     precompute_ref_log_probs: bool = arg(
         False, help="score all pairs with the reference once, keep that on disk, and drop it", may_change="execution"
     )
 
     def __post_init__(self) -> None:
-        smooths = self.loss_type in ("sigmoid", "robust", "simpo") and self.label_smoothing < 0.5
-        if self.label_smoothing and not smooths:
-            raise UserError(f"--label_smoothing {self.label_smoothing}: below 0.5, for sigmoid, robust and simpo only")
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "simpo"):
+            raise UserError(f"--label_smoothing {self.label_smoothing}: for --loss_type sigmoid, robust and simpo only")
         if self.precompute_ref_log_probs and self.dataset_streaming:
             raise UserError("--precompute_ref_log_probs needs all pairs at hand: without --dataset_streaming")
 

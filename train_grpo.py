@@ -29,8 +29,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from common.args import CommonArgs, arg, launch
+from common.args import CommonArgs, arg
 from common.collators import Window
+from common.command_line import launch
 from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
@@ -58,44 +59,38 @@ class Args(CommonArgs):
     reward_funcs: list[str] = arg(
         ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, or a reward model"
     )
-    reward_weights: list[float] | None = arg(None, help="one for each function; unset: 1")
+    reward_weights: list[float] | None = arg(None, help="one for each function; unset: 1", within="(-inf, inf)")
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="whose standard deviation divides advantages")
 
     # Sampling
-    num_generations: int = arg(8, help="G, completions per prompt")
+    num_generations: int = arg(8, help="G, completions of a prompt, which are compared", within="[2, 1e5]")
     system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
-    max_prompt_length: int = arg(512, help="tokens; longer prompts are left out")
-    max_completion_length: int = arg(256, help="tokens; longer completions are cut")
-    temperature: float = arg(1.0, help="of the sampling")
-    top_p: float = arg(1.0, help="sample from the most probable tokens that together have this share; 1: all")
-    top_k: int = arg(0, help="sample from the k most probable tokens; 0: all")
+    max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
+    max_completion_length: int = arg(256, help="tokens; longer completions are cut", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int = arg(
-        128, help="completions sampled at a time on a process; bounds the memory only", may_change="execution"
+        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
     )
     mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
 
     # Algorithm
-    beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model")
-    epsilon: float = arg(0.2, help="clip range of the ratio, below 1")
-    epsilon_high: float | None = arg(None, help="above 1; unset: as epsilon (DAPO: 0.28)")
-    entropy_coef: float = arg(0.0, help="weight of an entropy bonus")
+    beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
+    epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, inf)")
+    epsilon_high: float | None = arg(None, help="above 1; unset: as epsilon (DAPO: 0.28)", within="[0, inf)")
+    entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = arg("dapo", help="what a token weighs")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
     use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
-    num_iterations: int = arg(1, help="updates on each window of a rollout")
-    steps_per_generation: int = arg(1, help="windows that one rollout serves")
+    num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
+    steps_per_generation: int = arg(1, help="windows that one rollout serves", within="[1, 1e6]")
 
     def __post_init__(self) -> None:
-        if self.num_generations < 2:
-            raise UserError(f"--num_generations {self.num_generations}: a group needs at least 2 completions to compare")
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
             raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise UserError(f"--reward_weights: {len(self.reward_weights)} weights for {len(self.reward_funcs)} functions")
-        if not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise UserError(f"--top_p is a share in (0, 1] and --top_k at least 0, not {self.top_p} and {self.top_k}")
-        if self.temperature <= 0:
-            raise UserError("--temperature must be above 0: greedy completions of a prompt are all the same")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
 

@@ -21,8 +21,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from common.args import CommonArgs, arg, launch
+from common.args import CommonArgs, arg
 from common.collators import Window, Windows
+from common.command_line import launch
 from common.data import Row, Tokenizer, as_text, chunk, load_data, pack, text_format, train_tokenizer
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts, unigram_perplexity
@@ -40,20 +41,20 @@ class Args(CommonArgs):
     adam_beta2: float = arg(0.95, help="AdamW")
     per_device_train_batch_size: int = arg(8, help="rows of max_length tokens per process and micro-batch")
     dataset_text_field: str = arg("text", help="column of the documents")
-    max_length: int = arg(1024, help="tokens of a row")
-    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
+    max_length: int = arg(1024, help="tokens of a row", within="[2, 1e8]")
+    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     packing_strategy: Literal["wrapped", "bfd"] = arg(
         "wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed"
     )
-    vocab_size: int = arg(8192, help="of the byte-level BPE tokenizer that is trained where no tokenizer is named")
+    vocab_size: int = arg(8192, help="of the byte-level BPE that is trained where no tokenizer is named", within="[1, 1e7]")
     # --model_name_or_path goes on with a model; else a new one, from --config_name or from these sizes (Llama type)
     config_name: str | None = arg(None, help="Hub name or folder with a config.json")
-    hidden_size: int = arg(512, help="of the new model")
-    num_layers: int = arg(8, help="transformer blocks")
-    num_heads: int = arg(8, help="attention heads")
-    num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads")
-    intermediate_size: int | None = arg(None, help="width of the MLP; unset: 8/3 of hidden_size")
-    initializer_range: float = arg(0.02, help="standard deviation of the initial weights")
+    hidden_size: int = arg(512, help="of the new model", within="[1, 1e6]")
+    num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]")
+    num_heads: int = arg(8, help="attention heads", within="[1, 1e5]")
+    num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads", within="[1, 1e5]")
+    intermediate_size: int | None = arg(None, help="width of the MLP; unset: 8/3 of hidden_size", within="[1, 1e7]")
+    initializer_range: float = arg(0.02, help="standard deviation of the initial weights", within="(0, 10]")
     tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")
 
     def __post_init__(self) -> None:

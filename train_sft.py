@@ -20,8 +20,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from common.args import CommonArgs, arg, launch
+from common.args import CommonArgs, arg
 from common.collators import Window, Windows
+from common.command_line import launch
 from common.data import Row, Sequence, Tokenizer, as_chat, chat_format, drop_turns, load_data, pack, tokenize_chat
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
@@ -35,11 +36,11 @@ import torch  # after common, which sets how CPU threads wait
 class Args(CommonArgs):
     output_dir: str = arg("outputs/sft", help="folder of everything that the run leaves behind")
     per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
-    max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start")
+    max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
     train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
-    turn_dropping: float = arg(0.0, help="with this probability a conversation ends after one of its earlier answers")
+    turn_dropping: float = arg(0.0, help="probability that a chat ends after an earlier answer", within="[0, 1]")
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
-    max_tokens_per_batch: int = arg(0, help="tokens per process and micro-batch, in place of per_device_train_batch_size")
+    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
 
     def __post_init__(self) -> None:
         if self.turn_dropping and self.train_on != "all_turns":

@@ -144,7 +144,7 @@ def loader_share() -> float:
     """The share of the time of training that goes into making the batches: the demo's model on the demo's chats."""
     code = """
 import time, train_sft
-from common.args import parse_args
+from common.command_line import parse_args
 from common.collators import Window, Windows
 from common.run import Run
 spent = [0.0]

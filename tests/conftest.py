@@ -43,7 +43,7 @@ def token_cache(tmp_path_factory):
 @pytest.fixture
 def launch(tmp_path, token_cache):
     """launch("sft", "--max_steps", "2", ...) runs train_sft.py's main here; returns the output folder."""
-    from common.args import parse_args
+    from common.command_line import parse_args
 
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -64,9 +64,9 @@ def launch(tmp_path, token_cache):
         signal.signal(number, handler)
 
 
-def run_script(command: list[str], timeout: float = 240) -> subprocess.CompletedProcess:
+def run_script(command: list[str], timeout: float = 240, **environ: str) -> subprocess.CompletedProcess:
     """Run a command from the repository's root; one that hangs is aborted with the Python stacks of all its processes."""
-    env = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    env = os.environ | {"PYTHONFAULTHANDLER": "1"} | environ
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, env=env, start_new_session=True)
         try:

@@ -24,6 +24,7 @@ FLOORS = [
     {"errors", "losses"},
     {"memory", "processes"},
     {"args"},
+    {"command_line"},
     {"data"},
     {"collators"},
     {"model"},
@@ -93,7 +94,7 @@ def test_imports_go_from_a_later_wing_to_an_earlier_one():
 
 def test_what_a_reader_looks_for_first_stands_at_the_top():
     at_the_top = {path.stem for path in COMMON.glob("*.py")} - {"__init__"}
-    assert at_the_top == {"args", "collators", "errors", "evaluate", "losses", "memory", "processes"}
+    assert at_the_top == {"args", "collators", "command_line", "errors", "evaluate", "losses", "memory", "processes"}
     wings = {path.parent.name for path in COMMON.glob("*/*.py")}
     assert wings == {"data", "model", "sampling", "run"} and at_the_top | wings == set().union(*FLOORS)
 
@@ -125,8 +126,8 @@ def test_a_script_loads_no_large_library_that_it_may_not_need(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_is_read_and_explained(script):
-    own, common = source_of(script), "".join(path.read_text() for path in MODULES if path != COMMON / "args.py")
-    at_start = (COMMON / "args.py").read_text()
+    own, common = source_of(script), "".join(path.read_text() for path in MODULES if path != COMMON / "command_line.py")
+    at_start = (COMMON / "command_line.py").read_text()
     for field in fields_of(script):
         read = re.compile(rf"\b(args|self)\.{field.name}\b|\bargs\[\"{field.name}\"\]")
         where = own + common + at_start if field.name in SHARED else own
@@ -142,8 +143,6 @@ def test_common_reads_shared_arguments_only(script):
     for path in MODULES:
         source = path.read_text()
         read = {name for name in own if re.search(rf"args(\.|\[\"|\.get\(\"|, \"){name}\b", source)}
-        if path == COMMON / "run" / "output_dir.py":
-            read -= {"max_tokens_per_batch"}  # in args.yaml, which tells what a step of an earlier run was made of
         assert not read, f"{name_of(path)} reads {read} of {script}"
 
 

@@ -38,7 +38,6 @@ def load_data(
     format of a source's rows (formats.py), which is then row.format; None: they may have any columns. Called on every
     process. With dataset_streaming the training data is a Stream, else it comes from the cache.
     """
-    _check(args)
     if args.dataset_streaming:
         if args.max_steps <= 0:
             raise UserError("--dataset_streaming: a stream has no known end: say how long to train with --max_steps")
@@ -121,7 +120,6 @@ def load_prompts(
 
     encode(row, tokenizer, args): a dict with "prompt_ids" (and what the rewards need), or it raises BadRow.
     """
-    _check(args)
     if args.dataset_streaming:
         raise UserError("--dataset_streaming: prompts are kept in memory; they are few beside what is sampled")
     sources, held_out_sources = find_sources(args, recognise)
@@ -139,8 +137,3 @@ def make_order(args: CommonArgs, sources: list[Source], examples: "Examples | Pa
     weights = None if sources[0].weight is None else [source.weight for source in sources]
     fraction = args.curriculum_fraction if args.curriculum_column else 0.0
     return Order(examples.counts, args.seed, weights=weights, difficulty=examples.difficulty, curriculum=fraction)
-
-
-def _check(args: CommonArgs) -> None:
-    if not 0 < args.curriculum_fraction <= 1:
-        raise UserError(f"--curriculum_fraction is a share between 0 and 1, not {args.curriculum_fraction}")

@@ -73,7 +73,7 @@ def find_sources(args: CommonArgs, recognise: Recognise | None) -> tuple[list[So
     recognise = recognise or _any_format
     asked = _training_sources(args)
     train = [_recognised(source, recognise) for source in asked]
-    most = _checked("--max_eval_samples", "max_samples", args.max_eval_samples)
+    most = args.max_eval_samples
     if args.eval_fraction:
         parts = [dataclasses.replace(source, part="held_out", max_samples=most) for source in train]
         evaluation = [source for source in parts if next(read_rows(source), None)]
@@ -99,12 +99,9 @@ def find_training_sources(args: CommonArgs, recognise: Recognise | None) -> list
 
 def _training_sources(args: CommonArgs) -> list[Source]:
     """The training sources as the arguments name them, before a row of them is read."""
-    most = _checked("--max_train_samples", "max_samples", args.max_train_samples)
-    train = [_source(args, "dataset_name", item, most) for item in args.dataset_name]
+    train = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
     train = _labelled(_weighed(train, args.dataset_weights))
     if args.eval_fraction:
-        if not 0.0 < args.eval_fraction < 1.0:
-            raise UserError(f"--eval_fraction is a share between 0 and 1, not {args.eval_fraction}")
         if args.eval_dataset_name:
             raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
         train = [dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in train]
@@ -163,8 +160,6 @@ def _weighed(sources: list[Source], weights: list[float] | None) -> list[Source]
             raise UserError(f"--dataset_weights: {own[0]} has a weight of its own; give weights in one place")
         if len(weights) != len(sources):
             raise UserError(f"--dataset_weights: {len(weights)} weights for {len(sources)} sources; one for each is needed")
-        for weight in weights:
-            _checked("--dataset_weights", "weight", weight)
         return [dataclasses.replace(source, weight=w) for source, w in zip(sources, weights, strict=True)]
     for source in sources:
         if own and source.weight is None:

@@ -23,8 +23,6 @@ class Best:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
         if metric and not args.eval_steps:
             raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
-        if patience < 0 or delta < 0:
-            raise UserError("early_stopping_patience and early_stopping_delta are not negative")
         self.patience, self.delta = patience, delta
         self.name, self.sign = _direction(metric) if metric else (None, 1)
         self.value: float | None = None

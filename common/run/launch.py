@@ -20,8 +20,9 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitPr
 
 # DistributedDataParallel holds torch's process group, whose destructor waits for its threads while it has the GIL, for
 # which one of them may be waiting to let go of its last tensor: a deadlock (seen with gloo). So it is kept, and
-# `launch` (common/args.py) ends the process without destroying anything.
+# `launch` (common/command_line.py) ends the process without destroying anything.
 KEPT: list[Any] = []
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
@@ -33,18 +34,24 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     check_tracker(args.report_to)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and importlib.util.find_spec("deepspeed") is None:
         raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
-    if args.per_device_train_batch_size < 1 or args.gradient_accumulation_steps < 1 or args.per_device_eval_batch_size < 1:
-        raise UserError("batch sizes and gradient_accumulation_steps are at least 1")
-    accelerator = Accelerator(
-        # sync_with_dataloader=False: a window is whole, whatever the length of an epoch.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        cpu=not torch.accelerator.is_available(),  # else two CPU processes would each take themselves for the only one
-        log_with=None if args.dry_run else args.report_to,
-        project_dir=args.output_dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # long preparations on one process
-    )
+    if (precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in PRECISIONS:  # which Accelerate would let pass
+        raise UserError(f"ACCELERATE_MIXED_PRECISION={precision}: one of {', '.join(PRECISIONS)}")
+    try:
+        accelerator = Accelerator(
+            # sync_with_dataloader=False: a window is whole, whatever the length of an epoch.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+            ),
+            cpu=not torch.accelerator.is_available(),  # else two CPU processes would each take themselves for the only one
+            log_with=None if args.dry_run or args.report_to == "none" else args.report_to,
+            project_dir=args.output_dir,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # long preparations on one process
+        )
+    except (ValueError, RuntimeError, KeyError) as error:  # an environment variable, or a config, that it cannot use
+        raise UserError(
+            f"Accelerate does not start as it is configured ({type(error).__name__}: {error}): run accelerate config, or "
+            "look for ACCELERATE_*, WORLD_SIZE, RANK and MASTER_ADDR in the environment"
+        ) from None
     _refuse_false_launches(accelerator)
     if args.activation_offloading and accelerator.device.type != "cuda":
         raise UserError(f"--activation_offloading is for a CUDA GPU's memory; this run is on {accelerator.device.type}")

@@ -34,7 +34,7 @@ TRACKERS = {
 
 
 def check_tracker(name: str | None) -> None:
-    if name is None:
+    if name in (None, "none"):
         return
     if name not in TRACKERS:
         raise UserError(f"--report_to {name}: one of {', '.join(TRACKERS)}")

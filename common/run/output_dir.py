@@ -169,16 +169,6 @@ def _compare(
     then = (read_state(checkpoint) or {}).get("processes", now) if processes else now
     if now != then:
         say(f"processes: {then} -> {now}")
-    if before and (old := _step_size(before, then)) != (new := _step_size(args, now)):
-        say(f"a step has {new}, and had {old}: the order of the samples is no longer that of an uninterrupted run")
-
-
-def _step_size(args: dict[str, Any], processes: int) -> str:
-    """What a step is made of, for the user: it decides which samples have been seen after so many steps."""
-    parts = args["gradient_accumulation_steps"] * processes
-    if args.get("max_tokens_per_batch"):
-        return f"{parts} micro-batches"
-    return f"{args['per_device_train_batch_size'] * parts} samples"
 
 
 def _changed(args: dict[str, Any], before: dict[str, Any]) -> list[str]:

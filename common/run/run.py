@@ -82,6 +82,11 @@ class Run:
         for part in (self.metrics, self.retry, self.best):
             part.restore(state)
         windows.restore(self.first_step, state.get("windows", {}))
+        if (before := state.get("step_size", windows.step_size)) != windows.step_size:
+            say(
+                f"a step has {windows.step_size}, and had {before}: "
+                "the order of the samples is no longer that of an uninterrupted run"
+            )
         return self.model, self.optimizer
 
     # --- the loop -------------------------------------------------------------------------------------------------------
@@ -131,7 +136,8 @@ class Run:
 
     def save(self, step: int) -> None:
         """Write checkpoint-<step>, and delete those that are no longer kept. A full disk is said; training goes on."""
-        state = self.metrics.state() | self.retry.state() | {"windows": self.windows.state(step)}
+        state = self.metrics.state() | self.retry.state()
+        state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
         save_checkpoint(self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best)
         self.signals.saved()
         self.save_wanted = False

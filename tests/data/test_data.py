@@ -438,9 +438,6 @@ def test_weights_are_given_one_for_each_source(tmp_path):
     "first, weights, expected",
     [
         ({}, [1.0], "--dataset_weights: 1 weights for 2 sources"),
-        ({}, [1.0, 0.0], "--dataset_weights: expected a number above 0, not 0.0"),
-        ({}, [1.0, -1], "--dataset_weights: expected a number above 0, not -1"),
-        ({}, [1.0, float("nan")], "--dataset_weights: expected a number above 0, not nan"),
         ({"weight": 1}, [1.0, 1.0], "a.jsonl has a weight of its own; give weights in one place"),
         ({"weight": 1}, None, "a.jsonl has a weight and {}/b.jsonl has none; all or none"),
     ],
@@ -518,14 +515,9 @@ def test_a_source_of_which_no_row_is_held_out_is_left_out_of_the_evaluation_and_
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        ({"eval_fraction": 1.0}, "--eval_fraction is a share between 0 and 1, not 1.0"),
-        ({"eval_fraction": -0.1}, "--eval_fraction is a share between 0 and 1, not -0.1"),
-        ({"eval_fraction": 10}, "--eval_fraction is a share between 0 and 1, not 10"),
         ({"eval_fraction": 0.1, "eval_dataset_name": ["x"]}, "--eval_fraction and --eval_dataset_name"),
         ({"eval_fraction": 1e-9}, "--eval_fraction 1e-09: no row is held out; a larger share is needed"),
         ({"eval_fraction": 1 - 1e-9}, "--eval_fraction 0.999999999); at least one is needed"),
-        ({"max_train_samples": 0}, "--max_train_samples: expected a whole number above 0, not 0"),
-        ({"max_eval_samples": -1}, "--max_eval_samples: expected a whole number above 0, not -1"),
         ({"eval_dataset_name": ['{"path": "x", "weight": 1}']}, "weight is for training sources"),
         ({"eval_dataset_name": ["missing.jsonl"]}, "missing.jsonl: there is no such file"),
         ({"columns": ["body"]}, "--columns body: expected new=old, for instance prompt=question"),

@@ -332,7 +332,6 @@ def test_a_run_streams_in_blocks_of_its_buffer(tmp_path, tokenizer):
         ({"curriculum_column": "n"}, "--dataset_streaming: no --curriculum_column and no --turn_dropping"),
         ({"turn_dropping": 0.5}, "--dataset_streaming: no --curriculum_column and no --turn_dropping"),
         ({"turn_dropping": 1.5}, "--turn_dropping is a probability, not 1.5"),
-        ({"curriculum_fraction": 0}, "--curriculum_fraction is a share between 0 and 1, not 0"),
     ],
 )
 def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer, settings, expected):

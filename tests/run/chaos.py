@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.conftest  # noqa: F401, I001  (before torch: threads, folder)
-from common.args import launch
+from common.command_line import launch
 from common.model import FlatModel
 from common.run.metrics import Metrics
 from common.run.retry import Retry

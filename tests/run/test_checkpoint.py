@@ -348,7 +348,7 @@ def test_a_pickle_in_the_place_of_the_optimizer_is_refused_and_not_run(tiny, tmp
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, token_cache):
     """The folder of a run of two steps, each saved."""
-    from common.args import parse_args
+    from common.command_line import parse_args
 
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

@@ -25,7 +25,7 @@ pytestmark = [
 LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
-from common.args import launch
+from common.command_line import launch
 import common.model.lm_head, common.run.launch, deepspeed, yaml
 from accelerate.state import PartialState
 stage, zero, precision = sys.argv[1:4]

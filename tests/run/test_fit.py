@@ -18,7 +18,9 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig
 
+# With its usual epsilon AdamW turns the rounding of a gradient near 0 into a whole step, and the second gradient is another.
 ONE = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1", "--max_steps", "3"]
+ONE += ["--adam_epsilon", "1", "--learning_rate", "0.1", "--warmup_steps", "0"]
 
 
 def limit_memory(monkeypatch, sequences, where="forward"):
@@ -56,8 +58,7 @@ def test_a_run_goes_on_with_the_same_gradients(stage, where, launch, monkeypatch
     assert 1 <= times <= 4
     assert fitted and max(fitted) <= 4 and len(fitted) <= 3 * 2**times  # calls in three steps
     assert_same(whole[:1], losses(output)[:1], tolerance=1e-6)
-    # From weights that differ in the last bit; GRPO's second gradient is a hundredth of its parts, which cancel.
-    assert_same(whole, losses(output), norm_tolerance=1e-4)
+    assert_same(whole, losses(output))
     assert json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())["splits"] > 1
 
 
@@ -134,7 +135,7 @@ def test_only_one_of_two_processes_runs_out(launch, tmp_path):
 def test_memory_that_really_runs_out(tmp_path):
     """A limit on the address space that a micro-batch of 64 does not fit in, and smaller ones do."""
     code = (
-        "import sys, resource, train_sft, matplotlib.backends.backend_agg; from common.args import parse_args\n"
+        "import sys, resource, train_sft, matplotlib.backends.backend_agg; from common.command_line import parse_args\n"
         "import common.run.retry, common.run.run as room; common.run.retry.tokens_at_once = lambda *args: float('inf')\n"
         "class Limited(room.Signals):\n"
         "    def __init__(self, *args, **options):\n"
@@ -156,7 +157,7 @@ def test_memory_that_really_runs_out(tmp_path):
 
 
 def test_running_out_elsewhere_is_one_line(tmp_path):
-    code = "from common.args import CommonArgs, launch\ndef main(args): raise MemoryError('Unable to allocate 8 TiB')\n"
+    code = "from common.args import CommonArgs\nfrom common.command_line import launch\ndef main(args): raise MemoryError('Unable to allocate 8 TiB')\n"
     code += "launch(main, CommonArgs, 'nowhere.yaml')"
     run = run_script([sys.executable, "-c", code, "--dataset_name", "mine"])
     assert run.returncode == 1 and len(run.stderr.splitlines()) == 1

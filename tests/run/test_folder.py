@@ -17,6 +17,8 @@ import yaml
 SFT = "--config data/configs/sft.yaml --model_name_or_path data/base_model --max_train_samples 20 --eval_steps 0".split()
 SFT += "--per_device_train_batch_size 4 --logging_steps 1 --save_steps 3 --max_steps 8 --max_eval_samples 8".split()
 SFT += "--eval_max_new_tokens 4".split()
+GRPO = "--config data/configs/grpo.yaml --model_name_or_path data/base_model --max_train_samples 20 --eval_steps 0".split()
+GRPO += "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 4 --save_steps 1".split()
 
 
 FIXED = {
@@ -139,16 +141,6 @@ def test_batch_size_accumulation_and_processes_may_change(tmp_path, capsys):
         "gradient_accumulation_steps: 1 -> 4",
         "processes: 2 -> 1",
     ]
-    assert claim(args, processes=4)
-    assert "a step has 32 samples, and had 16 samples: the order of the samples is no longer" in capsys.readouterr().out
-
-
-def test_with_a_token_budget_a_step_is_its_micro_batches(tmp_path, capsys):
-    args = folder_of_a_run(tmp_path, max_tokens_per_batch=100)
-    assert claim(args | {"per_device_train_batch_size": 1})
-    assert "a step has" not in capsys.readouterr().out
-    assert claim(args, processes=2)
-    assert "a step has 2 micro-batches, and had 1 micro-batches" in capsys.readouterr().out
 
 
 def test_what_is_compared_by_save_best_stays(tmp_path):
@@ -226,6 +218,32 @@ def test_a_resumed_run_takes_its_optimizer_settings_from_the_arguments(launch, m
     assert [group["weight_decay"] for group in saved["param_groups"]] == [0.3, 0.0]
     assert [group["betas"][1] for group in saved["param_groups"]] == [0.9, 0.9]
     assert saved["state"][0]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    "stage, change, said",
+    [
+        (
+            "sft",
+            ["--per_device_train_batch_size", "2"],
+            "a step has 2 samples, and had 4 samples: the order of the samples is",
+        ),
+        (
+            "sft --max_tokens_per_batch 300",
+            ["--gradient_accumulation_steps", "2"],
+            "a step has 2 micro-batches, and had 1 micro-batches",
+        ),
+        ("sft --max_tokens_per_batch 300", ["--per_device_train_batch_size", "2"], None),
+        ("grpo", ["--gradient_accumulation_steps", "2"], "a step has 16 completions, and had 8 completions"),
+    ],
+)
+def test_a_run_that_goes_on_with_other_steps_says_so(stage, change, said, launch, capsys):
+    stage, *words = stage.split()
+    words = [*(SFT if stage == "sft" else GRPO), *words, "--save_steps", "1", "--max_steps"]
+    launch(stage, *words, "2")
+    launch(stage, *words, "4", *change)
+    out = capsys.readouterr().out
+    assert (said in out) if said else "a step has" not in out
 
 
 def test_with_smaller_micro_batches_a_run_goes_on_as_before(launch, capsys):

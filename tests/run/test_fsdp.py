@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
-from common.args import launch
+from common.command_line import launch
 import common.model.lm_head, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType

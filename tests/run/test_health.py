@@ -115,7 +115,7 @@ def test_all_processes_pass_over_the_same_step(tmp_path):
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train_sft
-from common.args import launch
+from common.command_line import launch
 from common.model import FlatModel
 right, calls = FlatModel.forward, iter(range(10**6))
 def wrong(*args, **kwargs):

@@ -20,7 +20,7 @@ LAUNCHER = """
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train_{stage} as script
-from common.args import launch
+from common.command_line import launch
 RANK = int(os.environ["RANK"])
 def fail(*args, **kwargs):
     open(os.environ["FAILED"], "w").close()

@@ -123,8 +123,8 @@ def test_prompts_of_grpo_may_be_mixed_and_go_from_short_to_long(launch):
 
 def test_the_scripts_refuse_settings_of_the_data_that_cannot_work(launch, tmp_path):
     for words, message in (
-        (["--curriculum_fraction", "0"], "--curriculum_fraction is a share"),
-        (["--turn_dropping", "2"], "--turn_dropping is a probability"),
+        (["--curriculum_fraction", "0"], "--curriculum_fraction 0.0 is out of range, which is (0, 1]"),
+        (["--turn_dropping", "2"], "--turn_dropping 2.0 is out of range"),
         (["--turn_dropping", "0.5", "--train_on", "last_turn"], "--train_on all_turns"),
         (["--curriculum_column", "difficulty"], "--curriculum_column difficulty: no such column; found messages"),
         (["--dataset_streaming", "--max_steps", "-1"], "--max_steps"),

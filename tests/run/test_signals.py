@@ -23,14 +23,21 @@ from safetensors.torch import load_file
 
 SFT = [*STAGES["sft"], *COMMON, "--eval_steps", "0", "--save_steps", "0"]
 LONG = ["--max_steps", "100000"]
+SLOW = """import sys, time; sys.path.insert(0, "."); import common, train_sft; from common.command_line import launch
+from common.model import FlatModel; forward = FlatModel.forward
+def slow(self, *args, **kwargs): time.sleep(0.1); return forward(self, *args, **kwargs)
+FlatModel.forward = slow; launch(train_sft.main, train_sft.Args, demo="data/configs/sft.yaml")
+"""  # two seconds a step of 20 micro-batches, on any machine
 
 
 class Script:
     """train_sft.py as a process of its own, with what it prints in a file."""
 
-    def __init__(self, folder: Path, *words: str, launcher: tuple[str, ...] = (), prefix: str = "out"):
+    def __init__(
+        self, folder: Path, *words: str, launcher: tuple[str, ...] = (), prefix: str = "out", script: str = "train_sft.py"
+    ):
         self.output, log = folder / prefix, folder / f"{prefix}.log"
-        command = [sys.executable, *launcher, "train_sft.py", *words, "--output_dir", str(self.output)]
+        command = [sys.executable, *launcher, script, *words, "--output_dir", str(self.output)]
         env = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
         with open(log, "w") as file:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=env, start_new_session=True)
@@ -114,8 +121,9 @@ def test_a_process_that_is_terminated_leaves_with_75_and_the_same_command_goes_o
 
 
 def test_sigusr1_saves_and_a_second_ctrl_c_leaves_at_once(tmp_path, token_cache):
-    slow = ["--gradient_accumulation_steps", "100", "--dataset_cache_dir", str(token_cache)]  # seconds a step
-    with Script(tmp_path, *SFT, *LONG, *slow) as run:
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = [*SFT, *LONG, "--gradient_accumulation_steps", "20", "--dataset_cache_dir", str(token_cache)]
+    with Script(tmp_path, *words, script=str(tmp_path / "slow.py")) as run:
         run.until(lambda: run.steps() >= 1)
         run.process.send_signal(signal.SIGUSR1)
         run.until(lambda: checkpoints(run.output))

@@ -65,7 +65,8 @@ def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
 
 
 def test_defaults_chain_from_stage_to_stage_and_say_so(tmp_path, monkeypatch, capsys):
-    from common.args import CommonArgs, parse_args
+    from common.args import CommonArgs
+    from common.command_line import parse_args
 
     def choose_model(named, default_model):
         words = ["--model_name_or_path", named] if named else []
@@ -145,7 +146,7 @@ def test_a_merged_adapter_is_a_model_to_build_on_and_a_bare_one_is_not(launch):
 
 
 def test_a_new_dataset_takes_the_standard_settings_and_not_those_of_the_demo(capsys):
-    from common.args import parse_args
+    from common.command_line import parse_args
     from train_sft import Args
 
     def parsed(*words):

@@ -9,7 +9,8 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, Optional, get_args
 
-from common.args import CommonArgs, arg, launch, parse_args
+from common.args import CommonArgs, arg
+from common.command_line import launch, parse_args
 from common.errors import UserError
 from tests.conftest import ROOT, run_script
 
@@ -62,7 +63,7 @@ def test_a_run_on_a_file_imports_nothing_that_it_does_not_need_before_its_first_
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train_sft
-from common.args import launch
+from common.command_line import launch
 from common.run.retry import Retry
 def stop(*args):
     print("IMPORTED", *{name.split(".")[0] for name in sys.modules})

@@ -1,0 +1,236 @@
+"""The command line of a script: flags > YAML (--config) > default, and how `main` is called with them.
+
+The values of all of them go through the same conversion and checks; an unknown flag or key is an error.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from common.args import CommonArgs, first_definition, is_within
+from common.errors import UserError, say, show_and_exit
+from common.memory import is_oom
+
+import yaml
+
+Args = TypeVar("Args", bound=CommonArgs)
+
+
+def parse_args(args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None) -> Args:
+    """The arguments of a run, or UserError for an unknown flag or key, or a value of the wrong type.
+
+    demo: the YAML file of the embedded default. It applies, and that is said, when neither a model nor a dataset is named;
+    it lies beneath --config and the command line. Where only a model is named, its dataset does. default_model: the output
+    folder of the stage before, the default of --model_name_or_path; None: a new model.
+    """
+    words = [_spelled(word) for word in (sys.argv[1:] if argv is None else argv)]
+    config, words = _split_config(words)
+    if config:
+        words = _yaml_as_flags(config, args_class) + words
+    args = _parse(words, args_class)
+    if args.dataset_name is None and args.model_name_or_path is None:
+        say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
+        args = _parse(_yaml_as_flags(demo, args_class) + words, args_class)
+    if args.dataset_name is None:
+        args.dataset_name = _parse(_yaml_as_flags(demo, args_class), args_class).dataset_name
+    if args.model_name_or_path is None and default_model is not None:
+        args.model_name_or_path = _last_stage(default_model)
+    return args
+
+
+def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, default_model: str | None = None) -> None:
+    """Read the arguments (see `parse_args`), call `main` with them, and end the process.
+
+    A UserError becomes one line and exit code 1; so does running out of memory outside of the training steps.
+    """
+    code: str | int | None = 0
+    try:
+        main(parse_args(args_class, demo, default_model))
+    except UserError as error:
+        show_and_exit(error)
+    except (RuntimeError, MemoryError) as error:
+        if not is_oom(error):
+            raise
+        reason = " ".join(str(error).split())[:160] or "MemoryError"
+        where = "outside of the training steps: lower --per_device_eval_batch_size or --eval_max_new_tokens"
+        show_and_exit(
+            UserError(f"out of memory {where} ({reason}); what was saved is kept, the same command goes on from it")
+        )
+    except KeyboardInterrupt:  # while data and model are loaded; common/run/signals.py takes over for the training
+        say("stopped before the first step: there is nothing to save")
+        code = 130
+    except SystemExit as stop:
+        code = stop.code or 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code or os.environ.get("WORLD_SIZE", "1") != "1":  # nothing is destroyed: see KEPT in common/run/launch.py
+        os._exit(int(code))
+
+
+def _last_stage(output_dir: str) -> str:
+    """The model that a stage starts from by default: the stage before, if it has finished, else the one that ships here."""
+    base = "data/base_model"
+    if Path(output_dir, "summary.json").exists():
+        say(f"model: {output_dir} (the finished run of the last stage)")
+        return output_dir
+    if not Path(base, "config.json").exists():
+        raise UserError(f"no --model_name_or_path, and neither {output_dir} nor {base} is here: name a model")
+    script = f"train_{Path(output_dir).name}.py"
+    say(f"model: {base} (it ships here; there is no finished run in {output_dir}, which {script} would make)")
+    return base
+
+
+# Flags of transformers and TRL that do not exist here, and what there is instead.
+_PRECISION = "the precision is Accelerate's: accelerate launch --mixed_precision bf16 (or fp16), or accelerate config"
+_MASK = "only what the assistant says is trained, unless --train_on everything asks for more"
+ELSEWHERE = {
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "torch_dtype": "--dtype, of the weights",
+    "load_in_4bit": "quantised weights cannot be trained here; --use_peft --dtype bfloat16 needs the least memory",
+    "load_in_8bit": "quantised weights cannot be trained here; --use_peft --dtype bfloat16 needs the least memory",
+    "optim": "AdamW stands in the script: another optimizer goes in the place of adamw(args, model)",
+    "attn_implementation": "it is chosen when the model is loaded, and --dry_run says which",
+    "assistant_only_loss": _MASK,
+    "completion_only_loss": _MASK,
+    "max_seq_length": "--max_length",
+    "warmup_ratio": "--warmup_steps, where a value below 1 is a share of the run",
+    "eval_strategy": "--eval_steps; 0: never",
+    "save_strategy": "--save_steps; 0: only the final model",
+    "logging_strategy": "--logging_steps",
+    "deepspeed": "accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml",
+    "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
+    "use_vllm": "completions are sampled by common/sampling, from the model as it is trained",
+    "push_to_hub": "the output folder is a model folder: hf upload NAME output_dir",
+    "do_train": "to start the script is to train",
+    "do_eval": "--eval_steps; 0: never",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message} (--help lists the flags)")
+
+
+def _parse(words: list[str], args_class: type[Args]) -> Args:
+    parser = _Parser(allow_abbrev=False, usage="%(prog)s [--config FILE] [--flag value ...]")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")  # taken out before
+    own = parser.add_argument_group("This script")
+    groups = {args_class: own} | {cls: parser.add_argument_group(cls.__doc__) for cls in reversed(CommonArgs.__mro__[1:-1])}
+    types = get_type_hints(args_class)
+    for f in dataclasses.fields(args_class):
+        kind, options = types[f.name], {}
+        group = groups.get(first_definition(args_class, f.name)[0], own)
+        kind = _without_none(kind)
+        if get_origin(kind) is list:
+            kind, options = get_args(kind)[0], {"nargs": "+"}
+        if get_origin(kind) is Literal:
+            options |= {"choices": get_args(kind), "type": type(get_args(kind)[0])}
+        else:
+            options |= {"metavar": kind.__name__.upper(), "type": kind}
+        default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+        if kind is bool:
+            options |= {"metavar": "true/false", "type": _true_or_false, "nargs": "?", "const": True}
+            group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", default=default, help=argparse.SUPPRESS)
+        shown = "" if default is None else f" (default: {default})".replace("%", "%%")
+        group.add_argument(f"--{f.name}", default=default, help=f.metadata.get("help", "") + shown, **options)
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UserError(_unknown("flag", unknown[0], args_class, prefix="--"))
+    values = vars(parsed)
+    del values["config"]
+    for name, value in values.items():
+        _check_range(name, value, first_definition(args_class, name)[1].metadata.get("within") or "(-inf, inf)")
+    return args_class(**values)
+
+
+def _check_range(name: str, value: Any, within: str) -> None:
+    """Raise UserError for a number, alone or in a list, outside of what `arg` says that the argument may be."""
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int | float) and not isinstance(number, bool) and not is_within(number, within):
+            raise UserError(f"--{name} {number} is out of range, which is {within}")
+
+
+def _without_none(kind: Any) -> Any:
+    """X of X | None."""
+    if get_origin(kind) in (Union, UnionType):
+        return next(part for part in get_args(kind) if part is not NoneType)
+    return kind
+
+
+class _NoKeyTwice(yaml.SafeLoader):
+    """YAML takes the last of two values of a key, and drops the first in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands there twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _true_or_false(word: str) -> bool:
+    if word.lower() in ("true", "yes", "y", "t", "1"):
+        return True
+    if word.lower() in ("false", "no", "n", "f", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"true or false, not {word}")
+
+
+def _spelled(word: str) -> str:
+    """--learning-rate as --learning_rate."""
+    flag, *value = word.split("=", 1)
+    return "=".join([flag[:2] + flag[2:].replace("-", "_"), *value]) if word.startswith("--") else word
+
+
+def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
+    """(the file behind --config, the other arguments)."""
+    for i, word in enumerate(argv):
+        if word == "--config":
+            if i + 1 == len(argv):
+                raise UserError("--config needs a YAML file")
+            return argv[i + 1], argv[:i] + argv[i + 2 :]
+        if word.startswith("--config="):
+            return word.removeprefix("--config="), argv[:i] + argv[i + 1 :]
+    return None, argv
+
+
+def _yaml_as_flags(path: str, args_class: type) -> list[str]:
+    """A YAML mapping as command-line words, so that both go through the same conversion and checks."""
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _NoKeyTwice)
+    except FileNotFoundError:
+        raise UserError(f"--config {path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path}: cannot be read as YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: expected `name: value` lines")
+    types = get_type_hints(args_class)
+    words = []
+    for name, value in values.items():
+        if name not in types:
+            raise UserError(f"--config {path}: {_unknown('key', str(name), args_class)}")
+        if isinstance(value, dict):
+            raise UserError(f"--config {path}: {name} takes a value or a list, not a mapping")
+        if isinstance(value, list) and get_origin(_without_none(types[name])) is not list:
+            raise UserError(f"--config {path}: {name} takes one value, not a list")
+        if isinstance(value, list):  # a mapping in a list is a source with its settings
+            words += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in value)] if value else []
+        elif value is not None:
+            words.append(f"--{name}={value}")
+    return words
+
+
+def _unknown(kind: str, word: str, args_class: type, prefix: str = "") -> str:
+    name = word.removeprefix("--").split("=")[0].replace("-", "_")
+    if name in ELSEWHERE:
+        return f"unknown {kind} {word}: {ELSEWHERE[name]}"
+    near = difflib.get_close_matches(name, [f.name for f in dataclasses.fields(args_class)], n=1)
+    return f"unknown {kind} {word}" + (f": did you mean {prefix}{near[0]}?" if near else " (--help lists the flags)")

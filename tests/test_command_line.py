@@ -1,0 +1,163 @@
+"""What a flag may be, what YAML may hold, and what a mistake in them says. (How they are read: tests/scripts/test_startup.py.)"""
+
+import dataclasses
+import importlib
+import math
+import re
+import sys
+from types import NoneType
+from typing import get_args, get_origin, get_type_hints
+
+from common.args import CommonArgs, first_definition, is_within
+from common.command_line import ELSEWHERE, parse_args
+from common.errors import UserError
+from tests.conftest import run_script
+
+import pytest
+
+SCRIPTS = ("train_pretrain", "train_sft", "train_dpo", "train_grpo")
+DEMO = {script: f"data/configs/{script.removeprefix('train_')}.yaml" for script in SCRIPTS}
+STRANGE = ["-1", "0", "1", "nan", "inf", "-inf", "1e308", "-1e308", str(10**18), "0.5", "abc", ""]
+
+
+def numeric_flags(args_class):
+    """(name, int or float, how it is declared) of all flags that are numbers or lists of numbers."""
+    for name, kind in get_type_hints(args_class).items():
+        parts = [part for part in get_args(kind) if part is not NoneType]
+        kind = parts[0] if parts and get_origin(kind) is not list else kind
+        kind = get_args(kind)[0] if get_origin(kind) is list else kind
+        if kind in (int, float):
+            yield name, kind, first_definition(args_class, name)[1].metadata
+
+
+ALL = [(script, name) for script in SCRIPTS for name, _, _ in numeric_flags(importlib.import_module(script).Args)]
+
+
+def parse(script, *words):
+    return parse_args(importlib.import_module(script).Args, DEMO[script], argv=["--config", DEMO[script], *words])
+
+
+def inside(number, within):
+    """`is_within`, by another way: on the endpoints as text."""
+    for part in within.split(" or "):
+        if part[0] not in "[(":
+            found = number == float(part)
+        else:
+            low, high = map(float, part[1:-1].split(", "))
+            found = low < number < high or (part[0] == "[" and number == low) or (part[-1] == "]" and number == high)
+        if found:
+            return True
+    return False
+
+
+def test_there_are_flags_to_walk_over():
+    assert len(ALL) > 150 and {"learning_rate", "reward_weights", "num_kv_heads", "max_hours"} <= {name for _, name in ALL}
+
+
+@pytest.mark.parametrize("script, name", ALL)
+def test_a_number_says_beside_the_flag_what_it_may_be_and_others_are_refused_in_one_line(script, name):
+    args_class = importlib.import_module(script).Args
+    _, kind, metadata = next(flag for flag in numeric_flags(args_class) if flag[0] == name)
+    assert metadata["within"], f"{name}: arg(..., within=...) says which numbers make sense"
+    default = getattr(parse(script), name)
+    for number in default if isinstance(default, list) else [default]:
+        assert number is None or inside(number, metadata["within"])
+    for word in STRANGE:
+        try:
+            number = kind(word)
+        except ValueError:
+            number = math.nan
+        try:
+            value = getattr(parse(script, f"--{name}={word}"), name)
+        except UserError as error:
+            refused = str(error).startswith((f"--{name} ", f"argument --{name}: "))
+            others = not str(error).startswith("--") or "argument" in str(error)
+            assert refused or (inside(number, metadata["within"]) and not others), f"--{name}={word}: {error}"
+        else:
+            assert inside(number, metadata["within"]) and value in (number, [number]) and not math.isinf(number)
+
+
+@pytest.mark.parametrize(
+    "number, within, expected",
+    [
+        (0, "[0, 1)", True),
+        (1, "[0, 1)", False),
+        (0, "(0, 1]", False),
+        (1, "(0, 1]", True),
+        (-1, "-1 or [1, 1e12]", True),
+        (0, "-1 or [1, 1e12]", False),
+        (7, "-1 or [1, 1e12]", True),
+        (math.nan, "(-inf, inf)", False),
+        (math.inf, "[0, inf)", False),
+        (-math.inf, "(-inf, inf)", False),
+        (1e308, "[0, inf)", True),
+    ],
+)
+def test_intervals_are_read_as_in_mathematics(number, within, expected):
+    assert is_within(number, within) is inside(number, within) is expected
+
+
+def test_each_number_of_a_list_is_looked_at():
+    with pytest.raises(UserError, match=re.escape("--reward_weights nan is out of range, which is (-inf, inf)")):
+        parse("train_grpo", "--reward_funcs", "length:9", "length:8", "--reward_weights", "1", "nan")
+    with pytest.raises(UserError, match=re.escape("--dataset_weights 0.0 is out of range, which is (0, inf)")):
+        parse("train_sft", "--dataset_name", "a", "b", "--dataset_weights", "1", "0")
+
+
+def test_a_flag_of_ones_own_need_not_say_what_it_may_be():
+    @dataclasses.dataclass
+    class Args(CommonArgs):
+        learning_rate: float = 3.0  # another default of a shared one, of which the range stays
+        gamma: float = 0.5
+
+    assert parse_args(Args, "no.yaml", argv=["--dataset_name", "d", "--gamma", "-3"]).gamma == -3
+    for words in (["--gamma", "nan"], ["--learning_rate", "-1"]):
+        with pytest.raises(UserError, match="is out of range"):
+            parse_args(Args, "no.yaml", argv=["--dataset_name", "d", *words])
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("seed: 1\nmax_steps: 2\nseed: 2\n", "seed stands there twice"),
+        ("learning_rate: [1, 2]\n", "learning_rate takes one value, not a list"),
+        ("learning_rate: {a: 1}\n", "learning_rate takes a value or a list, not a mapping"),
+        ("dataset_name:\n  - path: a\n    path: b\n", "path stands there twice"),
+        ("seed: 1\n\tmax_steps: 2\n", "cannot be read as YAML"),
+        ("seed: true\n", "invalid int value: 'True'"),
+        ("max_steps: 1.5\n", "invalid int value: '1.5'"),
+        ("bf16: true\n", "unknown key bf16: the precision is Accelerate's"),
+        ("3: 4\n", "unknown key 3"),
+        ("- a\n", "expected `name: value` lines"),
+        ("beta: .nan\n", "--beta nan is out of range"),
+    ],
+)
+def test_yaml_that_means_something_else_than_it_says_is_one_line(tmp_path, text, expected):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UserError, match=re.escape(expected)) as error:
+        words = ["--config", str(tmp_path / "run.yaml"), "--model_name_or_path", "m"]
+        parse_args(importlib.import_module("train_dpo").Args, DEMO["train_dpo"], argv=words)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_flag_of_other_libraries_says_what_there_is_here_and_that_exists(name):
+    with pytest.raises(UserError, match=f"unknown flag --{name}") as error:
+        parse("train_sft", f"--{name}", "x")
+    said = str(error.value)
+    flags = {flag for script in SCRIPTS for flag in get_type_hints(importlib.import_module(script).Args)}
+    proposed = set(re.findall(r"--(\w+)", said)) - {name}
+    assert proposed <= flags | {"mixed_precision", "config_file"} and name not in flags
+    for path in re.findall(r"\S+\.yaml", said):
+        assert open(path).read()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"ACCELERATE_MIXED_PRECISION": "int3"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}],
+)
+def test_an_environment_that_accelerate_cannot_use_is_one_line(variables, tmp_path):
+    words = ["--max_steps", "1", "--output_dir", str(tmp_path / "out")]
+    run = run_script([sys.executable, "train_sft.py", *words], **variables)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("error: ")
