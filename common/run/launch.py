@@ -34,7 +34,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     check_tracker(args.report_to)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and importlib.util.find_spec("deepspeed") is None:
         raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
-    if (precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in PRECISIONS:  # which Accelerate would let pass
+    if (precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in PRECISIONS:  # Accelerate lets it pass
         raise UserError(f"ACCELERATE_MIXED_PRECISION={precision}: one of {', '.join(PRECISIONS)}")
     try:
         accelerator = Accelerator(
