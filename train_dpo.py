@@ -15,9 +15,10 @@ without π_ref. Both answers of a pair lie in the same row, after a prompt that 
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_dpo.py --config my_run.yaml
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
-loss_mask (T,), cu_seqlens (S+1,), where in the row each sequence begins, and any field that `encode` gives the sequences.
-`model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on request also entropy, hidden
-states, what a function makes of the logits, modules of one's own.
+loss_mask (T,); cu_seqlens (S+1,), the borders of what each sequence has for itself, which the prompt that it shares with the
+one before is not; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
+request also entropy, hidden states, what a function makes of the logits, modules of one's own.
 """
 
 import math
@@ -89,12 +90,12 @@ def main(args: Args) -> None:
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
     optimizer = adamw(args, model)
     lr_at = schedule(args, len(windows))
-    second_model = uses_reference and not (args.use_peft or args.precompute_ref_log_probs)
-    run.describe(model, tokenizer, windows, held_out, example_name="pair", reference=second_model)
+    has_second_model = uses_reference and not (args.use_peft or args.precompute_ref_log_probs)
+    run.describe(model, tokenizer, windows, held_out, example_name="pair", reference=has_second_model)
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
-    # A frozen second model, or, with LoRA, this one with its adapter off.
+    # A frozen second model, or, with LoRA, this one with its adapter off. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
         for data in (train, held_out):
@@ -125,12 +126,18 @@ def main(args: Args) -> None:
             "rewards/rejected": rejected_rewards,
             "rewards/margins": chosen_rewards - rejected_rewards,
             "rewards/accuracies": (chosen_rewards > rejected_rewards).float(),
+            "nll_loss": -logps[::2] / lengths[::2],
             "logps/chosen": logps[::2],
             "logps/rejected": logps[1::2],
         }
 
+    def eval_losses(batch: Batch) -> dict[str, torch.Tensor]:
+        """The same with both terms in the loss, the second one by pair."""
+        logged = pair_losses(batch)
+        return logged | {"loss": logged["loss"] + sft_weight * logged["nll_loss"]}
+
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window that runs out of memory can be begun again in smaller micro-batches."""
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
         P, chosen_tokens = window.num_sequences // 2, window.total("loss_mask", sequences=slice(0, None, 2))
         for batch in window:
             with accelerator.accumulate(model):
@@ -138,7 +145,7 @@ def main(args: Args) -> None:
                 logged = pair_losses(batch)
                 sft_loss = -(logged["logps/chosen"] * pair_mask).sum() / chosen_tokens
                 loss = (logged.pop("loss") * pair_mask).sum() / P + sft_weight * sft_loss  # <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # of all processes: Accelerate and DDP take their mean
+                accelerator.backward(loss * window.num_micro_batches)  # undoes the means that Accelerate and DDP take
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
@@ -146,7 +153,7 @@ def main(args: Args) -> None:
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
         if run.eval_due(step):
-            values = evaluate_means(args, accelerator, model, held_out, pair_losses)
+            values = evaluate_means(args, accelerator, model, held_out, eval_losses)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours

@@ -14,7 +14,7 @@ For each prompt, G completions are sampled from the model; each is compared with
    temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
 3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
 4. Completions without advantage (all rewards of the group are equal) teach nothing; where β and entropy_coef are 0 they are
-   left out of the forward pass, and stay in the denominator.
+   left out of the forward pass (and of the means of what is logged of it), and stay in the denominator.
 5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
    value of the loss says little: look at the reward.
 
@@ -36,7 +36,8 @@ from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, 
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
-from common.model import FlatModel, adamw, disable_dropout, load_model, load_reference, load_tokenizer, schedule, set_lr
+from common.model import FlatModel, adamw, disable_dropout, load_model, load_tokenizer, schedule, set_lr
+from common.model.reference import load_reference
 from common.processes import gather_lists
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, load_rewards, sample, score
@@ -90,7 +91,9 @@ class Args(CommonArgs):
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
             raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
-            raise UserError(f"--reward_weights: {len(self.reward_weights)} weights for {len(self.reward_funcs)} functions")
+            raise UserError(
+                f"--reward_weights: {len(self.reward_weights)} weights for {len(self.reward_funcs)} --reward_funcs"
+            )
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
 
@@ -157,7 +160,7 @@ def add_advantages(completions: list[Completion], weights: list[float], args: Ar
     per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
     reward = combine_rewards(per_function, weight)  # (C,)
     if bool(reward.isnan().all()):
-        raise UserError("no reward function gave a number for any completion of this step (all returned None)")
+        raise UserError("no reward function gave a number for any completion of this rollout (all returned None)")
     advantages = group_advantages(reward.view(-1, args.num_generations), args.scale_rewards)  # (P, G)   <- A_i
     for completion, r, advantage in zip(completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True):
         completion.reward, completion.advantage = r, advantage
@@ -246,7 +249,8 @@ def log_rollout(run: Run, step: int, completions: list[Completion], rewards: lis
     names = [reward.name for reward in rewards]
     lines = [
         {"step": step, "prompt": c.prompt["prompt"], "completion": c.text, "finished": c.finished}
-        | {"rewards": dict(zip(names, c.rewards, strict=True)), "advantage": c.advantage}
+        | {"rewards": dict(zip(names, c.rewards, strict=True)), "reward": None if math.isnan(c.reward) else c.reward}
+        | {"advantage": c.advantage}
         for c in completions
     ]
     run.metrics.append("completions.jsonl", lines)
@@ -262,7 +266,7 @@ def main(args: Args) -> None:
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
     weights = args.reward_weights or [1.0] * len(rewards)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, rewards=rewards, weights=weights)
-    rollouts = RolloutSchedule(
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
         prompts,
@@ -281,14 +285,14 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
     unwrapped = accelerator.unwrap_model(model)
-    # A frozen second model, or, with LoRA, this one with its adapter off.
+    # A frozen second model, or, with LoRA, this one with its adapter off. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window that runs out of memory can be begun again in smaller micro-batches."""
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -306,9 +310,10 @@ def main(args: Args) -> None:
                     importance_sampling_level=args.importance_sampling_level,
                     use_bias_correction_kl=args.use_bias_correction_kl,
                 )  # (T,)
-                losses = losses - args.entropy_coef * out.entropy * mask
+                if args.entropy_coef:
+                    losses = losses - args.entropy_coef * out.entropy * mask
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # of all processes: Accelerate and DDP take their mean
+                accelerator.backward(loss * window.num_micro_batches)  # undoes the means that Accelerate and DDP take
             run.metrics.add_sum(loss=loss)
             stats["entropy"] = out.entropy
             if run.step % rollouts.updates_per_rollout == 0:  # the model still is the one that sampled: do they agree?

@@ -12,9 +12,11 @@ neighbours).
     accelerate launch train_pretrain.py --dataset_name corpus.txt --tokenizer_name gpt2 --hidden_size 768 --num_layers 12
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
-Shapes: T tokens of the row, S sequences in it. A batch holds loss_mask (T,) and any field that `encode` gives the sequences,
-(T,) or (S,). `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on request also
-entropy, hidden states, what a function makes of the logits, modules of one's own.
+Shapes: T tokens of the flat row, S sequences in it. A start that two neighbours have in common stands there once. A batch
+holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+(T,), 0 outside of loss_mask; on request also entropy, hidden states, what a function makes of the logits, modules of one's
+own. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free.
 """
 
 import math
@@ -96,13 +98,13 @@ def main(args: Args) -> None:
     else:
         tokenizer = train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
 
-    def text_rows(row: Row, wanted: str | None) -> str:
+    def recognise_text(row: Row, wanted: str | None) -> str:
         return text_format(row, wanted, args.dataset_text_field)
 
     def first_words(row: Row) -> dict[str, str]:
         return {"prompt": " ".join(as_text(row, args.dataset_text_field).split()[:8])}
 
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=text_rows)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=recognise_text)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=first_words)
     if args.packing_strategy == "wrapped":
         train, held_out = chunk(train, args.max_length), chunk(held_out, args.max_length)
@@ -124,14 +126,14 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window that runs out of memory can be begun again in smaller micro-batches."""
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, nll_weights=mask / N)
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # of all processes: Accelerate and DDP take their mean
+                accelerator.backward(loss * window.num_micro_batches)  # undoes the means that Accelerate and DDP take
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 

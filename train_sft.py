@@ -11,9 +11,11 @@ micro-batch lie end to end in one row, without padding, and do not see each othe
     accelerate launch train_sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name chats.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_sft.py --config my_run.yaml
 
-Shapes: T tokens of the row, S sequences in it. A batch holds loss_mask (T,) and any field that `encode` gives the sequences,
-(T,) or (S,). `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on request also
-entropy, hidden states, what a function makes of the logits, modules of one's own.
+Shapes: T tokens of the flat row, S sequences in it. A start that two neighbours have in common stands there once. A batch
+holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+(T,), 0 outside of loss_mask; on request also entropy, hidden states, what a function makes of the logits, modules of one's
+own. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free.
 """
 
 import math
@@ -38,7 +40,7 @@ class Args(CommonArgs):
     per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
     max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
     train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
-    turn_dropping: float = arg(0.0, help="probability that a chat ends after an earlier answer", within="[0, 1]")
+    turn_dropping: float = arg(0.0, help="probability, in each epoch anew, that a chat ends early", within="[0, 1]")
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
 
@@ -48,8 +50,9 @@ class Args(CommonArgs):
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A dataset row as sequences that stay together, here one: {"input_ids", "loss_mask"} and any field of one's own, which
-    arrives in the batch. A row that raises BadRow is left out, counted and named."""
+    """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)} and any field
+    of one's own, n numbers or one, which arrives in the batch (--turn_dropping cuts it as it cuts the tokens). A row that
+    raises BadRow is left out, counted and named."""
     return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
 
 
@@ -77,14 +80,14 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window that runs out of memory can be begun again in smaller micro-batches."""
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, nll_weights=mask / N)
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # of all processes: Accelerate and DDP take their mean
+                accelerator.backward(loss * window.num_micro_batches)  # undoes the means that Accelerate and DDP take
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 

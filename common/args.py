@@ -204,6 +204,9 @@ class RunArgs:
     overwrite_output_dir: bool = arg(
         False, help="start over in a folder that holds an earlier run (which is deleted)", may_change="execution"
     )
+    accept_changes: bool = arg(
+        False, help="go on with a run though its script, its data or a file with code was changed", may_change="execution"
+    )
     resume_from_checkpoint: str = arg(
         "auto", help="auto (newest whole checkpoint of this same run), none, or a folder", may_change="execution"
     )

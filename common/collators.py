@@ -19,7 +19,7 @@ from common.data.packing import balance
 from common.data.stream import Stream
 from common.data.types import Example, Sequence
 from common.errors import UserError
-from common.memory import to_device
+from common.memory import SHARDED, empty_caches, is_oom, to_device
 
 import numpy as np
 import torch
@@ -42,8 +42,8 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     tensors: lengths, S ints, of the sequences in full, and token_map (sum of lengths,) int64, the place in the row of each
     of their tokens, or None where nothing is shared.
 
-    weight 0 makes it a filler, for a process that has no row left: loss_mask and sequence_mask are 0, and what a loss or a
-    metric multiplies by one of them adds nothing to any sum.
+    weight 0 makes it a filler, for a process that has no row left: loss_mask, sequence_mask and all other fields of the
+    sequences are 0, as what a FlatModel says of it is, so that it adds nothing to any sum.
     """
     sequences = [sequence for example in examples for sequence in example]
     lengths = [len(sequence["input_ids"]) for sequence in sequences]
@@ -78,7 +78,7 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
             if name in (*batch, "lengths", "token_map"):
                 raise UserError(f"a sequence has a field {name}, which is a name of the batch's own: call it otherwise")
             values = np.asarray(row(name) if np.ndim(value) else [sequence[name] for sequence in sequences])
-            batch[name] = values.astype(np.int64 if values.dtype.kind in "iub" else np.float32)
+            batch[name] = (values * weight).astype(np.int64 if values.dtype.kind in "iub" else np.float32)
     tensors = {name: to_device(value, device) for name, value in batch.items()}
     return tensors | {"lengths": lengths, "token_map": token_map if any(shared) else None}
 
@@ -176,8 +176,13 @@ class Window:
 
     @property
     def num_sequences(self) -> int:
-        """Of all processes."""
+        """Of all processes. Raises ValueError as `total` does."""
+        self._require_all("num_sequences")
         return sum(len(example) for example in self.examples)
+
+    def _require_all(self, what: str) -> None:
+        if self._num_tokens is not None:
+            raise ValueError(f"window.{what}: this process holds its own examples only: count where they are made")
 
     @property
     def num_tokens(self) -> int:
@@ -187,24 +192,43 @@ class Window:
         return sum(len(sequence["input_ids"]) for example in self.examples for sequence in example)
 
     def total(self, field: str, sequences: slice = slice(None)) -> float:
-        """Sum of a per-token field over the window, all processes: the denominator of its loss.
+        """Sum of a field over the window, all processes: the denominator of its loss. Of a field per token without the first
+        token of each sequence, which nothing predicts.
 
-        sequences: of each example, those that count, for instance slice(0, None, 2) for the first of each pair.
+        sequences: of each example, those that count, for instance slice(0, None, 2) for the first of each pair. Raises
+        ValueError where this process does not know the examples of the others (GRPO).
         """
-        return float(sum(sequence[field][1:].sum() for example in self.examples for sequence in example[sequences]))
+        self._require_all("total")
+        values = (sequence[field] for example in self.examples for sequence in example[sequences])
+        return float(sum(value[1:].sum() if np.ndim(value) else value for value in values))
 
     def trained_share(self) -> float:
         """The share of the tokens that are trained."""
-        return self.total("loss_mask") / max(1, self.num_tokens)
+        sequences = [sequence for example in self.examples for sequence in example]
+        trained = sum(int(sequence["loss_mask"][1:].sum()) for sequence in sequences)
+        return trained / max(1, sum(len(sequence["input_ids"]) for sequence in sequences))
 
     @torch.no_grad()
     def add_field(self, name: str, values: Callable[[Batch], torch.Tensor]) -> None:
-        """Give every sequence of this process a per-token field: values(batch) (T,), computed without gradients."""
-        for atoms in self._micro_batches:
-            batch = flat_batch(atoms or self.examples[:1], self._accelerator.device)
-            with self._accelerator.autocast():
-                row = values(batch).cpu()
-            sequences = [sequence for atom in atoms or self.examples[:1] for sequence in atom]
+        """Give every sequence of this process a per-token field: values(batch) (T,), computed without gradients.
+
+        Where memory runs out a micro-batch is taken in two halves, unless processes call a sharded model together.
+        """
+        waiting = [atoms or self.examples[:1] for atoms in self._micro_batches]
+        for atoms in waiting:  # which grows on the way
+            batch = flat_batch(atoms, self._accelerator.device)
+            try:
+                with self._accelerator.autocast():
+                    row = values(batch).cpu()
+            except (RuntimeError, MemoryError) as error:
+                if not is_oom(error) or len(atoms) < 2 or self._accelerator.distributed_type in SHARDED:
+                    raise
+                row = None
+            if row is None:  # here the exception is gone, and with it what its frames held
+                empty_caches(self._accelerator.device)
+                waiting += [atoms[: len(atoms) // 2], atoms[len(atoms) // 2 :]]
+                continue
+            sequences = [sequence for atom in atoms for sequence in atom]
             for sequence, part in zip(sequences, split_row(row, batch), strict=True):
                 sequence[name] = part.numpy()
 

@@ -59,7 +59,10 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
         if not is_oom(error):
             raise
         reason = " ".join(str(error).split())[:160] or "MemoryError"
-        where = "outside of the training steps: lower --per_device_eval_batch_size or --eval_max_new_tokens"
+        where = (
+            "outside of the training steps: lower --per_device_eval_batch_size or --eval_max_new_tokens, "
+            "or what the script samples at a time"
+        )
         show_and_exit(
             UserError(f"out of memory {where} ({reason}); what was saved is kept, the same command goes on from it")
         )
@@ -205,7 +208,7 @@ def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
 def _yaml_as_flags(path: str, args_class: type) -> list[str]:
     """A YAML mapping as command-line words, so that both go through the same conversion and checks."""
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _NoKeyTwice)
+        values = _NoKeyTwice(Path(path).read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         raise UserError(f"--config {path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -57,8 +57,8 @@ def dpo_loss(
     """One preference loss per pair, and the implicit rewards.
 
     The first four (B,): log-probabilities summed over the completion (those of the reference are not read by simpo and
-    orpo); the next two (B,): the completions' trained tokens. Returns losses (B,) and, detached, the chosen and
-    rejected rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`.
+    orpo); the next two (B,): the completions' trained tokens. Returns losses (B,), and the chosen and rejected
+    rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`.
 
     Let `x = (chosen - ref_chosen) - (rejected - ref_rejected)`, sums over tokens.
 
@@ -109,7 +109,7 @@ def dpo_loss(
     else:  # orpo: log odds = log p - log(1 - p), with log(1 - e^x) in the form that keeps its digits near p = 1
         log_odds = (chosen_mean - rejected_mean) - (log1mexp(chosen_mean) - log1mexp(rejected_mean))
         losses = -beta * F.logsigmoid(log_odds)
-    return losses, chosen_reward.detach(), rejected_reward.detach()
+    return losses, chosen_reward, rejected_reward
 
 
 def log1mexp(x: Tensor) -> Tensor:

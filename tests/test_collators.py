@@ -1,12 +1,13 @@
 """Batches: windows that deal them out to any number of processes, flat rows."""
 
+import contextlib
 import math
 import time
 from collections import Counter
 from types import SimpleNamespace
 
 from common.args import CommonArgs
-from common.collators import Windows, eval_batches, flat_batch
+from common.collators import Window, Windows, eval_batches, flat_batch
 from common.data.order import Order, Shuffled
 from common.data.packing import balance
 from common.data.types import whole
@@ -126,6 +127,44 @@ def test_the_denominators_of_a_window_are_those_of_all_processes():
         assert window.total("loss_mask") == 17  # the first token of a sequence is no target
         assert window.total("loss_mask", slice(0, None, 2)) == 7
         assert [members(batch) for batch in window][2] == ([[train.order[4]] * 2, []][rank])
+
+
+def test_numbers_of_sequences_are_added_up_too():
+    examples = [[whole(np.arange(n)) | {"count": n, "share": 0.25}] for n in (4, 6, 3)]
+    train = Shuffled(Numbered([4, 6, 3]), Order([3], 0))
+    window = Windows(settings_of(batch_size=3), process(), train)[0]
+    window.examples = examples
+    assert window.total("count") == 13 and window.total("share") == 0.75
+
+
+def test_where_a_process_holds_its_own_examples_only_a_denominator_of_all_is_refused():
+    window = Window(process(), [[whole(np.arange(4))]], [[0]], num_tokens=99)
+    assert window.num_tokens == 99
+    for ask in (lambda: window.total("loss_mask"), lambda: window.num_sequences):
+        with pytest.raises(ValueError, match="this process holds its own examples only"):
+            ask()
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_field_that_runs_out_of_memory_is_computed_in_smaller_parts(most):
+    examples = [[whole(np.arange(n) + 100 * n)] for n in (4, 6, 3, 9, 5)]
+    accelerator = process()
+    accelerator.autocast, accelerator.distributed_type = contextlib.nullcontext, None
+    window, sizes = Window(accelerator, examples, [[0, 1, 2], [3, 4]]), []
+
+    def twice(batch):
+        if len(batch["lengths"]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        sizes.append(len(batch["lengths"]))
+        return 2.0 * batch["input_ids"][0]
+
+    window.add_field("twice", twice)
+    assert max(sizes) <= most and sum(sizes) == 5
+    for [sequence] in examples:
+        assert (sequence["twice"] == 2 * sequence["input_ids"]).all()
+    with pytest.raises(torch.OutOfMemoryError):
+        most = 0
+        window.add_field("again", lambda batch: twice(batch) if most else twice({"lengths": [1] * 9}))
 
 
 # --- windows of tokens ----------------------------------------------------------------------------------------------

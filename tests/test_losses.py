@@ -8,6 +8,7 @@ from pathlib import Path
 from common.losses import (
     DPO_LOSS_TYPES,
     GRPO_LOSS_TYPES,
+    REFERENCE_FREE,
     combine_rewards,
     dpo_loss,
     group_advantages,
@@ -203,10 +204,12 @@ def test_without_reference_the_rewards_are_beta_times_the_mean_and_the_reference
 
 
 @pytest.mark.parametrize("loss_type", DPO_LOSS_TYPES)
-def test_rewards_carry_no_gradient(loss_type):
+def test_rewards_have_their_gradient_for_a_loss_of_ones_own(loss_type):
     pair = [tensor(-2.0).requires_grad_(), tensor(-3.0).requires_grad_(), tensor(-3.5), tensor(-2.5), tensor(4.0)]
     losses, chosen, rejected = dpo_loss(*pair, tensor(2.0), beta=0.5, loss_type=loss_type)
-    assert losses.requires_grad and not chosen.requires_grad and not rejected.requires_grad
+    (chosen - rejected).backward()
+    per_token = (4, 2) if loss_type in REFERENCE_FREE else (1, 1)
+    assert [x.grad.item() for x in pair[:2]] == pytest.approx([0.5 / per_token[0], -0.5 / per_token[1]])
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.4])

@@ -15,7 +15,7 @@ from common.data.cache_key import cache_key
 from common.data.dropped import Dropped
 from common.data.encoding import Encode, Job, Layout, agree, encode_all
 from common.data.examples import Examples, TokenFile
-from common.data.folders import build_once
+from common.data.folders import build_once, content
 from common.data.sources import Source, read_rows
 from common.data.types import Tokenizer
 
@@ -97,6 +97,8 @@ def _build(source: Source, job: Job, folder: Path) -> None:
 def _open(folder: Path) -> TokenFile:
     """A folder that _build has written, its tokens memory-mapped."""
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    fields = [f"field-{number}.bin" for number in range(len(facts["fields"]))]
+    facts["digest"] = content(folder, "ids.bin", "mask.bin", "lengths.npy", "rows.npy", "difficulty.npy", *fields)
     lengths, rows, difficulty = (np.load(folder / f"{name}.npy") for name in ("lengths", "rows", "difficulty"))
     ends = np.cumsum(lengths)
 

@@ -1,21 +1,24 @@
 """The name of tokenised data in the cache: a hash of everything that it depends on.
 
 That is the rows, the tokenizer, the versions of the code and libraries that read and tokenise, and the script's `encode`:
-its source, that of the functions of its module which it calls, the constants of the module which they read, and the values
-of those arguments which they read.
+its source, that of the functions and classes of its module which it uses, the constants which they read, modules of one's
+own which any of them come from, and the values of those arguments which they read.
 """
 
 import ast
 import dataclasses
 import hashlib
+import importlib.util
 import inspect
 import json
 import re
+import sys
+import sysconfig
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from common.args import CommonArgs, may_change
@@ -60,14 +63,16 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def source_code(function: FunctionType) -> list[str]:
-    """The source of a function, and of those of its module that it calls, directly or not."""
-    return [inspect.getsource(f) for f in _with_called(function)]
+    """The source of a function; of the functions and classes of its module that it uses, directly or not; and of whole
+    modules of one's own that any of these come from (not of the libraries)."""
+    functions, classes, modules = _used(function)
+    return [inspect.getsource(part) for part in [*functions, *classes, *modules]]
 
 
 def constants(function: FunctionType) -> dict[str, Any]:
     """The simple constants (numbers, strings, patterns, lists and dicts of them) that this code reads outside of itself."""
     found: dict[str, Any] = {}
-    for f in _with_called(function):
+    for f in _used(function)[0]:
         cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
         for code in _codes(f):
             for name in code.co_names:
@@ -79,16 +84,51 @@ def constants(function: FunctionType) -> dict[str, Any]:
     return found
 
 
-def _with_called(function: FunctionType) -> list[FunctionType]:
-    found = [function]
-    for f in found:  # which grows on the way
-        called = [f.__globals__.get(name) for code in _codes(f) for name in code.co_names]
-        found += [g for g in dict.fromkeys(_functions_of(f.__module__, called)) if g not in found]
-    return found
+def _used(function: FunctionType) -> tuple[list[FunctionType], list[type], list[ModuleType]]:
+    """What a function's result may depend on: functions and classes of its module, other modules of one's own."""
+    functions, classes, modules = [function], [], []
+    for f in functions:  # which grows on the way
+        values = [f.__globals__.get(name) for code in _codes(f) for name in code.co_names]
+        values += [cell.cell_contents for cell in f.__closure__ or ()]
+        for value in values:
+            value = inspect.unwrap(value) if callable(value) else value  # lru_cache, functools.wraps
+            if inspect.ismodule(value) or inspect.isfunction(value) or inspect.isclass(value):
+                part = value
+            else:
+                part = type(value)
+            if getattr(part, "__module__", None) != f.__module__:
+                _add_module(part if inspect.ismodule(part) else sys.modules.get(part.__module__), modules)
+            elif inspect.isfunction(part) and part not in functions:
+                functions.append(part)
+            elif inspect.isclass(part) and part not in classes:
+                classes.append(part)
+                functions += [method for method in vars(part).values() if inspect.isfunction(method)]
+    return functions, classes, modules
 
 
-def _functions_of(module: str, values: list[Any]) -> Iterator[FunctionType]:
-    return (value for value in values if inspect.isfunction(value) and value.__module__ == module)
+def _add_module(module: ModuleType | None, modules: list[ModuleType]) -> None:
+    """Add a module of one's own, and those that it imports."""
+    if module is None or module in modules or not _is_own(module):
+        return
+    modules.append(module)
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = "." * node.level + (node.module or "")
+            absolute = importlib.util.resolve_name(parent, module.__package__) if node.level else parent
+            names = [absolute, *(f"{absolute}.{name.name}" for name in node.names)]
+        else:
+            continue
+        for name in names:
+            _add_module(sys.modules.get(name), modules)
+
+
+def _is_own(module: ModuleType) -> bool:
+    """Whether a module is neither of the libraries nor of this package, whose code and versions are in the key anyway."""
+    file = getattr(module, "__file__", None) or ""
+    theirs = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+    return file.endswith(".py") and module.__name__.split(".")[0] != "common" and not any(part in file for part in theirs)
 
 
 def _codes(function: FunctionType) -> list[CodeType]:

@@ -82,6 +82,10 @@ class Examples:
             part.difficulty = self.difficulty[self._firsts[s] : self._firsts[s + 1]]
         return part
 
+    def digests(self) -> dict[str, str]:
+        """Of each source a hash of all that it gives, by its label."""
+        return {source.label: file.facts["digest"] for source, file in zip(self.sources, self.files, strict=True)}
+
     def facts(self) -> list[dict[str, Any]]:
         """Of each source: what it is, rows, examples, tokens, what was left out and why."""
         described = []

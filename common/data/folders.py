@@ -4,6 +4,7 @@ What a killed run leaves behind is never taken for a complete folder.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.errors import UserError
+from common.errors import UserError, say
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,8 +44,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
                     shutil.rmtree(old, ignore_errors=True)  # of a killed run
         temporary.mkdir()
         yield temporary
-        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-        (temporary / "files.json").write_text(json.dumps(sizes))
+        found = {file.name: [file.stat().st_size, _hash(file)] for file in sorted(temporary.iterdir())}
+        (temporary / "files.json").write_text(json.dumps(found))
         for file in temporary.iterdir():
             flush(file)
         if not is_complete(folder):  # else another run has built it in the meantime
@@ -57,12 +58,31 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder is there with all its files, each of its full size."""
-    try:
-        files = json.loads((folder / "files.json").read_text())
-        return all((folder / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError):
+    """Whether a folder is there with all its files, each with what was written into it. One that is damaged is said."""
+    if not folder.exists():
         return False
+    try:
+        damaged = [
+            name
+            for name, (size, digest) in json.loads((folder / "files.json").read_text()).items()
+            if (folder / name).stat().st_size != size or _hash(folder / name) != digest
+        ]
+    except (OSError, ValueError, TypeError, AttributeError):
+        damaged = ["files.json"]
+    if damaged:
+        say(f"{folder}: {damaged[0]} is damaged: it is made anew")
+    return not damaged
+
+
+def content(folder: Path, *names: str) -> str:
+    """A hash of what these files of a complete folder hold."""
+    files = json.loads((folder / "files.json").read_text())
+    return hashlib.sha256("".join(files[name][1] for name in names if name in files).encode()).hexdigest()[:16]
+
+
+def _hash(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:

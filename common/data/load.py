@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
 from common.data.cache import tokenize
+from common.data.cache_key import digest
 from common.data.dropped import convert
 from common.data.encoding import Encode, Job, number_in
 from common.data.examples import Examples
@@ -107,6 +108,12 @@ class Rows:
     def at(self, position: int) -> dict[str, Any]:
         """The row at a position of the run."""
         return self.rows[self.order[position]]
+
+    def digests(self) -> dict[str, str]:
+        """Of each source a hash of all that it gives, by its label."""
+        ends = np.cumsum(self.counts).tolist()
+        parts = [self.rows[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
+        return {source.label: digest(part) for source, part in zip(self.sources, parts, strict=True)}
 
     def facts(self) -> list[dict[str, Any]]:
         """Of each source: what it is, rows, examples, tokens, what was left out and why."""

@@ -124,6 +124,10 @@ class Shuffled:
     def sources(self) -> "list[Source]":
         return self.examples.sources
 
+    def digests(self) -> dict[str, str]:
+        """Of each source a hash of all that it gives, by its label."""
+        return self.data.digests()
+
     def apply(self, function: "Callable[[Examples], Examples | Packs]") -> "Shuffled":
         """The same with other examples, which the function makes of these: packed, or cut."""
         examples = function(self.examples)

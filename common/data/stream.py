@@ -9,11 +9,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
+from common.data.cache_key import digest, fingerprint
 from common.data.dropped import Dropped
 from common.data.encoding import Encoded, Job, Layout, agree, encode_all
 from common.data.examples import Examples, TokenFile
 from common.data.order import shares
-from common.data.sources import Cursor, Source, read_rows
+from common.data.sources import Cursor, Source, outline, read_rows
 from common.data.types import Example, Row
 from common.errors import UserError, say
 
@@ -103,6 +104,11 @@ class Stream:
     def longest(self) -> int:
         """Tokens of the longest sequence in the block that was read last: a stream is not measured beforehand."""
         return self.examples.longest
+
+    def digests(self) -> dict[str, str]:
+        """Of each source a hash of what can be known of its rows before they are read, by its label."""
+        tokens = fingerprint(self.job.tokenizer)
+        return {source.label: digest([outline(source), tokens]) for source in self.sources}
 
     def state(self, position: int) -> dict[str, Any]:
         """Where to go on at a position: the start of its block."""

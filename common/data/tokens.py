@@ -24,7 +24,7 @@ TRAIN_ON = ("all_turns", "last_turn", "everything")
 def tokenize_chat(
     chat: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "all_turns", max_length: int | None = None
 ) -> Sequence:
-    """What formats.as_chat gives (messages, prompt and completion, or text) as input_ids (n,) and loss_mask (n,) uint8.
+    """What formats.as_chat gives (messages, prompt and completion, or text) as input_ids (n,) and loss_mask (n,) int64.
 
     train_on: of messages, see tokenize_messages; of prompt and completion the completion is trained, of a text all of it.
     max_length: longer ones keep their start. Raises BadRow for what has nothing to train.
@@ -38,6 +38,7 @@ def tokenize_chat(
         sequence = tokenize_messages(
             chat["messages"], tokenizer, tools=chat.get("tools"), train_on=train_on, first_trained_turn=first
         )
+    sequence["loss_mask"][0] = 0  # nothing predicts the first token
     return sequence if max_length is None else truncate(sequence, max_length)
 
 
@@ -49,7 +50,7 @@ def tokenize_messages(
     train_on: str = "all_turns",
     first_trained_turn: int = 0,
 ) -> Sequence:
-    """A conversation as input_ids (n,) int64 and loss_mask (n,) uint8.
+    """A conversation as input_ids (n,) int64 and loss_mask (n,) int64.
 
     train_on: all_turns or last_turn of the assistant from first_trained_turn on, or everything. A turn of the assistant
     that says "train": False is not trained in any of them. Raises BadRow for a conversation without a turn to train, or
@@ -82,7 +83,7 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
         ids = before + _piece(completion, tokenizer, _traits(tokenizer), first=not prompt)[0]
     if len(ids) == len(before) or ids[-1] != tokenizer.eos_token_id:
         ids = [*ids, tokenizer.eos_token_id]
-    mask = np.ones(len(ids), np.uint8)
+    mask = np.ones(len(ids), np.int64)
     mask[: len(before)] = 0
     return {"input_ids": np.array(ids, np.int64), "loss_mask": mask}
 
@@ -167,7 +168,7 @@ def tokenize_spans(text: str, spans: Iterable[tuple[int, int]], tokenizer: Token
 def _mask(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray | None:
     """1 on the tokens inside the spans, which are sorted, 0 on others; None where a token is both."""
     if not spans:
-        return np.zeros(len(offsets), np.uint8)
+        return np.zeros(len(offsets), np.int64)
     starts, ends = offsets[:, 0], offsets[:, 1]
     opens, closes = np.array([*spans, (sys.maxsize, sys.maxsize)]).T
     next_span = np.searchsorted(closes, starts, side="right")  # of each token: the first span that ends after its start
@@ -175,7 +176,7 @@ def _mask(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray | Non
     inside = (starts >= opens) & (ends <= closes)
     if ((ends > opens) & ~inside).any():
         return None
-    return inside.astype(np.uint8)
+    return inside.astype(np.int64)
 
 
 class _Traits(NamedTuple):

@@ -34,4 +34,4 @@ class BadRow(Exception):
 
 def whole(ids: np.ndarray) -> Sequence:
     """A sequence of which every token is trained."""
-    return {"input_ids": ids, "loss_mask": np.ones(len(ids), np.uint8)}
+    return {"input_ids": ids, "loss_mask": np.ones(len(ids), np.int64)}

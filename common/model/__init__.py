@@ -4,22 +4,17 @@ from common.model.create import create_model, llama_config
 from common.model.flat_model import FlatModel, Output, disable_dropout
 from common.model.load import load_config, load_model, load_tokenizer
 from common.model.optimizer import adamw, schedule, set_lr
-from common.model.reference import Reference, load_frozen, load_reference, precompute_ref_logps
 
 __all__ = [
     "FlatModel",
     "Output",
-    "Reference",
     "adamw",
     "create_model",
     "disable_dropout",
     "llama_config",
     "load_config",
-    "load_frozen",
     "load_model",
-    "load_reference",
     "load_tokenizer",
-    "precompute_ref_logps",
     "schedule",
     "set_lr",
 ]

@@ -80,17 +80,19 @@ class FlatModel(nn.Module):
         batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets and previous (N,), token_map.
         temperature: divides the logits, as it did when the tokens were sampled.
         nll_weights (T,): out.nll is cheaper than the same sum over logps, because its gradient is formed along with the
-            logits (see lm_head.weighted_nll). Only nll has a gradient then; entropy and correct come for free.
+            logits (see lm_head.weighted_nll). logps and entropy, which come for free, have none then.
         entropy: also entropy and correct; the entropy has a gradient only with entropy_grad.
         hidden: also the hidden states.
         map_logits: f(logits (n, V) float32, rows (n,) int64) -> (n, ...), called on a chunk of the targets at a time and
             again in the backward pass, so that the logits of all, (N, V), never exist unless f returns them. logits[i],
             divided by the temperature, predict token rows[i] of the flat row.
+            What it gives has a gradient, also beside nll_weights.
         router_logits: also the router's logits of a mixture of experts.
         extra: names of modules in `self.extra` to call on the hidden states (T, D).
 
-        Raises UserError for router_logits of a model without experts, for a name that is not in `self.extra`, and for a
-        sequence of more tokens than the model has positions.
+        In a filler (flat_batch) logps, entropy, correct, nll and mapped are 0. A backward pass through what has no gradient
+        is an error. Raises UserError for router_logits of a model without experts, for a name that is not in `self.extra`,
+        and for a sequence of more tokens than the model has positions.
         """
         if nll_weights is not None and entropy_grad:
             raise ValueError("with nll_weights the entropy has no gradient: use -(weights * out.logps).sum() instead")
@@ -102,17 +104,27 @@ class FlatModel(nn.Module):
         targets = batch["targets"]
         predicting = base_lm(self.lm), states.index_select(0, batch["previous"])
         tokens = batch["input_ids"][0, targets]
+        counts = batch["loss_mask"][targets]  # (N,) 1; 0 where a row without a trained token scores one all the same
         nll = mapped = None
         if nll_weights is not None:
-            nll, scores = lm_head.weighted_nll(*predicting, tokens, nll_weights[targets], temperature)
+            nll, scores = lm_head.weighted_nll(*predicting, tokens, nll_weights[targets] * counts, temperature)
         else:
             entropy = entropy or entropy_grad
             scores = lm_head.log_probs(*predicting, tokens, temperature, entropy=entropy, entropy_grad=entropy_grad)
-        scores = [torch.zeros(len(states), dtype=s.dtype, device=s.device).index_put((targets,), s) for s in scores]
+        rows = [s.new_zeros(len(states)).index_put((targets,), s * counts) for s in scores]
+        logps, entropies, correct = rows if len(rows) == 3 else (rows[0], None, None)
+        if torch.is_grad_enabled():
+            if nll_weights is not None:
+                logps = without_gradient(logps, nll, "logps: it has a gradient without nll_weights")
+            if entropies is not None and not entropy_grad:
+                entropies = without_gradient(entropies, states, "entropy: it has a gradient with entropy_grad=True")
         if map_logits is not None:
             mapped = lm_head.map_logits(*predicting, targets, map_logits, temperature)
+            mapped = mapped * counts.to(mapped.dtype).view(-1, *[1] * (mapped.dim() - 1))
         return Output(
-            *(scores if len(scores) == 3 else (scores[0], None, None)),
+            logps,
+            entropies,
+            correct,
             nll=nll,
             hidden=states if hidden else None,
             mapped=mapped,
@@ -157,6 +169,25 @@ class FlatModel(nn.Module):
             return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
 
         return body(self.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, anchor: Tensor, why: str) -> Tensor:
+        ctx.why = why
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise RuntimeError(ctx.why)
+
+
+def without_gradient(values: Tensor, anchor: Tensor, why: str) -> Tensor:
+    """The values, through which a backward pass raises RuntimeError(why) instead of passing over them in silence.
+
+    anchor: a tensor of the graph; where it needs no gradient, nothing does.
+    """
+    return _WithoutGradient.apply(values.detach(), anchor, why)
 
 
 def check_positions(model: FlatModel, longest: int) -> None:

@@ -1,7 +1,11 @@
 """The reference of DPO and GRPO: the model as it was at the start, and what it says of all pairs, kept on disk."""
 
 import hashlib
+import inspect
+import json
 import os
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +54,7 @@ def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.M
 
 
 def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer, name: str) -> Reference:
-    """A second model beside the one that is trained, by its name or folder: a reference, a teacher."""
+    """A second model beside the one that is trained, by its name or folder: another reference, a teacher."""
     frozen = load_pretrained(args, name, len(tokenizer))
     return Reference(accelerator, frozen.to(accelerator.device).eval())
 
@@ -66,9 +70,9 @@ def precompute_ref_logps(
     examples: Examples = getattr(data, "data", data)
     if not len(examples):
         return
-    key = fingerprint(reference.model, examples, accelerator.mixed_precision)
-    path = Path(args.dataset_cache_dir, f"ref_logps-{key}.npy")
-    known = [np.load(path) if accelerator.is_main_process and path.exists() else None]
+    key = fingerprint(reference, examples, accelerator.mixed_precision)
+    path = Path(args.dataset_cache_dir, f"ref_logps-{key}.npz")
+    known = [_read(path) if accelerator.is_main_process and path.exists() else None]
     (scores,) = broadcast_object_list(known)  # another node may have another disk
     if scores is not None:
         say(f"reference: the scores of {len(examples):,} pairs are in {path}")
@@ -79,9 +83,18 @@ def precompute_ref_logps(
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.{os.getpid()}")
             with open(temporary, "wb") as file:
-                np.save(file, scores)
+                np.savez(file, scores=scores)
             os.replace(temporary, path)
     examples.add_field("ref_logps", scores)
+
+
+def _read(path: Path) -> np.ndarray | None:
+    """The scores; None where the file is damaged, which its checksum shows."""
+    try:
+        return np.load(path)["scores"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        say(f"{path} is damaged ({error}): it is made anew")
+        return None
 
 
 def _score(args: CommonArgs, accelerator: Accelerator, reference: Reference, examples: Examples) -> np.ndarray:
@@ -97,9 +110,15 @@ def _score(args: CommonArgs, accelerator: Accelerator, reference: Reference, exa
     return np.array([values for _, values in sorted(gather_lists(accelerator, found))], np.float32).flatten()
 
 
-def fingerprint(model: FlatModel, examples: Examples, mixed_precision: str) -> str:
-    """A hash of the weights, tokens and precision: 16 hexadecimal digits. Called on every process."""
-    digest = hashlib.sha256(mixed_precision.encode())
+def fingerprint(reference: Reference, examples: Examples, mixed_precision: str) -> str:
+    """A hash of the weights, the settings of the model, the code of the reference's class, tokens and precision: 16
+    hexadecimal digits. Called on every process.
+
+    reference.model: all weights that it depends on, in a FlatModel or a list of several (nn.ModuleList).
+    """
+    model = reference.model
+    configs = [m.config.to_json_string(use_diff=False) for m in model.modules() if isinstance(m, FlatModel)]
+    digest = hashlib.sha256(json.dumps([mixed_precision, inspect.getsource(type(reference)), configs]).encode())
     for name, tensor in model.state_dict().items():
         if "lora_" not in name and not name.startswith("extra."):  # no part of the reference
             tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -21,6 +21,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, gathered
 from common.run.best import Best
+from common.run.inputs import FILE, copy_inputs
 from common.run.output_dir import WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
 
 import torch
@@ -29,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 EXTRA = "extra.safetensors"  # the modules that a script has put into model.extra
-OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml")  # what a checkpoint has beside the model
+OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml", FILE)  # what a checkpoint has beside the model
 DISK_ERROR = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 
 
@@ -66,6 +67,7 @@ def save_checkpoint(
         (temporary / "trainer_state.json").write_text(json.dumps(known))
         if Path(output_dir, "args.yaml").exists():
             shutil.copy(Path(output_dir, "args.yaml"), temporary)
+        copy_inputs(Path(output_dir), temporary)
         write_manifest(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
@@ -234,7 +236,7 @@ def _model_copier(checkpoint: Path) -> Callable[[Path], None]:
 
     def write(folder: Path) -> None:
         for path in checkpoint.iterdir():
-            if path.is_file() and path.name not in OURS:
+            if path.is_file() and path.name not in OURS and path.suffix != ".py":
                 shutil.copy(path, folder)
 
     return write

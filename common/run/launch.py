@@ -1,18 +1,17 @@
 """The start of a run: processes, seed, output folder; launches that would not be what they seem are refused."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
-import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs, save_args
 from common.errors import UserError, say
+from common.run.inputs import compare_script, inputs_of, keep
 from common.run.metrics import check_tracker
-from common.run.output_dir import claim_output_dir, delete_run, earlier_args
+from common.run.output_dir import claim_output_dir, delete_run, earlier_args, lock
 
 import torch
 from accelerate import Accelerator
@@ -64,7 +63,13 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         _set_up_deepspeed(accelerator.state.deepspeed_plugin, args)
     output_dir = Path(args.output_dir)
     saved_args = earlier_args(output_dir)
-    checkpoint = None if args.dry_run else claim_output_dir(args, saved_args, accelerator.num_processes)
+    checkpoint = None
+    if not args.dry_run:
+        lock(accelerator, output_dir)
+        complete = (output_dir / "summary.json").exists() and not args.overwrite_output_dir
+        compare_script(args, script, output_dir if complete else None)
+        checkpoint = claim_output_dir(args, saved_args, accelerator.num_processes)
+        compare_script(args, script, checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and not args.dry_run:
         try:
@@ -74,8 +79,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
             (output_dir / "summary.json").unlink(missing_ok=True)  # it stands for a complete run
             save_args(args, output_dir / ".args.yaml.tmp")
             os.replace(output_dir / ".args.yaml.tmp", output_dir / "args.yaml")
-            with contextlib.suppress(shutil.SameFileError):  # the copy itself was started, to repeat or go on with its run
-                shutil.copy(script, output_dir / Path(script).name)
+            keep(output_dir, script, inputs_of(args, script))
         except OSError as error:
             raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
     accelerator.wait_for_everyone()

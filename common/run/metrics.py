@@ -85,6 +85,8 @@ class Metrics:
         weights: of the shape of the values, for instance the mask of the tokens that count; or one number for one value.
         """
         for name, value in values.items():
+            if value is None:
+                raise ValueError(f"metrics.add: {name} is None: ask the model for it, as in model(batch, entropy=True)")
             if isinstance(value, Tensor):
                 self._add(name, (value.detach() * weights).sum(), torch.as_tensor(weights).sum())
             else:

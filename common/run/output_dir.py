@@ -3,20 +3,26 @@
 A checkpoint is listed in its `manifest.json` with sizes and hashes, and taken for whole only where they agree.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import socket
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from common.args import CommonArgs, MayChange, may_change
 from common.errors import UserError, say
 
 import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
+_LOCKS: dict[Path, TextIO] = {}  # that this process holds, kept open: to close any handle of a file lets go of its lock
 
 
 def checkpoints(output_dir: str) -> list[Path]:
@@ -104,6 +110,44 @@ def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, p
             raise UserError(f"{output_dir} holds a complete run, and no checkpoint to go on from: {again}")
         _compare(args, allowed, before, checkpoint, processes, again)
     return checkpoint
+
+
+def lock(accelerator: Accelerator, output_dir: Path) -> None:
+    """Hold the folder for as long as this run lives. Called on every process. Raises UserError where another run holds it.
+
+    A record lock (POSIX) of the main process on `.lock`: the kernel, or the server of a shared disk, lets go of it when the
+    process ends, however it does. Where a disk knows no locks, that is said, and nothing is held.
+    """
+    problem = [_lock(output_dir) if accelerator.is_main_process else None]
+    if (problem := broadcast_object_list(problem)[0]) is not None:
+        raise UserError(problem)
+
+
+def _lock(output_dir: Path) -> str | None:
+    """What the user is told if this process cannot have it; else None."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    path = output_dir.resolve() / ".lock"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        file = _LOCKS.get(path) or open(path, "a+", encoding="utf-8")
+    except OSError as error:
+        return f"--output_dir {output_dir}: cannot be written: {error}"
+    _LOCKS[path] = file
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            say(f"{output_dir}: its disk knows no locks ({error}): see to it that no second run uses it")
+            return None
+        file.seek(0)
+        return f"{output_dir} is in use by {file.read(200)}: wait for it, stop it, or choose another --output_dir"
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+    return None
 
 
 def delete_run(output_dir: Path) -> None:

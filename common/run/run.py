@@ -20,6 +20,7 @@ from common.model.flat_model import flops_per_token
 from common.run.best import Best
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
+from common.run.inputs import compare_data, inputs_of, keep
 from common.run.launch import KEPT, start
 from common.run.metrics import Metrics
 from common.run.nonfinite import NonFinite
@@ -40,7 +41,7 @@ class Run:
 
         Raises UserError for launches that are not what they seem, and for a folder that holds another run.
         """
-        self.args, self.name = args, Path(script).stem.removeprefix("train_")
+        self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
         self.accelerator, self.checkpoint = start(args, script)
         self.said: set[str] = set()
 
@@ -66,6 +67,10 @@ class Run:
         """Accelerate's `prepare`, and everything as the checkpoint has it: optimizer, modules in `model.extra`, metrics,
         the place in the data. Returns the model and the optimizer to train with."""
         args, accelerator = self.args, self.accelerator
+        if accelerator.is_main_process:
+            data = windows.train.digests()
+            compare_data(args, data, self.checkpoint)
+            keep(Path(args.output_dir), self.script, inputs_of(args, self.script) | {"data": data})
         flops = flops_per_token(model, typical_length(windows))
         load_extra(model, self.checkpoint)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)

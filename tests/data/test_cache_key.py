@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import linecache
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +30,7 @@ def tokenizer():
 
 
 @pytest.fixture
-def module(tmp_path):
+def module(tmp_path, monkeypatch):
     """module(code): a new module with that code, in a file."""
     count = 0
 
@@ -39,6 +41,7 @@ def module(tmp_path):
         path.write_text(code)
         spec = importlib.util.spec_from_file_location("stage", path)
         made = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "stage", made)  # where the source of a class is looked for
         spec.loader.exec_module(made)
         return made
 
@@ -253,3 +256,59 @@ def test_libraries_of_another_version_make_another_key(monkeypatch):
 def test_encode_has_to_be_a_function(tokenizer):
     with pytest.raises(UserError, match=r"encode is .*; expected a function of \(row, tokenizer, args\)"):
         cache_key(Source("data/sft/train.jsonl"), str.split, tokenizer, Args(), None)
+
+
+USES = """
+import functools
+import my_helper
+from my_helper import scale
+
+class Settings:
+    factor = 1
+    def times(self, x):
+        return x * self.factor
+
+settings = Settings()
+
+@functools.lru_cache
+def remembered(x):
+    return x + 1
+
+def encode(row, tokenizer, args):
+    return [{expression}]
+"""
+HELPER = "from my_other import OFFSET\n\nSCALE = 1\n\ndef scale(x):\n    return x * SCALE + OFFSET\n"
+
+
+@pytest.mark.parametrize(
+    "expression, old, new",
+    [
+        ("scale(1)", "SCALE = 1", "SCALE = 3"),
+        ("my_helper.scale(1)", "x * SCALE", "x + SCALE"),
+        ("scale(1)", "OFFSET = 1", "OFFSET = 2"),  # of a module that the helper imports
+        ("Settings.factor", "factor = 1", "factor = 7"),
+        ("settings.times(2)", "x * self.factor", "x - self.factor"),
+        ("remembered(1)", "x + 1", "x + 3"),
+    ],
+)
+def test_all_code_of_ones_own_that_encode_uses_is_part_of_the_key(
+    module, tokenizer, tmp_path, monkeypatch, expression, old, new
+):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for edit in (lambda text: text, lambda text: text.replace(old, new), lambda text: text + "\n# not of any weight\n"):
+        for name in ("my_helper", "my_other"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        (tmp_path / "my_other.py").write_text(edit("OFFSET = 1\n") if "OFFSET" in old else "OFFSET = 1\n")
+        (tmp_path / "my_helper.py").write_text(edit(HELPER) if old in HELPER else HELPER)
+        code = USES.replace("{expression}", expression)
+        encode = module(edit(code) if old in code else code).encode
+        found.append(cache_key(Source("data/sft/train.jsonl"), encode, tokenizer, Args(), None))
+    assert found[0] != found[1]
+
+
+def test_code_of_the_libraries_is_in_the_key_by_their_versions(module):
+    code = "import numpy as np\nimport re\n\ndef encode(row, tokenizer, args):\n    return [np.array(1), re.sub('a', 'b', 'c')]\n"
+    assert len(keys.source_code(module(code).encode)) == 1

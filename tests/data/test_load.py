@@ -231,10 +231,23 @@ def test_whatever_as_chat_gives_is_tokenized(tokenizer):
     equal(tokenize_chat(as_chat(strings), tokenizer), tokenize_completion("What is ", "this", tokenizer))
     text = tokenize_chat(as_chat({"text": "some words"}), tokenizer)
     assert text["input_ids"].tolist() == tokenize_documents(["some words"], tokenizer)[0].tolist()
-    assert text["loss_mask"].all()
+    assert text["loss_mask"].tolist() == [0] + [1] * (len(text["input_ids"]) - 1)  # nothing predicts the first
     assert len(tokenize_chat(as_chat({"text": "some words"}), tokenizer, max_length=2)["input_ids"]) == 2
     with pytest.raises(BadRow, match="no trained token within max_length 1"):
         tokenize_chat(as_chat({"messages": chat}), tokenizer, max_length=1)
+
+
+def test_a_mask_is_counted_right_by_plain_python(tokenizer):
+    """`sum` over numbers of eight bits would start again at 256."""
+    long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "one two three " * 300}]}
+    mask = tokenize_chat(long, tokenizer)["loss_mask"]
+    assert sum(mask) == len([m for m in mask if m]) > 600
+
+
+def test_the_first_token_is_not_trained_whatever_is_asked_for(tokenizer):
+    chat = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "one"}]}
+    mask = tokenize_chat(chat, tokenizer, train_on="everything")["loss_mask"]
+    assert mask.tolist() == [0] + [1] * (len(mask) - 1)
 
 
 # --- imports --------------------------------------------------------------------------------------------------------

@@ -73,9 +73,50 @@ def test_only_what_is_asked_for_is_there(options, given):
     assert isinstance(out, Output)
     assert {name for name, value in out._asdict().items() if value is not None} == {"logps"} | given
     assert torch.allclose(out.logps, model(batch).logps, atol=1e-5)
-    assert out.logps.shape == (174,) and out.logps.requires_grad == ("nll_weights" not in options)
+    assert out.logps.shape == (174,)
+    assert has_gradient(out.logps) == ("nll_weights" not in options)
     if out.entropy is not None:
-        assert out.entropy.requires_grad == ("entropy_grad" in options) and not out.correct.requires_grad
+        assert has_gradient(out.entropy) == ("entropy_grad" in options) and not out.correct.requires_grad
+
+
+def has_gradient(values):
+    """A backward pass either gives one or is an error, and never goes by in silence."""
+    try:
+        values.sum().backward(retain_graph=True)
+    except RuntimeError as error:
+        assert str(error).startswith(
+            ("logps: it has a gradient without nll_weights", "entropy: it has a gradient with entropy_grad")
+        )
+        return False
+    return True
+
+
+@pytest.mark.parametrize("part", ["logps", "entropy"])
+def test_a_loss_on_what_has_no_gradient_is_an_error_also_beside_one_that_has(part):
+    model, batch = wrap(make(CONFIGS["llama"])), flat_batch(examples(), CPU)
+    out = model(batch, nll_weights=torch.ones(174))
+    with pytest.raises(RuntimeError, match=f"{part}: it has a gradient with"):
+        (0.5 * out.nll - 0.5 * getattr(out, part).sum()).backward()
+    with torch.no_grad():
+        out = model(batch, nll_weights=torch.ones(174))
+    assert not out.logps.requires_grad and out.logps.numpy().any()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss-sinks"])
+def test_a_filler_adds_nothing_whatever_a_loss_multiplies_by(name):
+    """Also fields of one's own, and what the model says: a script need not think of it."""
+    rows = [
+        [sequence | {"weight": np.ones(len(sequence["input_ids"]), np.float32), "label": 3}] for [sequence] in examples()
+    ]
+    filler = flat_batch(rows, CPU, weight=0.0)
+    for field in ("loss_mask", "sequence_mask", "weight", "label"):
+        assert not filler[field].any(), field
+    model = wrap(make(FAMILIES[name]))
+    out = model(filler, entropy=True, entropy_grad=True, map_logits=lambda logits, rows: logits.logsumexp(-1))
+    for values in (out.logps, out.entropy, out.correct, out.mapped, model(filler, nll_weights=torch.ones(174)).nll):
+        assert not values.any()
+    (out.logps.sum() + out.entropy.sum() + out.mapped.sum()).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.lm.parameters())
 
 
 def test_accelerate_finds_the_tensors_in_it():

@@ -68,19 +68,34 @@ def test_they_are_found_again_by_content(pairs, accelerator, tmp_path, monkeypat
         patch.setattr(Reference, "__call__", lambda *args: pytest.fail("scored again"))
         assert np.array_equal(first, scored(pairs, accelerator, tmp_path, batch_size=3))
     model, _ = tiny_pair("llama")
-    known = fingerprint(model, pairs, "no")
-    assert known == fingerprint(tiny_pair("llama")[0], pairs, "no")  # not where it is, but what it is
-    assert known != fingerprint(model, pairs, "bf16")
+
+    def key(model, precision="no"):
+        return fingerprint(Reference(accelerator, model), pairs, precision)
+
+    known = key(model)
+    assert known == key(tiny_pair("llama")[0])  # not where it is, but what it is
+    assert known != key(model, "bf16")
+    model.config.rope_parameters = model.config.rope_parameters | {"rope_theta": 500_000.0}  # the same weights
+    assert known != key(model)
+    model, _ = tiny_pair("llama")
+    assert known != key(torch.nn.ModuleList([model, model]))
+
+    class Half(Reference):
+        def __call__(self, batch, **options):
+            out = super().__call__(batch, **options)
+            return out._replace(logps=out.logps / 2)
+
+    assert known != fingerprint(Half(accelerator, model), pairs, "no")
     with torch.no_grad():
         next(model.parameters()).view(-1)[0] += 1e-3
-    assert known != fingerprint(model, pairs, "no")
+    assert known != key(model)
     model, _ = tiny_pair("llama")
     model.extra["value"] = torch.nn.Linear(3, 1)  # a script's own, of which the reference has none
-    assert known == fingerprint(model, pairs, "no")
+    assert known == key(model)
     for name in ("ids", "mask", "starts", "ends"):
         array = getattr(pairs.files[0], name)
         array[3] ^= 1
-        assert known != fingerprint(model, pairs, "no"), name
+        assert known != key(model), name
         array[3] ^= 1
 
 

@@ -421,6 +421,8 @@ def test_no_damaged_file_is_trusted_or_ends_in_a_traceback(finished, tmp_path):
 def test_a_line_of_samples_may_hold_any_character(tmp_path):
     """U+2028 and others that splitlines takes for the end of a line."""
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    with pytest.raises(ValueError, match="metrics.add: entropy is None: ask the model for it"):
+        metrics.add(torch.ones(2), entropy=None)
     metrics.append("samples.jsonl", [{"step": 1, "completion": "a\u2028b\x85c"}, {"step": 2, "completion": "d"}])
     metrics.append("samples.jsonl", [{"step": 3, "completion": "later"}])
     before = (tmp_path / "samples.jsonl").read_text().split("\n")

@@ -248,14 +248,16 @@ def test_adamw_has_the_settings_that_were_asked_for(launch, data, model):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_the_evaluation_is_the_mean_over_all_held_out_pairs(size, launch, data, model):
-    """Loss (without the SFT term), rewards and log-probabilities of pairs in batches of any size, before and after steps."""
+    """Loss (of the SFT term the mean over pairs), rewards, log-probabilities, in batches of any size, before and after steps."""
     flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
     run = dpo(launch, data, model, *flags, "--max_steps", 3, "--beta", 0.5, "--sft_weight", 0.3, "--label_smoothing", 0.1)
     pairs, start = chat_pairs(HELD_OUT), exact(model)
     for row, policy in zip(run.evals, (start, run.policy(1), run.policy(2)), strict=False):
         with torch.no_grad():
             _, logged, loss = window(policy, start, pairs, beta=0.5, label_smoothing=0.1)
-        assert_metrics(row, {f"eval_{name}": value for name, value in (logged | {"loss": loss}).items()}, abs=3e-5)
+            nll = (-answer_logps(policy, pairs)[:, 0] / torch.tensor([n for (*_, n), _ in pairs])).mean().item()
+        wanted = logged | {"nll_loss": nll, "loss": loss + 0.3 * nll}
+        assert_metrics(row, {f"eval_{name}": value for name, value in wanted.items()}, abs=3e-5)
 
 
 @pytest.mark.parametrize("kind", DROPOUT)
