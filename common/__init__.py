@@ -7,11 +7,24 @@ early. Measured with the demo's pretraining on two cores, in tokens/s: OpenMP's 
 
 import gc
 import os
+import sys
 import time
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # The libraries make a million objects that stay, through which Python would look again and again while they are imported:
 # 6.0 s of CPU time for the imports of a run, and with this 5.3 s. `Run.steps` goes back to what is usual.
 gc.set_threshold(100_000, 20, 100)
+
+
+def _leave_quietly(kind: type[BaseException], error: BaseException, traceback: object) -> None:
+    """Ctrl-C while libraries are imported: nothing is lost, and a traceback would say nothing."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    print("stopped before the first step: there is nothing to save", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+sys.excepthook = _leave_quietly
 
 START = time.time()  # of this process, but for the moment that Python takes: what --max_hours counts from

@@ -18,6 +18,7 @@ from common.data.examples import Examples, TokenFile
 from common.data.folders import build_once, content
 from common.data.sources import Source, read_rows
 from common.data.types import Tokenizer
+from common.errors import printable
 
 import numpy as np
 from tqdm import tqdm
@@ -63,7 +64,7 @@ def _build(source: Source, job: Job, folder: Path) -> None:
     facts: dict[str, Any] = {"rows": 0, "examples": 0, "tokens": 0, "trained_tokens": 0, "dtype": "uint16"}
     dropped, columns = Dropped(), []
     layout: Layout | None = None
-    bar = tqdm(desc=f"tokenising {source.label}", unit=" rows", mininterval=1, delay=2)
+    bar = tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2)
     with ExitStack() as stack:
         stack.enter_context(bar)
         files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in ("ids", "mask")}

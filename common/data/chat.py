@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TEMPLATES = Path(__file__).parent / "chat_templates"
-# A special token that a message spells, by its number, while the template is applied. Real text has no noncharacters.
+# What stands for a special token that a message spells (see hidden_texts) while the template is applied.
 PLACEHOLDER = re.compile("\ufdd0(\\d+)\ufdd1")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING_HEADER = re.compile(r"<think>\s*(</think>\s*)?$")
@@ -54,6 +54,11 @@ def special_tokens(tokenizer: Tokenizer) -> list[str]:
     return sorted(marks - {""}, key=lambda mark: (-len(mark), mark))
 
 
+def hidden_texts(tokenizer: Tokenizer) -> list[str]:
+    """What a placeholder stands for, by its number: special tokens, and the two characters that placeholders are made of."""
+    return [*special_tokens(tokenizer), "\ufdd0", "\ufdd1"]
+
+
 def render(
     messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None, add_generation_prompt: bool = False
 ) -> str:
@@ -62,7 +67,7 @@ def render(
     A special token that a message spells is a placeholder in it, which only the functions here read. The template does
     not see the key "train" of a message.
     """
-    messages, tools = _hide([_without_flags(messages), tools], special_tokens(tokenizer))
+    messages, tools = _hide([_without_flags(messages), tools], hidden_texts(tokenizer))
     return _apply_template(messages, tokenizer, tools, add_generation_prompt)[0]
 
 
@@ -79,7 +84,7 @@ def assistant_spans(
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     turns = set(answers if turns is None else turns)
     marks = special_tokens(tokenizer)
-    messages, tools = _hide([_without_flags(messages), tools], marks)
+    messages, tools = _hide([_without_flags(messages), tools], hidden_texts(tokenizer))
     text, marked = _apply_template(messages, tokenizer, tools)
     if marked is not None and len(marked) != len(answers):
         raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
@@ -226,19 +231,15 @@ def _without_flags(messages: list[Message]) -> list[Message]:
 
 
 def _hide(value: Any, marks: list[str]) -> Any:
-    """The strings in a value with a placeholder for each of the special tokens `marks` that they spell."""
+    """The strings in a value, keys included, with a placeholder for each of `marks` that they spell."""
     if isinstance(value, list):
         return [_hide(item, marks) for item in value]
     if isinstance(value, dict):
-        return {key: item if key == "role" else _hide(item, marks) for key, item in value.items()}
-    if not isinstance(value, str):
+        return {_hide(key, marks): item if key == "role" else _hide(item, marks) for key, item in value.items()}
+    if not isinstance(value, str) or not any(mark in value for mark in marks):
         return value
-    if "\ufdd0" in value or "\ufdd1" in value:
-        raise BadRow("the text contains a Unicode noncharacter")
-    for i, mark in enumerate(marks):
-        if mark in value:
-            value = value.replace(mark, f"\ufdd0{i}\ufdd1")
-    return value
+    numbers = {mark: i for i, mark in enumerate(marks)}
+    return re.sub("|".join(map(re.escape, marks)), lambda match: f"\ufdd0{numbers[match[0]]}\ufdd1", value)
 
 
 def read_chat_template(name: str) -> str:

@@ -19,9 +19,11 @@ from common.data.fields import Field, check_sequence, fields_of, require_fields
 from common.data.tokens import tokenize_documents
 from common.data.types import BadRow, Example, Row, Sequence, Tokenizer, whole
 from common.errors import UserError
+from common.time_limit import TimeLimitReached, time_limit
 
 import numpy as np
 
+ROW_SECONDS = 30  # that a row may take
 CHUNK = 200  # rows that a worker gets at a time
 Encode = Callable[[Row, Tokenizer, CommonArgs], list[Sequence] | str]
 
@@ -80,12 +82,18 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
     for number, row in rows:
         where = row.where
         try:
-            example = job.encode(row, job.tokenizer, job.args)
+            with time_limit(ROW_SECONDS):
+                example = job.encode(row, job.tokenizer, job.args)
             difficulty = float("nan") if job.column is None else number_in(row, job.column)
             if not isinstance(example, str):
                 example = _checked(example, np.iinfo(kind).max)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+        except TimeLimitReached:
+            raise UserError(
+                f"{where}: this row takes more than {ROW_SECONDS} s to tokenise: a chat template that "
+                "never ends, or a word of many megabytes?"
+            ) from None
         except BadRow as reason:
             dropped.add(str(reason), where)
         else:

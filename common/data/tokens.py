@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.data.chat import PLACEHOLDER, assistant_spans, per_tokenizer, render, special_tokens
+from common.data.chat import PLACEHOLDER, assistant_spans, hidden_texts, per_tokenizer, render, special_tokens
 from common.data.types import BadRow, Message, Sequence, Tokenizer, whole
-from common.errors import UserError
+from common.errors import UserError, printable
 
 import numpy as np
 
@@ -251,7 +251,7 @@ def _encode(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tuple[
     if text.count("\ufdd0") != len(hidden):
         raise BadRow("the chat template cuts a special token that the text contains")
     borders = sorted({0, len(text), *cuts, *(border for match in hidden for border in match.span())})
-    marks = {match.span(): special_tokens(tokenizer)[int(match[1])] for match in hidden}
+    marks = {match.span(): hidden_texts(tokenizer)[int(match[1])] for match in hidden}
     ids, offsets = [], []
     for start, end in pairwise(borders):
         if (start, end) in marks:
@@ -298,6 +298,7 @@ def show_trained(sequence: Sequence, tokenizer: Tokenizer) -> str:
     pieces = []
     for start, end in zip(borders[:-1], borders[1:], strict=True):
         text = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = printable(text)
         pieces.append(f"{before}{text}{after}" if mask[start] else text)
     return "".join(pieces)
 

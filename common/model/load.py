@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
 from common.data.chat import read_chat_template, stop_token_ids
 from common.data.types import Tokenizer
 from common.errors import UserError, say
-from common.memory import SHARDED
+from common.memory import SHARDED, is_oom
 from common.model import attention
 from common.model.create import DTYPES, create_model
 from common.model.flat_model import FlatModel, base_lm
@@ -108,7 +108,10 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> 
         else:
             from transformers import AutoModelForCausalLM
 
-            lm = AutoModelForCausalLM.from_pretrained(name, revision=args.model_revision, **options)
+            lm, found = AutoModelForCausalLM.from_pretrained(
+                name, revision=args.model_revision, output_loading_info=True, **options
+            )
+            _check_weights(name, lm, found)
     known = lm.get_input_embeddings().weight.shape[0]
     if vocab_size > known:
         say(f"model: the embedding grows from {known} to {vocab_size} tokens")
@@ -146,6 +149,34 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
         config.do_sample = True  # transformers refuses to save sampling settings without it, at the end of the run
 
 
+def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> None:
+    """Raise UserError for tensors that the files lack, which would be random, and for a NaN or an infinity in one; say which
+    of theirs have no place in the model."""
+    if missing := sorted(found["missing_keys"]):
+        shown = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
+        raise UserError(f"cannot load the model {name}: its files lack {shown}")
+    if unexpected := sorted(found["unexpected_keys"]):
+        shown = ", ".join(unexpected[:3]) + f" and {len(unexpected) - 3} more" * (len(unexpected) > 3)
+        say(f"model: {type(lm).__name__} has no place for {shown} of {name}: left out")
+    for tensor, parameter in lm.named_parameters():
+        if parameter.is_floating_point() and not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
+            if not torch.isfinite(parameter.detach()).all():
+                raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
+
+
+def _damaged_file(name: str) -> Path | None:
+    """A safetensors file of a folder that cannot be opened."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except Exception:  # SafetensorError, OSError
+            return file
+    return None
+
+
 @contextlib.contextmanager
 def _hub_errors(kind: str, name: str) -> Iterator[None]:
     """Loading without progress bars, and errors of transformers (often ten lines) as one."""
@@ -154,7 +185,13 @@ def _hub_errors(kind: str, name: str) -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
+    except UserError:
+        raise
+    except Exception as error:  # what lies in a folder may be anything
+        if is_oom(error):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if (file := _damaged_file(name)) is not None:
+            reason = f"{file} is no whole safetensors file ({reason})"
         hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
         raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None

@@ -159,7 +159,7 @@ def show_examples(data: Examples | Rows, tokenizer: Tokenizer, name: str, most: 
         for side, sequence in zip(sides, example, strict=True):
             say(f"{' '.join(filter(None, (name, str(i + 1), side)))}, with what is trained marked:")
             shown = show_trained(sequence, tokenizer).rstrip("\n")
-            say(f"{shown if len(shown) <= SHOWN else f'{shown[:SHOWN]} ...'}\n")
+            say(f"{shown if len(shown) <= SHOWN else f'{shown[:SHOWN]} ...'}\n", as_it_is=True)
 
 
 def with_shares(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:

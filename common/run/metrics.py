@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import platform
 import statistics
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.errors import UserError
+from common.errors import UserError, say
 from common.memory import memory, relieve
 from common.model.flat_model import peak_flops
 from common.run.output_dir import LINES, replace_text
@@ -71,6 +72,7 @@ class Metrics:
         self.losses: list[float] = []  # the last ones that were logged, to know a spike by
         self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
+        self.lost_lines = 0  # that the disk did not take
         self.num_tokens = 0  # trained on so far, over all processes
         self.first_eval: dict[str, float] = {}
         self.last: dict[str, float] = {}
@@ -207,10 +209,7 @@ class Metrics:
             z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)
             if z > SPIKE:
                 self.spikes.append(step)
-                if self.accelerator.is_main_process:
-                    tqdm.write(
-                        f"[step {step}] the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations", sys.stdout
-                    )
+                say(f"[step {step}] the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations")
         self.losses = [*self.losses, values["loss"]][-50:]
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
@@ -222,21 +221,29 @@ class Metrics:
         if not self.accelerator.is_main_process:
             return
         shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())
-        tqdm.write(f"[step {step}] eval: {shown}", file=sys.stdout)
+        say(f"[step {step}] eval: {shown}")
         for sample in samples[:show]:
-            tqdm.write(
-                f"    {_one_line(_prompt_text(sample['prompt']), 60)!r} -> {_one_line(sample['completion'], 90)!r}",
-                file=sys.stdout,
-            )
+            say(f"    {_one_line(_prompt_text(sample['prompt']), 60)!r} -> {_one_line(sample['completion'], 90)!r}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
-        sys.stdout.flush()
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluating was no training
 
     def append(self, file: str, rows: list[dict[str, Any]]) -> None:
-        """Add rows to a JSON-lines file of the run (main process)."""
-        if self.accelerator.is_main_process and rows:
+        """Add rows to a JSON-lines file of the run (main process).
+
+        JSON knows no NaN and no infinity: such a value is null, and not_finite says which it was. Where the disk does not
+        take a line, that is said once, counted, and training goes on.
+        """
+        if not self.accelerator.is_main_process or not rows:
+            return
+        try:
             with open(self.output_dir / file, "a", encoding="utf-8") as out:
-                out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                if self.lost_lines and out.tell():  # what was written last may be half a line
+                    out.write("\n")
+                out.writelines(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        except OSError as error:
+            if not self.lost_lines:
+                say(f"{self.output_dir / file} cannot be written ({error.strerror}): training goes on, lines are lost")
+            self.lost_lines += len(rows)
 
     def finish(self, best: dict[str, Any] | None = None) -> None:
         """curves.png, and summary.json, which stands for a complete run. best: what is known of the best evaluation."""
@@ -251,6 +258,7 @@ class Metrics:
             "num_tokens": self.num_tokens,
             "bad_steps": self.bad_steps,
             "loss_spikes": self.spikes,
+            "lost_lines": self.lost_lines,
             "seconds": round(time.perf_counter() - self.started, 1),
             "peak_memory_gib": memory(self.accelerator.device).peak,
             "memory_limit_gib": memory(self.accelerator.device).limit,
@@ -259,7 +267,7 @@ class Metrics:
             "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
             "python": platform.python_version(),
         }
-        replace_text(self.output_dir / "summary.json", json.dumps(summary, indent=2))
+        replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values = {name: float(value) for name, value in values.items()}
@@ -267,6 +275,15 @@ class Metrics:
         self.append("metrics.jsonl", [{"step": step, **values}])
         if self.accelerator.log_with:
             self.accelerator.log(values, step=step)
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """What JSON can hold of a row: see Metrics.append."""
+    bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    kept = {
+        name: _finite(value) if isinstance(value, dict) else None if name in bad else value for name, value in row.items()
+    }
+    return kept | {"not_finite": bad} if bad else kept
 
 
 def draw_curves(output_dir: Path) -> None:
@@ -281,7 +298,13 @@ def draw_curves(output_dir: Path) -> None:
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
         row = json.loads(line)
         for name, value in row.items():
-            if name not in ("step", "num_tokens", "memory_gib", "peak_memory_gib", "epoch"):
+            if isinstance(value, int | float) and name not in (
+                "step",
+                "num_tokens",
+                "memory_gib",
+                "peak_memory_gib",
+                "epoch",
+            ):
                 curves[name][0].append(row["step"])
                 curves[name][1].append(value)
     frames: dict[str, list[str]] = defaultdict(list)

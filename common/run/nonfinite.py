@@ -13,7 +13,21 @@ from common.run.output_dir import checkpoints
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
+
+GROWTH = 1e4  # of the norm of the weights, which no training comes near
+
+
+def _by_kind(model: nn.Module) -> list[list[Tensor]]:
+    """The trained matrices, and the trained vectors (norms and biases)."""
+    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    kinds = [[p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]]
+    return [parameters for parameters in kinds if parameters]
+
+
+def weight_norm(parameters: list[Tensor]) -> float:
+    """The norm of all these weights; infinite where its square is no number in float32."""
+    return float(full_norm(torch.nn.utils.get_total_norm(parameters)))
 
 
 class Found(NamedTuple):
@@ -37,6 +51,7 @@ class NonFinite:
         """max_bad_steps: so many bad windows in a row end the run."""
         self.metrics, self.tokenizer, self.optimizer, self.max_bad_steps = metrics, tokenizer, optimizer, max_bad_steps
         self.found: Found | None = None  # not looked at yet
+        self.begun: list[float] = []  # norms of the weights when training began
         metrics.flush = self.flush
 
     def check(self, loss: Tensor, grad_norm: Tensor | None, step: int, window: Window) -> bool:
@@ -66,6 +81,23 @@ class NonFinite:
         accelerator = self.metrics.accelerator
         plain = accelerator.distributed_type not in SHARDED and not accelerator.scaler
         return plain and accelerator.device.type == "cuda" and bool(self.optimizer.defaults.get("fused"))
+
+    def check_weights(self, model: nn.Module, step: int) -> None:
+        """Raise UserError where the weights have exploded: what is saved and exported is a model. Called on every process.
+
+        The norm of the matrices, and that of the vectors, is compared with what it was when training began.
+        """
+        norms = [weight_norm(parameters) for parameters in _by_kind(model)]
+        begun = self.begun = self.begun or norms
+        if all(norm <= GROWTH * (1 + before) for norm, before in zip(norms, begun, strict=True)):
+            return
+        saved = checkpoints(str(self.metrics.output_dir))
+        last = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"
+        shown = " and ".join(f"{norm:.3g} (at the start {before:.3g})" for norm, before in zip(norms, begun, strict=True))
+        raise UserError(
+            f"step {step}: the weights have exploded, their norm is {shown}: they are not saved; {last}; try a lower "
+            "--learning_rate"
+        )
 
     def flush(self) -> None:
         """Say and keep what was found of the last window, if it was bad. Raises UserError after max_bad_steps in a row."""

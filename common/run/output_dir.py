@@ -58,7 +58,7 @@ def find_damage(checkpoint: Path) -> str | None:
 def earlier_args(folder: str | Path) -> dict[str, Any] | None:
     """The arguments of the run that a folder holds. None: it holds none; {}: they cannot be read."""
     # A run that ended before it wrote a metric or a checkpoint has left nothing worth keeping.
-    begun = Path(folder, "metrics.jsonl").exists() or checkpoints(str(folder))
+    begun = any(Path(folder, name).exists() for name in ("metrics.jsonl", "summary.json")) or checkpoints(str(folder))
     return _read_args(Path(folder)) if begun else None
 
 
@@ -74,6 +74,8 @@ def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, p
     if args["model_name_or_path"] and Path(args["model_name_or_path"]).resolve().is_relative_to(here):
         raise UserError(f"--output_dir {output_dir} holds the model to start from: choose another")
     named = None if resume_from in ("auto", "none") else Path(resume_from)
+    if saved_args is None and (foreign := [f.name for pattern in WEIGHTS for f in Path(output_dir).glob(pattern)]):
+        raise UserError(f"--output_dir {output_dir} holds {foreign[0]}, which no run has left there: choose another")
     inside = named is not None and named.resolve().is_relative_to(here)
     if named and (problem := find_damage(named)) is not None:
         raise UserError(f"--resume_from_checkpoint {resume_from}: {problem}")

@@ -14,7 +14,7 @@ from typing import Any
 from common.args import CommonArgs
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
-from common.errors import UserError, say
+from common.errors import UserError, printable, say
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.run.best import Best
@@ -81,6 +81,8 @@ class Run:
         self.resumed_at = self.first_step if self.checkpoint else -1
         self.metrics = Metrics(accelerator, args, flops)
         self.nonfinite = NonFinite(self.metrics, tokenizer, self.optimizer, args.max_bad_steps)
+        self.nonfinite.begun = state.get("weight_norms", [])
+        self.nonfinite.check_weights(self.model, self.first_step)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
         self.best = Best(args)
@@ -110,7 +112,7 @@ class Run:
         self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, RolloutSchedule))
         self.bar = tqdm(
             range(self.first_step, last_step + 1),
-            desc=self.name,
+            desc=printable(self.name),
             initial=self.first_step,
             total=last_step,
             disable=os.environ.get("RANK", "0") != "0",
@@ -141,7 +143,8 @@ class Run:
 
     def save(self, step: int) -> None:
         """Write checkpoint-<step>, and delete those that are no longer kept. A full disk is said; training goes on."""
-        state = self.metrics.state() | self.retry.state()
+        self.nonfinite.check_weights(self.model, step)
+        state = self.metrics.state() | self.retry.state() | {"weight_norms": self.nonfinite.begun}
         state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
         save_checkpoint(self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best)
         self.signals.saved()
@@ -180,6 +183,8 @@ class Run:
     def finish(self, try_next: str) -> None:
         """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
         args, best, metrics = self.args, self.best, self.metrics
+        metrics.flush()
+        self.nonfinite.check_weights(self.model, self.step)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir))
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)

@@ -1,23 +1,23 @@
 """A run that is told to stop finishes its step, saves a checkpoint and leaves; the same command goes on from it.
 
-SIGTERM and SIGINT (Ctrl-C) stop the run, SIGUSR1 saves and goes on; so do --max_hours and --save_minutes by the clock.
-Once per step all processes agree on what to do, so that all of them save at the same one; several GPUs, a step later.
+SIGTERM, SIGINT (Ctrl-C) and SIGHUP (its terminal is closed) stop the run, SIGUSR1 saves and goes on; so do --max_hours and
+--save_minutes by the clock. Once per step all processes agree on what to do, so that all of them save at the same one;
+several GPUs, a step later.
 """
 
 import os
 import signal
-import sys
 import time
 from typing import Any
 
 from common import START
 from common.args import CommonArgs
+from common.errors import say
 from common.memory import AsyncScalar
 from common.run.output_dir import checkpoints
 
 import torch
 from accelerate import Accelerator
-from tqdm import tqdm
 
 EXIT_CODE = 75  # EX_TEMPFAIL: left before the end, to be started again
 AGAIN_SECONDS = 1.0  # a launcher passes on the Ctrl-C that its processes had from the terminal: that is no second one
@@ -25,10 +25,10 @@ EXIT_SECONDS = 10.0  # from the last save to the end of the process, with room t
 
 # What a process asks for, and by number what the run does: the largest over the processes.
 SAVE = 1
-STOPS = {2: "--max_hours", 3: "the end of its launcher", 4: "SIGINT", 5: "SIGTERM"}
+STOPS = {2: "--max_hours", 3: "the end of its launcher", 4: "SIGINT", 5: "SIGTERM", 6: "SIGHUP"}
 SIGNALS = {signal.SIGINT: 4, signal.SIGTERM: 5}
 if hasattr(signal, "SIGUSR1"):  # not on Windows
-    SIGNALS[signal.SIGUSR1] = SAVE
+    SIGNALS |= {signal.SIGHUP: 6, signal.SIGUSR1: SAVE}
 
 
 class Signals:
@@ -56,7 +56,8 @@ class Signals:
         self.device = accelerator.device if nccl else torch.device("cpu")
         self.late = late and self.device.type == "cuda"
         self.coming: tuple[AsyncScalar, int] | None = None  # the answer that is on its way, to what of `noted`
-        self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup has SIGHUP ignored
+        self.before = {number: signal.signal(number, self._note) for number in heeded}
 
     def asked_for(self, possible: bool = True) -> str:
         """What to do now: "", "save", or "stop" (after a save). The same on every process; asked by all at each step.
@@ -95,12 +96,9 @@ class Signals:
 
     def leave(self, output_dir: str, step: int) -> None:
         """End the process with exit code 75, after a save at this step."""
-        if self.accelerator.is_main_process:
-            saved = checkpoints(output_dir)  # without the one of this step where the disk was full
-            place = saved[-1] if saved else "its beginning"
-            line = f"stopped at step {step} by {STOPS[self.agreed]}; the same command goes on from {place}"
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+        saved = checkpoints(output_dir)  # without the one of this step where the disk was full
+        place = saved[-1] if saved else "its beginning"
+        say(f"stopped at step {step} by {STOPS[self.agreed]}; the same command goes on from {place}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         self.close()

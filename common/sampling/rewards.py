@@ -6,29 +6,32 @@ completion; None abstains. `completions` are strings, or, where the prompts are 
 """
 
 import asyncio
-import contextlib
+import copy
+import difflib
 import functools
 import importlib.util
 import inspect
 import math
 import re
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data.types import Tokenizer
 from common.errors import UserError
 from common.losses import combine_rewards
+from common.time_limit import TimeLimitReached, time_limit
 
 import torch
 
 RewardFunction = Callable[..., list[float | None]]
 Completion = str | list[dict[str, Any]]  # as reward functions get it
+READY_MADE = ("exact_number", "regex", "length")
 Scorer = Callable[[list[dict[str, Any]], list[list[int]]], dict[str, list[float | None]]]
 # A minus belongs to the number unless it stands behind one (10-3, pages 3-5); commas only between groups of three.
+LARGEST = 1e15  # that a reward may be: its square is a number in float32
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
 
 
@@ -53,8 +56,10 @@ def load_rewards(specs: list[str] | None, device: torch.device, timeout: float =
             rewards.append(Reward("regex", regex(argument)))
         elif kind == "length":
             rewards.append(Reward("length", length(argument)))
-        elif ".py:" in spec:
+        elif ".py:" in spec or spec.endswith(".py"):
             rewards.append(_from_file(spec))
+        elif near := difflib.get_close_matches(kind, () if Path(spec).exists() else READY_MADE, n=1):
+            raise UserError(f"--reward_funcs {spec}: did you mean {near[0]}?")
         else:
             rewards.append(_from_model(spec, device))
     names = [reward.name for reward in rewards]
@@ -132,7 +137,7 @@ def text_of(completion: Completion) -> str:
 
 
 def _from_file(spec: str) -> Reward:
-    path, _, name = spec.rpartition(":")
+    path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
     if not Path(path).is_file():
         raise UserError(f"--reward_funcs {spec}: there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(f"plainloop_reward_{Path(path).stem}", path)
@@ -140,8 +145,12 @@ def _from_file(spec: str) -> Reward:
     sys.modules[module_spec.name] = module  # where dataclasses and pickle look for the module of a class
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises while it is imported
-        raise UserError(f"--reward_funcs {spec}: importing it failed: {type(error).__name__}: {error}") from None
+    except BaseException as error:  # whatever the user's file raises while it is imported
+        raised = f"{type(error).__name__}: {error} ({_line_of(error)})"
+        raise UserError(f"--reward_funcs {spec}: importing it failed: {raised}") from None
+    if not name:
+        found = [f"{path}:{f}" for f, value in vars(module).items() if inspect.isfunction(value) and not f.startswith("_")]
+        raise UserError(f"--reward_funcs {spec}: name the function: {' or '.join(found) or 'it has none'}")
     if not callable(getattr(module, name, None)):
         raise UserError(f"--reward_funcs {spec}: {path} has no function {name}")
     return Reward(name, getattr(module, name))
@@ -196,64 +205,65 @@ def score(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "prompt_ids")}
-    results = []
-    for reward in rewards:
-        where = f"reward function {reward.name}"
-        try:
-            with _time_limit(reward.timeout):
-                values = reward.function(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-                if inspect.isawaitable(values):
-                    values = asyncio.run(values)
-        except UserError:
-            raise
-        except _TimeLimitReached:
-            raise UserError(
-                f"{where} took more than {reward.timeout:g} s for {len(texts)} completions (--reward_timeout); "
-                f"first prompt: {str(prompts[0])[:120]}"
-            ) from None
-        except Exception as error:  # a user's code may raise anything
-            shown = str(prompts[0])[:120]
-            raise UserError(
-                f"{where} raised {type(error).__name__}: {error} (columns: {', '.join(columns)}; first prompt: {shown})"
-            ) from None
-        if not isinstance(values, list | tuple) or len(values) != len(texts):
-            found = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-            raise UserError(
-                f"{where} returned {found} for {len(texts)} completions; expected a list with one number for each"
-            )
-        for value, prompt in zip(values, prompts, strict=True):
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-                raise UserError(
-                    f"{where} returned {value!r} for the prompt {str(prompt)[:120]!r}; expected a finite number or None"
-                )
-        results.append([None if value is None else float(value) for value in values])
-    return results
+    return [_score(reward, prompts, completions, ids, columns) for reward in rewards]
 
 
-class _TimeLimitReached(BaseException):
-    """Not an Exception, which a reward function might catch."""
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Ends what takes longer, in Python code and in `re`, but not a call that never comes back from C.
-
-    No limit for 0 seconds, outside of the main thread, or where the system has no such alarm.
-    """
-    if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise _TimeLimitReached
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def _score(
+    reward: Reward,
+    prompts: list[Any],
+    completions: list[Completion],
+    ids: list[list[int]],
+    columns: dict[str, list[Any]],
+) -> list[float | None]:
+    """One function on every completion. It gets copies, and what it sets of torch is set back."""
+    where, first = f"reward function {reward.name}", str(prompts[0])[:120]
+    given = copy.deepcopy({"prompts": prompts, "completions": completions, "completion_ids": ids, **columns})
+    dtype, gradients = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
-        yield
+        with time_limit(reward.timeout):
+            values = reward.function(**given)
+            if inspect.isawaitable(values):
+                values = asyncio.run(values)
+            if hasattr(values, "tolist"):  # of numpy or torch
+                values = values.tolist()
+            if inspect.isgenerator(values) or isinstance(values, tuple):
+                values = list(values)
+    except UserError:
+        raise
+    except TimeLimitReached:
+        raise UserError(
+            f"{where} took more than {reward.timeout:g} s for {len(completions)} completions (--reward_timeout); "
+            f"first prompt: {first}"
+        ) from None
+    except BaseException as error:  # a user's code may raise anything, and call sys.exit
+        raise UserError(
+            f"{where} raised {type(error).__name__}: {error} ({_line_of(error)}; columns: {', '.join(columns)}; "
+            f"first prompt: {first})"
+        ) from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(gradients)
+    if not isinstance(values, list) or len(values) != len(completions):
+        found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        raise UserError(
+            f"{where} returned {found} for {len(completions)} completions; expected a list with one number for each"
+        )
+    numbers = [value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value for value in values]
+    for value, prompt in zip(numbers, prompts, strict=True):
+        if value is not None and not (isinstance(value, int | float) and abs(value) <= LARGEST):
+            raise UserError(
+                f"{where} returned {value!r} for the prompt {str(prompt)[:120]!r}; expected a finite number "
+                f"(of at most {LARGEST:g} in size) or None"
+            )
+    return [None if value is None else float(value) for value in numbers]
+
+
+def _line_of(error: BaseException) -> str:
+    """Where it was raised: the last line that is not of a library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def scorer(rewards: list[Reward], tokenizer: Tokenizer, weights: list[float] | None = None) -> Scorer | None:
