@@ -89,16 +89,19 @@ def shared_starts(sequences: Listing[Sequence]) -> list[int]:
 
 
 def shared_start(one: Sequence, other: Sequence) -> int:
-    """With how many tokens of its neighbour `other` begins, none of which it trains and all of which agree in every field;
-    0 for less than pays."""
+    """With how many tokens of its neighbour `other` begins that it does not train; 0 for less than pays.
+
+    A field of one's own that is not 0 on a token, in either of them, may make something of that token in each of the two;
+    and of a sequence without a trained token the last one may be what counts. There nothing is shared.
+    """
     a, b, mask = one["input_ids"], other["input_ids"], other["loss_mask"]
     n = min(len(a), len(b))
-    if n < LEAST_SHARED or a[LEAST_SHARED - 1] != b[LEAST_SHARED - 1]:
+    if n < LEAST_SHARED or a[LEAST_SHARED - 1] != b[LEAST_SHARED - 1] or not mask.any():
         return 0
     differs = (a[:n] != b[:n]) | (mask[:n] != 0)
     for name, values in other.items():
         if np.ndim(values) and name not in ("input_ids", "loss_mask"):
-            differs |= one[name][:n] != values[:n]
+            differs |= (one[name][:n] != 0) | (values[:n] != 0)
     n = int(differs.argmax()) if differs.any() else n
     return n if n >= LEAST_SHARED else 0
 
@@ -192,15 +195,18 @@ class Window:
         return sum(len(sequence["input_ids"]) for example in self.examples for sequence in example)
 
     def total(self, field: str, sequences: slice = slice(None)) -> float:
-        """Sum of a field over the window, all processes: the denominator of its loss. Of a field per token without the first
-        token of each sequence, which nothing predicts.
+        """Sum over the window, all processes, of a field as it arrives in the batches: the denominator of a loss. (loss_mask
+        is 0 there on the first token of each sequence, which nothing predicts; a field of one's own is what `encode` gave.)
 
         sequences: of each example, those that count, for instance slice(0, None, 2) for the first of each pair. Raises
         ValueError where this process does not know the examples of the others (GRPO).
         """
         self._require_all("total")
-        values = (sequence[field] for example in self.examples for sequence in example[sequences])
-        return float(sum(value[1:].sum() if np.ndim(value) else value for value in values))
+        found = [sequence for example in self.examples for sequence in example[sequences]]
+        if found and field not in found[0]:
+            raise ValueError(f"window.total: the sequences have no field {field}; they have {', '.join(found[0])}")
+        values = (sequence[field][1:] if field == "loss_mask" else sequence[field] for sequence in found)
+        return float(sum(np.sum(value) for value in values))
 
     def trained_share(self) -> float:
         """The share of the tokens that are trained."""

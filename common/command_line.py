@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(words: list[str], args_class: type[Args]) -> Args:
     parser = _Parser(allow_abbrev=False, usage="%(prog)s [--config FILE] [--flag value ...]")
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")  # taken out before
+    parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")  # -1e-3, too
     own = parser.add_argument_group("This script")
     groups = {args_class: own} | {cls: parser.add_argument_group(cls.__doc__) for cls in reversed(CommonArgs.__mro__[1:-1])}
     types = get_type_hints(args_class)
@@ -132,18 +134,28 @@ def _parse(words: list[str], args_class: type[Args]) -> Args:
         kind, options = types[f.name], {}
         group = groups.get(first_definition(args_class, f.name)[0], own)
         kind = _without_none(kind)
-        if get_origin(kind) is list:
+        if several := get_origin(kind) is list:
             kind, options = get_args(kind)[0], {"nargs": "+"}
+        if get_origin(kind) is Literal and isinstance(get_args(kind)[0], bool):
+            kind = bool
         if get_origin(kind) is Literal:
             options |= {"choices": get_args(kind), "type": type(get_args(kind)[0])}
-        else:
+        elif kind in (str, int, float, bool):
             options |= {"metavar": kind.__name__.upper(), "type": kind}
+        else:
+            raise TypeError(f"{args_class.__name__}.{f.name}: {types[f.name]}; expected one of the types in common/args.py")
         default = f.default_factory() if f.default is dataclasses.MISSING else f.default
         if kind is bool:
-            options |= {"metavar": "true/false", "type": _true_or_false, "nargs": "?", "const": True}
-            group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", default=default, help=argparse.SUPPRESS)
-        shown = "" if default is None else f" (default: {default})".replace("%", "%%")
-        group.add_argument(f"--{f.name}", default=default, help=f.metadata.get("help", "") + shown, **options)
+            options |= {"metavar": "true/false", "type": _true_or_false}
+        shown = f.metadata.get("help", "").replace("%%", "%") + ("" if default is None else f" (default: {default})")
+        try:
+            if kind is bool and not several:
+                options |= {"nargs": "?", "const": True}
+                no = {"dest": f.name, "action": "store_false", "default": default}
+                group.add_argument(f"--no_{f.name}", help=argparse.SUPPRESS, **no)
+            group.add_argument(f"--{f.name}", default=default, help=shown.replace("%", "%%"), **options)
+        except argparse.ArgumentError:
+            raise TypeError(f"{args_class.__name__}.{f.name}: this name is taken by another flag") from None
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         raise UserError(_unknown("flag", unknown[0], args_class, prefix="--"))

@@ -153,7 +153,7 @@ def load_eval_prompts(
     prompt_of(row)["prompt"]: the prompt of a row. rewards, weights: what scores the completions where --eval_reward_funcs
     names nothing, and as what sum.
     """
-    own = load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout)
+    own = load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout, "--eval_reward_funcs")
     score = scorer(own or rewards or [], tokenizer, None if own else weights)
     if args.eval_prompts:
         rows = convert(load_rows(args.eval_prompts), lambda row: tokenize_row(as_prompt(row), tokenizer), "prompts")[0]

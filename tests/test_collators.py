@@ -344,3 +344,35 @@ def test_a_process_without_examples_takes_part_with_a_filler():
 
 def flat_fillers():
     return [batch for mine in of_all_processes(0, [5, 5, 5], 4, 2) for batch in mine]
+
+
+@given(st.randoms(use_true_random=False))
+def test_what_arrives_of_a_field_is_its_total_however_the_window_is_split(random):
+    """Over micro-batches of any size, with starts that neighbours share: nothing is counted twice, or not at all."""
+    start = [random.randrange(9) for _ in range(random.randrange(20))]
+    examples = []
+    for _ in range(random.randrange(1, 7)):
+        own = [random.randrange(9) for _ in range(random.randrange(1, 5))]
+        n, ids = len(start) + len(own), np.array(start + own)
+        mask = np.array([0] * len(start) + [random.randrange(2) for _ in own], np.uint8)
+        everywhere = np.array([random.choice([0.0, 1.0]) * (random.random() < 0.8) for _ in range(n)], np.float32)
+        examples.append([{"input_ids": ids, "loss_mask": mask, "every": everywhere, "trained": mask * 0.5, "number": n}])
+    for size in (1, 2, len(examples)):
+        members = [list(range(i, min(i + size, len(examples)))) for i in range(0, len(examples), size)]
+        window = Window(process(), examples, members)
+        for field in ("loss_mask", "every", "trained", "number"):
+            arrived = sum(float(batch[field].sum()) for batch in window)
+            assert arrived == pytest.approx(window.total(field)), field
+
+
+def test_a_sequence_without_a_trained_token_has_its_last_one_for_itself():
+    long = {"input_ids": np.arange(30), "loss_mask": np.zeros(30, np.uint8), "label": 1}
+    short = {"input_ids": np.arange(20), "loss_mask": np.zeros(20, np.uint8), "label": 0}
+    batch = flat_batch([[long], [short]], CPU)
+    assert batch["cu_seqlens"].tolist() == [0, 30, 50]
+
+
+def test_a_field_that_is_not_there_is_named():
+    window = Window(process(), [[whole(np.arange(4))]], [[0]])
+    with pytest.raises(ValueError, match="window.total: the sequences have no field wieght; they have input_ids, loss_mask"):
+        window.total("wieght")

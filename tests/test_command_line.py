@@ -5,10 +5,11 @@ import importlib
 import math
 import re
 import sys
+from pathlib import Path
 from types import NoneType
-from typing import get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
-from common.args import CommonArgs, first_definition, is_within
+from common.args import CommonArgs, arg, first_definition, is_within
 from common.command_line import ELSEWHERE, parse_args
 from common.errors import UserError
 from tests.conftest import run_script
@@ -161,3 +162,42 @@ def test_an_environment_that_accelerate_cannot_use_is_one_line(variables, tmp_pa
     run = run_script([sys.executable, "train_sft.py", *words], **variables)
     assert run.returncode == 1 and "Traceback" not in run.stderr
     assert run.stderr.splitlines()[-1].startswith("error: ")
+
+
+@dataclasses.dataclass
+class Odd(CommonArgs):
+    share: float = arg(0.5, help="keep 50% of the rows, or 100 %% of them")
+    yes: Literal[True, False] = arg(True)
+    each: list[bool] = arg([True])
+    offset: float = arg(0.0)
+    offsets: list[float] = arg([0.0])
+
+
+def odd(*words):
+    return parse_args(Odd, "no.yaml", argv=["--dataset_name", "d", *words])
+
+
+def test_flags_of_ones_own_of_every_kind(capsys, tmp_path):
+    assert odd("--yes", "False").yes is False and odd("--each", "false", "true").each == [False, True]
+    assert odd("--offset", "-1e-3", "--offsets", "1", "-2.5E+1", "-.5").offsets == [1, -25, -0.5]
+    (tmp_path / "run.yaml").write_text("offset: -1.0e-5\noffsets: [-1.0e-5, 1]\n")
+    assert odd("--config", str(tmp_path / "run.yaml")).offset == -1e-5
+    with pytest.raises(SystemExit):
+        odd("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "keep 50% of the rows, or 100 % of them (default: 0.5)" in shown
+
+
+@pytest.mark.parametrize("name, kind", [("no_strict_data", bool), ("config", str), ("help", str), ("where", Path)])
+def test_a_flag_that_cannot_be_is_named(name, kind):
+    made = dataclasses.make_dataclass("Mine", [(name, kind, None)], bases=(CommonArgs,))
+    with pytest.raises(TypeError, match=f"Mine.{name}: "):
+        parse_args(made, "no.yaml", argv=["--dataset_name", "d"])
+
+
+def test_the_flag_that_was_given_is_the_one_that_is_blamed(launch, tmp_path):
+    words = ["--config", DEMO["train_sft"], "--model_name_or_path", "data/base_model", "--max_steps", "1"]
+    with pytest.raises(UserError, match="--eval_reward_funcs exact_nmber: did you mean exact_number"):
+        launch("sft", *words, "--eval_reward_funcs", "exact_nmber")
+    with pytest.raises(UserError, match="^/nowhere.jsonl: there is no such file"):
+        launch("sft", *words, "--eval_prompts", "/nowhere.jsonl")

@@ -18,7 +18,7 @@ import yaml
 SCRIPTS = {"train_pretrain": 190, "train_sft": 140, "train_dpo": 190, "train_grpo": 360}
 COMMON = ROOT / "common"
 MODULES = sorted(COMMON.rglob("*.py"))
-LONGEST = 430  # lines of a module
+LONGEST = 420  # lines of a module
 # From the ground up: what stands on a floor imports what stands below it; within a wing its modules import each other.
 FLOORS = [
     {"errors", "losses", "time_limit"},

@@ -1,8 +1,8 @@
 """The name of tokenised data in the cache: a hash of everything that it depends on.
 
 That is the rows, the tokenizer, the versions of the code and libraries that read and tokenise, and the script's `encode`:
-its source, that of the functions and classes of its module which it uses, the constants which they read, modules of one's
-own which any of them come from, and the values of those arguments which they read.
+its source, that of the functions and classes of its module which it uses, the constants which they read (where these are not
+simple, the whole module), modules of one's own which any of them come from, and the values of the arguments which they read.
 """
 
 import ast
@@ -73,6 +73,8 @@ def constants(function: FunctionType) -> dict[str, Any]:
     """The simple constants (numbers, strings, patterns, lists and dicts of them) that this code reads outside of itself."""
     found: dict[str, Any] = {}
     for f in _used(function)[0]:
+        for number, default in enumerate(f.__defaults__ or ()):
+            found[f"{f.__qualname__}({number})"] = _plain(default)
         cells = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
         for code in _codes(f):
             for name in code.co_names:
@@ -92,17 +94,18 @@ def _used(function: FunctionType) -> tuple[list[FunctionType], list[type], list[
         values += [cell.cell_contents for cell in f.__closure__ or ()]
         for value in values:
             value = inspect.unwrap(value) if callable(value) else value  # lru_cache, functools.wraps
-            if inspect.ismodule(value) or inspect.isfunction(value) or inspect.isclass(value):
-                part = value
-            else:
-                part = type(value)
-            if getattr(part, "__module__", None) != f.__module__:
-                _add_module(part if inspect.ismodule(part) else sys.modules.get(part.__module__), modules)
-            elif inspect.isfunction(part) and part not in functions:
-                functions.append(part)
-            elif inspect.isclass(part) and part not in classes:
-                classes.append(part)
-                functions += [method for method in vars(part).values() if inspect.isfunction(method)]
+            if inspect.ismodule(value):
+                _add_module(value, modules)
+            elif (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ != f.__module__:
+                _add_module(sys.modules.get(value.__module__), modules)
+            elif inspect.isfunction(value):
+                functions += [value] if value not in functions else []
+            elif inspect.isclass(value):
+                classes += [value] if value not in classes else []
+                functions += [m for m in vars(value).values() if inspect.isfunction(m) and m not in functions]
+            elif value is not None and _plain(value) is None:  # an array, an instance, a dict of functions, ...
+                _add_module(sys.modules.get(f.__module__), modules)
+                _add_module(sys.modules.get(type(value).__module__), modules)
     return functions, classes, modules
 
 

@@ -24,10 +24,15 @@ class Field(NamedTuple):
 
 def as_field(name: str, value: Any) -> np.ndarray:
     """A value as int64 or float32, of the same shape. Raises UserError for what is no number, or not finite."""
+    if hasattr(value, "detach"):  # a tensor; numpy knows no bfloat16
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value
     try:
         array = np.asarray(value)
     except ValueError:  # lists of several lengths
         array = np.asarray(None)
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+        raise UserError(f"the field {name} is {_shown(value)}; expected whole numbers that fit in int64")
     if array.dtype.kind in "bui":
         return array.astype(np.int64)
     if array.dtype.kind != "f":
@@ -77,7 +82,8 @@ def require_fields(found: dict[str, Field], expected: dict[str, Field], where: s
         return
     name = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))
     has, had = (f"{fields[name]}" if name in fields else "none" for fields in (found, expected))
-    raise UserError(f"{where}: the field {name}: {has}; expected {had}, as in {first}: sequences have the same fields")
+    same = "sequences have the same fields (float(...) makes floats of whole numbers)"
+    raise UserError(f"{where}: the field {name}: {has}; expected {had}, as in {first}: {same}")
 
 
 def _shown(value: Any) -> str:

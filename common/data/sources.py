@@ -248,8 +248,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
     if files == []:
         found = ", ".join(file.name for file in _data_files(Path(source.path).expanduser())) or "no data file"
         raise UserError(
-            f"--dataset_name {source.path}: no file for split {source.split} (looked for {source.split}.jsonl, ...; "
-            f"found {found})"
+            f"{source.path}: no file for split {source.split} (looked for {source.split}.jsonl, ...; found {found})"
         )
     renames, most = _renames(source.columns), math.inf if source.max_samples is None else source.max_samples
     chosen = source.fraction < 1.0 or source.part != "all"
@@ -321,7 +320,7 @@ def _files(source: Source) -> list[Path] | None:
         others = any(file.name.startswith(("validation", "test", "dev")) for file in files)
         return files if not named and source.split == "train" and not others else named
     if kind(path) in SUFFIXES or source.path.startswith((".", "/", "~")):
-        raise UserError(f"--dataset_name {source.path}: there is no such file")
+        raise UserError(f"{source.path}: there is no such file")
     return None
 
 

@@ -129,8 +129,12 @@ class FlatModel(nn.Module):
             hidden=states if hidden else None,
             mapped=mapped,
             router_logits=routers,
-            extra={name: self.extra[name](states) for name in extra} if extra else None,
+            extra={name: self._call_extra(name, states) for name in extra} if extra else None,
         )
+
+    def _call_extra(self, name: str, states: Tensor) -> Tensor:
+        first = next((p for p in self.extra[name].parameters() if p.is_floating_point()), states)
+        return self.extra[name](states.to(first.dtype))
 
     def hidden(self, batch: Batch) -> Tensor:
         """What the LM head reads, (T, D)."""

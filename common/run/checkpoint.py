@@ -111,6 +111,8 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         write_model(temporary)
+        if best and (best / EXTRA).exists():  # where the adapter of `best` was merged, beside it
+            shutil.copy(best / EXTRA, temporary)
         files = list(temporary.iterdir())
         for file in files:
             flush(file)
@@ -226,7 +228,7 @@ def _model_writer(
         lm.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
         if extra:
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in extra.items()}, folder / EXTRA)
+            save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in extra.items()}, folder / EXTRA)
 
     return write
 

@@ -17,6 +17,7 @@ from common.args import CommonArgs
 from common.errors import UserError, say
 from common.memory import memory, relieve
 from common.model.flat_model import peak_flops
+from common.processes import gather_lists
 from common.run.output_dir import LINES, replace_text
 
 import torch
@@ -24,6 +25,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+RESERVED = ("step", "not_finite")
+NOT_DRAWN = ("step", "num_tokens", "memory_gib", "peak_memory_gib", "epoch")
 SPIKE = 6.0  # standard deviations of the last losses above their mean
 TRACKERS = {
     "tensorboard": "tensorboard",
@@ -84,28 +87,32 @@ class Metrics:
     def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
         """Add to the window that is under way: each metric is the mean of its values, by these weights.
 
-        weights: of the shape of the values, for instance the mask of the tokens that count; or one number for one value.
+        weights: of the shape of the values, for instance the mask of the tokens that count; or one number for all of them.
         """
         for name, value in values.items():
             if value is None:
                 raise ValueError(f"metrics.add: {name} is None: ask the model for it, as in model(batch, entropy=True)")
             if isinstance(value, Tensor):
-                self._add(name, (value.detach() * weights).sum(), torch.as_tensor(weights).sum())
+                by = torch.as_tensor(weights, device=value.device)
+                by = by if by.dim() else by.expand(value.shape)
+                self._add(name, (value.detach() * by).sum(), by.sum())
             else:
-                self._add(name, value * weights, weights)
+                total = weights.sum() if isinstance(weights, Tensor) else weights
+                self._add(name, value * total, total)
 
-    def add_sum(self, **values: Tensor) -> None:
+    def add_sum(self, **values: float | Tensor) -> None:
         """Add values () that are this micro-batch's part of the window's value, such as a loss that is already divided by
         what the window holds: the metric is their sum over the micro-batches and processes."""
         micro_batches = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         for name, value in values.items():
-            self._add(name, value.detach(), 1.0 / micro_batches)
+            self._add(name, torch.as_tensor(value).detach(), 1.0 / micro_batches)
 
     def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
+        if name in RESERVED:
+            raise ValueError(f"metrics.add: {name} is a name of the lines of metrics.jsonl: call it otherwise")
         device = self.accelerator.device
-        dtype = torch.float64 if device.type != "mps" else torch.float32
         if name not in self.window:
-            self.window[name] = [torch.zeros((), dtype=dtype, device=device) for _ in range(2)]
+            self.window[name] = [torch.zeros((), dtype=_sum_dtype(device), device=device) for _ in range(2)]
         self.window[name][0] += total
         self.window[name][1] += weight
 
@@ -124,10 +131,12 @@ class Metrics:
 
     def reduce(self) -> dict[str, list[float]]:
         """{name: [sum, weight]} over all processes, the carry included; starts the sums anew."""
-        names = sorted(self.sums)
+        names = sorted(set(gather_lists(self.accelerator, list(self.sums))))  # a process may have met what others have not
         reduced = dict(self.carry)
         if names:
-            table = torch.stack([torch.stack(self.sums[name]) for name in names])
+            device = self.accelerator.device
+            none = [torch.zeros((), dtype=_sum_dtype(device), device=device)] * 2
+            table = torch.stack([torch.stack(self.sums.get(name, none)) for name in names])
             table = self.accelerator.reduce(table, "sum").tolist()
             for name, (total, weight) in zip(names, table, strict=True):
                 before = self.carry.get(name, [0.0, 0.0])
@@ -275,6 +284,10 @@ class Metrics:
         self.append("metrics.jsonl", [{"step": step, **values}])
         if self.accelerator.log_with:
             self.accelerator.log(values, step=step)
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float64 if device.type != "mps" else torch.float32
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

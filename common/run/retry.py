@@ -51,7 +51,9 @@ class Retry:
         # are neither split nor begun again.
         engine = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.tokens = math.inf if engine else tokens_at_once(accelerator, accelerator.unwrap_model(model))
-        self._sums = args.auto_micro_batch and accelerator.num_processes > 1
+        # Nor is it used beside modules of the script's own, which a window may leave out: it would wait for their gradients.
+        own = len(accelerator.unwrap_model(model).extra) > 0 and accelerator.distributed_type not in SHARDED
+        self._sums = (args.auto_micro_batch or own) and accelerator.num_processes > 1
         self._recovers = not engine and (args.auto_micro_batch or accelerator.num_processes == 1)
         if self._sums:
             KEPT.append(model)

@@ -14,6 +14,7 @@ import inspect
 import math
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -41,31 +42,39 @@ class Reward(NamedTuple):
     timeout: float = 0.0  # seconds for a call; 0: any
 
 
-def load_rewards(specs: list[str] | None, device: torch.device, timeout: float = 0.0) -> list[Reward]:
-    """Reward functions by name. timeout: seconds that a call may take; 0: any.
+def load_rewards(
+    specs: list[str] | None, device: torch.device, timeout: float = 0.0, flag: str = "--reward_funcs"
+) -> list[Reward]:
+    """Reward functions by name. timeout: seconds that a call may take; 0: any. flag: that named them, for the user.
 
     exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or
     Hub name of an AutoModelForSequenceClassification with one label). Raises UserError for what cannot be loaded.
     """
     rewards = []
     for spec in specs or []:
-        kind, _, argument = spec.partition(":")
-        if kind == "exact_number":
-            rewards.append(Reward("exact_number", functools.partial(exact_number, mark=argument)))
-        elif kind == "regex":
-            rewards.append(Reward("regex", regex(argument)))
-        elif kind == "length":
-            rewards.append(Reward("length", length(argument)))
-        elif ".py:" in spec or spec.endswith(".py"):
-            rewards.append(_from_file(spec))
-        elif near := difflib.get_close_matches(kind, () if Path(spec).exists() else READY_MADE, n=1):
-            raise UserError(f"--reward_funcs {spec}: did you mean {near[0]}?")
-        else:
-            rewards.append(_from_model(spec, device))
+        try:
+            rewards.append(_load(spec, device))
+        except UserError as error:
+            raise UserError(f"{flag} {spec}: {error}") from None
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
-        raise UserError(f"--reward_funcs: two functions have the same name: {', '.join(names)}")
+        raise UserError(f"{flag}: two functions have the same name: {', '.join(names)}")
     return [reward._replace(timeout=timeout) for reward in rewards]
+
+
+def _load(spec: str, device: torch.device) -> Reward:
+    kind, _, argument = spec.partition(":")
+    if kind == "exact_number":
+        return Reward("exact_number", functools.partial(exact_number, mark=argument))
+    if kind == "regex":
+        return Reward("regex", regex(argument))
+    if kind == "length":
+        return Reward("length", length(argument))
+    if ".py:" in spec or spec.endswith(".py"):
+        return _from_file(spec)
+    if near := difflib.get_close_matches(kind, () if Path(spec).exists() else READY_MADE, n=1):
+        raise UserError(f"did you mean {near[0]}?")
+    return _from_model(spec, device)
 
 
 # --- ready-made -----------------------------------------------------------------------------------------------------
@@ -93,7 +102,7 @@ def regex(pattern: str) -> Callable[..., list[float]]:
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise UserError(f"--reward_funcs regex:{pattern}: {error}") from None
+        raise UserError(f"{error}") from None
 
     def regex(prompts: list, completions: list[Completion], **columns: Any) -> list[float]:
         return [float(compiled.search(text_of(completion)) is not None) for completion in completions]
@@ -104,7 +113,7 @@ def regex(pattern: str) -> Callable[..., list[float]]:
 def length(limit: str) -> Callable[..., list[float]]:
     """0 up to the limit, then falling by 1 for each further `limit` tokens."""
     if not limit.isdigit() or int(limit) == 0:
-        raise UserError(f"--reward_funcs length:{limit}: expected a number of tokens, for instance length:200")
+        raise UserError("expected a number of tokens, for instance length:200")
     N = int(limit)
 
     def length(prompts: list, completions: list[Completion], completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -139,7 +148,7 @@ def text_of(completion: Completion) -> str:
 def _from_file(spec: str) -> Reward:
     path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
     if not Path(path).is_file():
-        raise UserError(f"--reward_funcs {spec}: there is no file {path}")
+        raise UserError(f"there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(f"plainloop_reward_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # where dataclasses and pickle look for the module of a class
@@ -147,12 +156,12 @@ def _from_file(spec: str) -> Reward:
         module_spec.loader.exec_module(module)
     except BaseException as error:  # whatever the user's file raises while it is imported
         raised = f"{type(error).__name__}: {error} ({_line_of(error)})"
-        raise UserError(f"--reward_funcs {spec}: importing it failed: {raised}") from None
+        raise UserError(f"importing it failed: {raised}") from None
     if not name:
         found = [f"{path}:{f}" for f, value in vars(module).items() if inspect.isfunction(value) and not f.startswith("_")]
-        raise UserError(f"--reward_funcs {spec}: name the function: {' or '.join(found) or 'it has none'}")
+        raise UserError(f"name the function: {' or '.join(found) or 'it has none'}")
     if not callable(getattr(module, name, None)):
-        raise UserError(f"--reward_funcs {spec}: {path} has no function {name}")
+        raise UserError(f"{path} has no function {name}")
     return Reward(name, getattr(module, name))
 
 
@@ -169,7 +178,7 @@ def _from_model(name: str, device: torch.device) -> Reward:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         known = "exact_number, regex:PATTERN, length:N, file.py:function, or the name of a reward model"
-        raise UserError(f"--reward_funcs {name}: neither a known function nor a reward model ({known}): {reason}") from None
+        raise UserError(f"neither a known function nor a reward model ({known}): {reason}") from None
 
     @torch.no_grad()
     def reward_model(prompts: list, completions: list[Completion], **columns: Any) -> list[float]:
@@ -261,7 +270,8 @@ def _score(
 def _line_of(error: BaseException) -> str:
     """Where it was raised: the last line that is not of a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
+    libraries = ("site-packages", sysconfig.get_path("stdlib"), __file__)
+    own = [frame for frame in frames if not any(place in frame.filename for place in libraries)]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
 

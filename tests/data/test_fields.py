@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from common.args import CommonArgs
 from common.data import BadRow, chunk, drop_turns, load_data, pack, truncate, whole
 from common.data.encoding import CHUNK
+from common.data.fields import as_field
 from common.errors import UserError
 
 import numpy as np
@@ -322,3 +323,13 @@ def test_the_sequences_of_an_example_have_the_same_fields(tmp_path, tokenizer):
 def test_pairs_are_not_cut_into_chunks(tmp_path, tokenizer):
     with pytest.raises(UserError, match="a.jsonl: examples of 2 sequences are not cut into chunks"):
         chunk(load(tmp_path, tokenizer, rows_of(3), encode=pairs), 4)
+
+
+def test_tensors_of_any_kind_are_numbers_too():
+    import torch
+
+    assert as_field("f", torch.tensor([0.5, 1.0], dtype=torch.bfloat16)).tolist() == [0.5, 1.0]
+    assert as_field("f", torch.ones(2, requires_grad=True) * 2).tolist() == [2.0, 2.0]
+    assert as_field("f", torch.tensor(3)).dtype == np.int64
+    with pytest.raises(UserError, match="expected whole numbers that fit in int64"):
+        as_field("f", np.array([2**63 + 5], np.uint64))

@@ -596,7 +596,7 @@ MARKUP = st.sampled_from(
     "<|im_end|> <|im_start|>assistant\n <|endoftext|> </think> [/INST] {{x}} User: <|bos|> <|end|> <|eot_id|>".split(" ")
 )
 CONTENT = st.lists(st.one_of(WORDS, MARKUP), max_size=4).map("".join)
-READABLE = CONTENT.filter(lambda text: not {"\ufdd0", "\ufdd1"} & set(text))  # those are refused
+READABLE = CONTENT.filter(lambda text: not {"\ufdd0", "\ufdd1"} & set(text))  # of placeholders
 
 
 @settings(max_examples=150, deadline=None)
@@ -608,7 +608,7 @@ def test_any_chat_gives_back_its_answers_or_is_refused(turns, name):
     try:
         sequence = tokenize_messages(chat, tokenizer)
     except BadRow as reason:
-        assert any(mark in "".join(map(str, turns)) for mark in ("think>", "\\ufdd")), reason  # nothing else is refused
+        assert "think>" in "".join(map(str, turns)), reason  # nothing else is refused
         return
     found = trained(sequence, tokenizer)
     if template == THINKS_ALWAYS and "</think>" in "".join(answer for _, answer in turns):

@@ -7,14 +7,8 @@ import common.model.lm_head
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.model.flat_model import disable_dropout
-from common.model.lm_head import (
-    BLOCK_ELEMENTS,
-    HEAD_CHUNK_ELEMENTS,
-    HEAD_CHUNK_ROWS,
-    head_bytes,
-    log_probs,
-    weighted_nll,
-)
+from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
+from common.model.lm_head import head_bytes, log_probs, weighted_nll
 from common.model.lora import add_lora
 from common.model.wrap import wrap
 from tests.model.test_model import CONFIGS, GROUPED, LENGTHS, PADDED, alone_in_float64, examples, make
@@ -394,6 +388,6 @@ def test_a_frozen_head_gets_no_gradient_and_nothing_is_computed_twice(chunks, mo
     toy = Toy(frozen=True)
     hidden, tokens, w, _ = positions(toy, N=64)
     loss = -(log_probs(toy, hidden, tokens)[0] * w).sum()
-    monkeypatch.setattr(common.model.lm_head, "_softmax_", None)  # no logits in the backward pass
+    monkeypatch.setattr(common.model.fused_head, "_softmax_", None)  # no logits in the backward pass
     loss.backward()
     assert hidden.grad.abs().sum() > 0 and toy.lm_head.weight.grad is None

@@ -8,7 +8,7 @@ from common.collators import flat_batch
 from common.errors import UserError
 from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import FlatModel, disable_dropout
-from common.model.lm_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
+from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.load import enable_gradient_checkpointing, load_pretrained
 from common.model.lora import add_lora
 from common.model.reference import Reference

@@ -4,7 +4,7 @@ from common.collators import flat_batch
 from common.errors import UserError
 from common.model import FlatModel, Output
 from common.model.flat_model import base_lm
-from common.model.lm_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
+from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
 from tests.model.test_lm_head import COHERE
@@ -280,3 +280,32 @@ def test_an_extra_module_that_is_not_there_is_one_line_with_those_that_are():
     model.extra["reward"] = nn.Linear(32, 1)
     with pytest.raises(UserError, match="it has: reward"):
         model(batch, extra=("value",))
+
+
+@pytest.mark.parametrize("rows", [16, 10**6], ids=["chunks", "one chunk"])
+def test_what_map_logits_draws_is_drawn_again_in_the_backward_pass(rows, monkeypatch):
+    """A parameter t times noise: the sum and its derivative at t = 1 are the same number."""
+    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", rows)
+    model, batch = wrap(make(CONFIGS["llama"])), flat_batch(examples(), CPU)
+    t = torch.ones((), requires_grad=True)
+    out = model(batch, map_logits=lambda logits, rows: (t * logits * torch.rand_like(logits)).sum(-1))
+    total = out.mapped.sum()
+    assert torch.autograd.grad(total, t)[0].item() == pytest.approx(total.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("rows", [16, 10**6], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize(
+    "function", [lambda x, r: (x, x), lambda x, r: x.sum(), lambda x, r: x.sum(-1)[None], lambda x, r: None]
+)
+def test_what_map_logits_may_give_is_said_for_any_number_of_chunks(function, rows, monkeypatch):
+    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", rows)
+    with pytest.raises(ValueError, match=r"map_logits gave .* expected a tensor \(\d+, ...\)"):
+        wrap(make(CONFIGS["llama"]))(flat_batch(examples(), CPU), map_logits=function)
+
+
+def test_a_module_of_the_scripts_own_gets_hidden_states_in_its_own_precision():
+    model, batch = wrap(make(CONFIGS["llama"]).to(torch.bfloat16)), flat_batch(examples(), CPU)
+    model.extra["value"] = nn.Linear(32, 1)
+    assert model(batch, extra=["value"]).extra["value"].dtype == torch.float32

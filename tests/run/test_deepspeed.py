@@ -26,7 +26,7 @@ LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
 from common.command_line import launch
-import common.model.lm_head, common.run.launch, deepspeed, yaml
+import common.model.fused_head, common.run.launch, deepspeed, yaml
 from accelerate.state import PartialState
 stage, zero, precision = sys.argv[1:4]
 config = yaml.safe_load(open(f"accelerate_configs/deepspeed_zero{zero}.yaml"))["deepspeed_config"]
@@ -42,7 +42,7 @@ def accelerator(cpu, **words):
     made.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return made
 common.run.launch.Accelerator = accelerator
-common.model.lm_head.HEAD_CHUNK_ELEMENTS["cpu"] = common.model.lm_head.HEAD_CHUNK_ROWS["cpu"] = 1
+common.model.fused_head.HEAD_CHUNK_ELEMENTS["cpu"] = common.model.fused_head.HEAD_CHUNK_ROWS["cpu"] = 1
 script = importlib.import_module(f"train_{stage}")
 sys.argv[1:] = sys.argv[4:]
 launch(script.main, script.Args, f"data/configs/{stage}.yaml")

@@ -27,7 +27,7 @@ LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
 from common.command_line import launch
-import common.model.lm_head, yaml
+import common.model.fused_head, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 config = yaml.safe_load(open("accelerate_configs/fsdp2.yaml"))
@@ -36,7 +36,7 @@ os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": sys.
 os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(sys.argv[1] == "dpo")  # either way; with it Accelerate unties weights
 PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-common.model.lm_head.HEAD_CHUNK_ELEMENTS["cpu"], common.model.lm_head.HEAD_CHUNK_ROWS["cpu"] = 1, 64
+common.model.fused_head.HEAD_CHUNK_ELEMENTS["cpu"], common.model.fused_head.HEAD_CHUNK_ROWS["cpu"] = 1, 64
 stage = sys.argv[1]
 script = importlib.import_module(f"train_{stage}")
 sys.argv[1:] = sys.argv[3:]

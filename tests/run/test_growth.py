@@ -3,7 +3,7 @@
 from common.collators import flat_batch
 from common.data.types import whole
 from common.losses import nll
-from common.model.lm_head import chunk_rows
+from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap
 from common.run.estimate import _Live, nbytes
 from common.sampling.generate import FlatDecoder, generating, sample
@@ -55,8 +55,8 @@ def slope(model, one, other, **options):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks of the head that every row here has several of."""
-    monkeypatch.setattr("common.model.lm_head.HEAD_CHUNK_ELEMENTS", {"cpu": 2**14, "cuda": 2**14})
-    monkeypatch.setattr("common.model.lm_head.HEAD_CHUNK_ROWS", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr("common.model.fused_head.HEAD_CHUNK_ELEMENTS", {"cpu": 2**14, "cuda": 2**14})
+    monkeypatch.setattr("common.model.fused_head.HEAD_CHUNK_ROWS", {"cpu": 64, "cuda": 64})
 
 
 @pytest.mark.parametrize("objective", ["known weights", "log-probabilities"])

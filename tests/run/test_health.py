@@ -102,10 +102,17 @@ def test_what_the_device_has_left_out_is_asked_for_a_step_later(launch, monkeypa
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
-def test_weights_that_are_lost_end_the_run(stage, launch):
-    words = [*STAGES[stage], "--max_steps", "9", "--learning_rate", "1e30", "--warmup_steps", "0", "--max_grad_norm", "0"]
+def test_weights_that_are_lost_end_the_run_and_are_not_saved(stage, launch, tmp_path):
+    words = [*STAGES[stage], "--learning_rate", "1e30", "--warmup_steps", "0", "--max_grad_norm", "0"]
+    words += ["--max_bad_steps", "2", "--max_train_samples", "40"]
+    exploded = r"step {}: the weights have exploded, their norm is .* no checkpoint had been written yet"
+    with pytest.raises(UserError, match=exploded.format(1)):  # before the first save
+        launch(stage, *words, "--max_steps", "9")
     with pytest.raises(UserError, match=r"step \d+: loss .* the step was not taken, 2 in a row .*checkpoint"):
-        launch(stage, *words, "--max_bad_steps", "2", "--max_train_samples", "40")
+        launch(stage, *words, "--max_steps", "9", "--save_steps", "0", "--overwrite_output_dir")
+    with pytest.raises(UserError, match=exploded.format(2)):  # before the export
+        launch(stage, *words, "--max_steps", "2", "--save_steps", "0", "--overwrite_output_dir")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -143,3 +143,28 @@ def test_three_rows_on_two_processes_are_trained_as_on_one(two, launch, tmp_path
     assert_same(losses(one), losses(both), tolerance=1e-6)
     evaluations = [[row["eval_loss"] for row in read_metrics(output) if "eval_loss" in row] for output in (one, both)]
     assert len(evaluations[0]) == 4 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
+
+
+NAMES = """
+from common.run.metrics import Metrics
+old = Metrics.add
+def named(self, weights=1.0, **values):
+    if "loss" in values:
+        values["only_%d" % RANK] = values["loss"]
+        values["aa" if RANK == 0 else "zz"] = values["loss"] * 0 + 7.0
+    old(self, weights, **values)
+Metrics.add = named
+"""
+
+
+def test_metrics_that_one_process_alone_has_are_means_over_that_one(two, launch):
+    """And the others keep their names, and none waits for ever."""
+    words = [*SFT, "--max_steps", "2", "--per_device_train_batch_size", "2"]
+    run, output, _ = two("sft", words, NAMES)
+    assert run.returncode == 0, run.stderr[-4000:]
+    rows = train_metrics(output)
+    alone = train_metrics(launch("sft", *words, "--per_device_train_batch_size", "4", output="alone"))
+    for row, wanted in zip(rows, alone, strict=True):
+        assert row["aa"] == row["zz"] == 7.0
+        assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+        assert min(row["only_0"], row["only_1"]) < row["loss"] < max(row["only_0"], row["only_1"])

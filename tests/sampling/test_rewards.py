@@ -1,6 +1,8 @@
 """Rewards: the ready-made ones, a user's own file, reward models, and what is said where one misbehaves."""
 
+import copy
 import math
+import re
 import textwrap
 
 from common.errors import UserError
@@ -414,3 +416,74 @@ def test_what_is_neither_function_nor_model_is_told_in_one_line_with_what_there_
     with pytest.raises(UserError) as error:
         load_rewards([str(tmp_path / "empty")], CPU)
     one_line(error, "empty", "exact_number", "regex:PATTERN", "length:N", "file.py:function")
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        ("import sys; sys.exit(3)", "raised SystemExit: 3 ("),
+        ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+        ("raise GeneratorExit('x')", "raised GeneratorExit: x"),
+        ("return [1e308, 1.0]", "returned 1e+308 for the prompt"),
+        ("return [-1e300, 1.0]", "at most 1e+15 in size"),
+        ("return 'ab'", "returned str"),
+        ("return {1.0, 2.0}", "returned set"),
+    ],
+)
+def test_what_is_no_exception_and_no_number_is_one_line_too(tmp_path, body, says):
+    spec = user_file(tmp_path, f"def mine(prompts, completions, **columns):\n    {body}", "mine")
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        run(spec, ["a", "b"], "q")
+    one_line(error, "mine")
+
+
+def test_an_exception_names_the_line_of_the_users_file_also_from_within_a_library(tmp_path):
+    spec = user_file(
+        tmp_path, "import json\n\ndef mine(prompts, completions, **columns):\n    return json.loads('{')\n", "mine"
+    )
+    with pytest.raises(UserError, match=re.escape(spec.split(":")[0]) + ":4") as error:
+        run(spec, ["a"], "q")
+    one_line(error, "JSONDecodeError")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import numpy as np\n    return np.array([1.0, 2.0], np.float32)",
+        "import numpy as np\n    return [np.float32(1), np.int64(2)]",
+        "import torch\n    return torch.tensor([1.0, 2.0])",
+        "import torch\n    return [torch.tensor(1.0), torch.tensor(2)]",
+        "return (1.0, 2)",
+        "yield 1.0\n    yield 2.0",
+    ],
+)
+def test_numbers_of_numpy_and_torch_and_generators_are_numbers(tmp_path, body):
+    spec = user_file(tmp_path, f"def mine(prompts, completions, **columns):\n    {body}", "mine")
+    assert run(spec, ["a", "b"], "q") == [1.0, 2.0]
+
+
+def test_what_a_function_does_to_what_it_gets_and_to_torch_stays_with_it(tmp_path):
+    code = "import torch\n\ndef mine(prompts, completions, completion_ids, **columns):\n"
+    code += "    for given in (prompts, completions, completion_ids, *columns.values()):\n        given.clear()\n"
+    code += "    torch.set_default_dtype(torch.float64)\n    torch.set_grad_enabled(False)\n    return [1.0]\n"
+    rows, ids = [{"prompt": list(CHAT), "answer": ["x"]}], [[1, 2]]
+    before = copy.deepcopy((rows, ids))
+    assert score(load_rewards([user_file(tmp_path, code, "mine")], CPU), rows, ["a"], ids) == [[1.0]]
+    assert (rows, ids) == before and torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+
+
+def test_a_function_that_catches_everything_is_ended_all_the_same(tmp_path):
+    code = "import time\n\ndef mine(prompts, completions, **columns):\n    for _ in range(2):\n"
+    code += "        try:\n            time.sleep(60)\n        except BaseException:\n            pass\n    time.sleep(60)\n"
+    rewards = load_rewards([user_file(tmp_path, code, "mine")], CPU, timeout=0.2)
+    with pytest.raises(UserError, match="took more than 0.2 s"):
+        score(rewards, [{"prompt": "q"}], ["a"], [[1]])
+
+
+def test_a_misspelled_function_and_a_file_without_one_are_answered_by_name(tmp_path):
+    with pytest.raises(UserError, match="--reward_funcs exact_nmber: did you mean exact_number?"):
+        load_rewards(["exact_nmber"], CPU)
+    spec = user_file(tmp_path, "def mine(**columns):\n    return []\n\ndef other(**columns):\n    return []\n", "mine")
+    path = spec.rpartition(":")[0]
+    with pytest.raises(UserError, match=f"name the function: {re.escape(path)}:mine or {re.escape(path)}:other"):
+        load_rewards([path], CPU)

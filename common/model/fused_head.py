@@ -1,0 +1,265 @@
+"""The arithmetic of the LM head: log-probabilities, and the gradient of a sum of them, by chunks of logits (lm_head.py).
+
+A row of the gradient with respect to the logits is `w · (p - onehot)`: `w` and the sum under `p` go into the (n, D) factors
+of the matrix products, and the chunk of logits is overwritten by `exp(logits - largest)`, minus the sum at the token.
+
+Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Logits at a time, and the least rows of them: matrix products with fewer are slow.
+HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+HEAD_CHUNK_ROWS = {"cpu": 256, "cuda": 256}
+# Elementwise operations take so many at a time, and that much memory besides. They fit a CPU's cache.
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+
+
+class LogitTransform(NamedTuple):
+    """What a model makes of its head's output x: `cap · tanh(scale · x / cap)`, or, without a cap, `scale · x`."""
+
+    scale: float
+    cap: float | None
+
+
+def chunk_rows(device: torch.device, V: int) -> int:
+    """The positions whose logits exist at once."""
+    return max(of_device(HEAD_CHUNK_ROWS, device), of_device(HEAD_CHUNK_ELEMENTS, device) // V)
+
+
+def of_device(table: dict[str, int], device: torch.device) -> int:
+    return table.get(device.type, table["cpu"])
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """What matrix products are made in: autocast's dtype under autocast."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+# --- a chunk --------------------------------------------------------------------------------------------------------
+
+
+class _Chunks:
+    """The matrix products of the head, for one chunk of logits after another."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype):
+        self.dtype = dtype
+        self.exact = torch.promote_types(dtype, torch.float32)  # of the softmax, of sums, and of what is returned
+        self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        self.product = None
+
+    def logits(self, hidden: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """For each chunk: which rows, their hidden states (n, D), and their logits (n, V), which the next overwrites."""
+        rows = max(1, min(rows, len(hidden)))
+        exact = hidden.new_empty(rows, self.weight.shape[0], dtype=self.exact)
+        self.product = exact if self.dtype == self.exact else torch.empty_like(exact, dtype=self.dtype)
+        for start in range(0, len(hidden), rows):
+            chunk = slice(start, start + rows)
+            h = hidden[chunk].to(self.dtype)
+            out = self.product[: len(h)]
+            if self.bias is None:
+                torch.mm(h, self.weight.t(), out=out)
+            else:
+                torch.addmm(self.bias, h, self.weight.t(), out=out)
+            yield chunk, h, out if self.dtype == self.exact else exact[: len(h)].copy_(out)
+
+    def rounded(self, gradient: Tensor) -> Tensor:
+        """The gradient of the last logits in the dtype of the matrix products, in the memory of their own product."""
+        return gradient if self.dtype == self.exact else self.product[: len(gradient)].copy_(gradient)
+
+    def backward(
+        self,
+        h: Tensor,
+        gradient: Tensor,
+        factor: Tensor,
+        d_hidden: Tensor | None,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+    ) -> None:
+        """`factor[:, None] * gradient`, (n, V), through the matrix product: d_hidden (n, D) is set, the others added to."""
+        if d_hidden is not None:
+            torch.mul(torch.mm(gradient, self.weight), factor[:, None], out=d_hidden)
+        if d_weight is not None:
+            scaled = (h * factor[:, None]).to(self.dtype)
+            if self.dtype == self.exact:
+                d_weight.addmm_(gradient.t(), scaled)
+            else:
+                size = max(1, of_device(BLOCK_ELEMENTS, h.device) // h.shape[1])
+                for part, columns in zip(d_weight.split(size), gradient.split(size, dim=1), strict=True):
+                    part.add_(torch.mm(columns.t(), scaled))  # chunks are summed in float32
+        if d_bias is not None:
+            d_bias.add_(factor.to(self.dtype) @ gradient)
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Rows of so few logits that they stay in a CPU's cache from the first pass of the softmax to the last."""
+    size = max(1, of_device(BLOCK_ELEMENTS, logits.device) // logits.shape[1])
+    return [slice(start, start + size) for start in range(0, len(logits), size)]
+
+
+def _softmax_(
+    logits: Tensor, tokens: Tensor, transform: LogitTransform, *, stats: bool, gradient: bool, normalize: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The scores of tokens (n,) from a chunk of logits (n, V) as the matrix product gave it. Overwrites the logits.
+
+    Returns logps, entropy and correct (3, n), the last two zeros without stats, and factor (n,): with gradient, the
+    derivative of logps by the logits is `factor[:, None] * logits` then; with normalize, no logit is above 1 then.
+    """
+    scores, factor = logits.new_zeros(3, len(logits)), logits.new_empty(len(logits))
+    for rows in _blocks(logits):
+        block, index = logits[rows], tokens[rows, None]
+        derivative = _apply_(transform, block, gradient)
+        block.sub_(block.amax(-1, keepdim=True))
+        chosen = block.gather(-1, index)
+        exponentials = block.exp() if stats else block.exp_()
+        total = exponentials.sum(-1, keepdim=True)
+        log_total = total.log()
+        scores[0, rows] = (chosen - log_total)[:, 0]
+        if stats:
+            scores[1, rows] = (log_total - block.mul_(exponentials).sum(-1, keepdim=True) / total)[:, 0]
+            scores[2, rows] = (chosen >= 0)[:, 0].to(scores.dtype)
+        if gradient:  # exp - total at the token, exp elsewhere
+            if stats:
+                block.copy_(exponentials)
+            if normalize:
+                block.div_(total)
+                total.fill_(1)
+            block.scatter_add_(-1, index, -total)
+            if derivative is not None:
+                block.mul_(derivative)
+            factor[rows] = (-transform.scale / total)[:, 0]
+    return scores, factor
+
+
+def _entropy_gradient_(
+    logits: Tensor, tokens: Tensor, transform: LogitTransform, d_logps: Tensor, d_entropy: Tensor
+) -> None:
+    """Overwrites logits (n, V) by the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the scale."""
+    for rows in _blocks(logits):
+        block, index, by_logp, by_entropy = logits[rows], tokens[rows, None], d_logps[rows, None], d_entropy[rows, None]
+        derivative = _apply_(transform, block, gradient=True)
+        block.sub_(block.logsumexp(-1, keepdim=True))
+        p = block.exp()
+        entropy = -(p * block).sum(-1, keepdim=True)
+        block.add_(entropy).mul_(by_entropy).add_(by_logp).mul_(p).neg_()  # -p · (d_logps + d_entropy · (log p + entropy))
+        block.scatter_add_(-1, index, by_logp)
+        if derivative is not None:
+            block.mul_(derivative)
+
+
+def _apply_(transform: LogitTransform, logits: Tensor, gradient: bool) -> Tensor | None:
+    """`_apply` in place; with gradient, returns the derivative of a capped transform, divided by the scale."""
+    if transform.cap is None:
+        if transform.scale != 1.0:
+            logits.mul_(transform.scale)
+        return None
+    logits.mul_(transform.scale / transform.cap).tanh_()
+    derivative = logits.square().neg_().add_(1) if gradient else None
+    logits.mul_(transform.cap)
+    return derivative
+
+
+# --- the gradients --------------------------------------------------------------------------------------------------
+
+
+class WeightedNLL(torch.autograd.Function):
+    """See `weighted_nll`. The gradients are complete but for the factor of the backward pass; the head's is float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, tokens, weights, transform, rows):
+        chunks = _Chunks(weight, bias, compute_dtype(weight))
+        scores = hidden.new_empty(3, len(hidden), dtype=chunks.exact)
+        d_hidden, d_weight, d_bias = ctx.gradients = _empty_gradients(ctx, hidden, weight, bias, chunks.exact)
+        ctx.dtype = weight.dtype
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk, h, logits in chunks.logits(hidden, rows):
+                scores[:, chunk], factor = _softmax_(logits, tokens[chunk], transform, stats=True, gradient=True)
+                d_h = None if d_hidden is None else d_hidden[chunk]
+                chunks.backward(h, chunks.rounded(logits), factor * -weights[chunk], d_h, d_weight, d_bias)
+        logps, entropy, correct = scores
+        ctx.mark_non_differentiable(logps, entropy, correct)
+        return -(weights * logps).sum(), logps, entropy, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss, *_):
+        if ctx.gradients is None:
+            raise RuntimeError("the loss of weighted_nll can be sent backward only once: its gradients are scaled in place")
+        d_hidden, d_weight, d_bias = (None if g is None else g.mul_(d_loss) for g in ctx.gradients)
+        ctx.gradients = None
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+class LogProbs(torch.autograd.Function):
+    """See `log_probs`. The backward pass brings one number for each token, a factor of its row in all gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, tokens, transform, rows, grad, stats, entropy_grad):
+        chunks = _Chunks(weight, bias, compute_dtype(weight))
+        ctx.dtype, ctx.transform, ctx.rows, ctx.entropy_grad = chunks.dtype, transform, rows, entropy_grad
+        ctx.d_hidden = ctx.one_chunk = None
+        trains_head = any(ctx.needs_input_grad[1:3])
+        at_once = grad and any(ctx.needs_input_grad) and not entropy_grad and (not trains_head or len(hidden) <= rows)
+        if at_once and not trains_head:
+            ctx.d_hidden = torch.empty_like(hidden)
+        scores = hidden.new_empty(3, len(hidden), dtype=chunks.exact)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk, h, logits in chunks.logits(hidden, rows):
+                scores[:, chunk], factor = _softmax_(
+                    logits, tokens[chunk], transform, stats=stats, gradient=at_once, normalize=chunks.dtype == torch.float16
+                )
+                if ctx.d_hidden is not None:
+                    chunks.backward(h, chunks.rounded(logits), factor, ctx.d_hidden[chunk], None, None)
+                elif at_once:
+                    ctx.one_chunk = chunks.rounded(logits), factor
+        if ctx.d_hidden is None:
+            ctx.save_for_backward(hidden, weight, bias, tokens)
+        logps, entropy, correct = scores
+        ctx.mark_non_differentiable(*((correct,) if entropy_grad else (entropy, correct)))
+        return logps, entropy, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logps, d_entropy, _):
+        if ctx.d_hidden is not None:
+            return (ctx.d_hidden * d_logps[:, None]).to(ctx.d_hidden.dtype), *[None] * 8
+        hidden, weight, bias, tokens = ctx.saved_tensors
+        chunks = _Chunks(weight, bias, ctx.dtype)
+        d_hidden, d_weight, d_bias = _empty_gradients(ctx, hidden, weight, bias, chunks.exact)
+
+        def pass_on(chunk: slice, h: Tensor, gradient: Tensor, factor: Tensor) -> None:
+            chunks.backward(h, gradient, factor, None if d_hidden is None else d_hidden[chunk], d_weight, d_bias)
+
+        with torch.autocast(hidden.device.type, enabled=False):
+            if ctx.one_chunk is not None:
+                gradient, factor = ctx.one_chunk
+                pass_on(slice(None), hidden.to(ctx.dtype), gradient, factor * d_logps)
+                return d_hidden, d_weight, d_bias, *[None] * 6
+            for chunk, h, logits in chunks.logits(hidden, ctx.rows):
+                if ctx.entropy_grad:
+                    _entropy_gradient_(logits, tokens[chunk], ctx.transform, d_logps[chunk], d_entropy[chunk])
+                    factor = torch.full_like(d_logps[chunk], ctx.transform.scale)
+                else:
+                    normalize = ctx.dtype == torch.float16
+                    _, factor = _softmax_(
+                        logits, tokens[chunk], ctx.transform, stats=False, gradient=True, normalize=normalize
+                    )
+                    factor = factor * d_logps[chunk]
+                pass_on(chunk, h, chunks.rounded(logits), factor)
+        return d_hidden, d_weight, d_bias, *[None] * 6
+
+
+def _empty_gradients(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple:
+    """Memory for the gradients of (hidden, weight, bias) that are asked for, the last two zeros of the dtype."""
+    wanted = ctx.needs_input_grad
+    return (
+        torch.empty_like(hidden) if wanted[0] else None,
+        torch.zeros_like(weight, dtype=dtype) if wanted[1] else None,
+        torch.zeros_like(bias, dtype=dtype) if wanted[2] else None,
+    )
