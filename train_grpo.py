@@ -78,8 +78,8 @@ class Args(CommonArgs):
 
     # Algorithm
     beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
-    epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, inf)")
-    epsilon_high: float | None = arg(None, help="above 1; unset: as epsilon (DAPO: 0.28)", within="[0, inf)")
+    epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
+    epsilon_high: float | None = arg(None, help="above 1; unset: as epsilon (DAPO: 0.28)", within="[0, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = arg("dapo", help="what a token weighs")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")

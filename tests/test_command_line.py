@@ -201,3 +201,39 @@ def test_the_flag_that_was_given_is_the_one_that_is_blamed(launch, tmp_path):
         launch("sft", *words, "--eval_reward_funcs", "exact_nmber")
     with pytest.raises(UserError, match="^/nowhere.jsonl: there is no such file"):
         launch("sft", *words, "--eval_prompts", "/nowhere.jsonl")
+
+
+FEW = {
+    "pretrain": "--max_train_samples 40 --max_length 32 --hidden_size 16 --num_layers 1 --num_heads 2 --vocab_size 300",
+    "sft": "--max_train_samples 12 --max_length 64",
+    "dpo": "--max_train_samples 12 --max_length 64 --precompute_ref_log_probs false",
+    "grpo": "--max_train_samples 12 --max_completion_length 4 --num_generations 2 --beta 0.01",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_is_in_its_range_trains_or_ends_in_one_line(script, launch, tmp_path):
+    """Each numeric flag at its strangest values, by itself: no traceback, and nothing exported that is no model."""
+    from transformers import AutoModelForCausalLM
+
+    stage, ran = script.removeprefix("train_"), 0
+    words = [*FEW[stage].split(), "--max_steps", "2", "--eval_steps", "1", "--max_eval_samples", "2", "--save_steps", "1"]
+    words += ["--eval_max_new_tokens", "4", "--logging_steps", "1", "--per_device_train_batch_size", "2"]
+    words += [] if stage == "pretrain" else ["--model_name_or_path", "data/base_model"]
+    for number, (name, _, _) in enumerate(numeric_flags(importlib.import_module(script).Args)):
+        for word in STRANGE:
+            try:
+                parse(script, f"--{name}={word}")
+            except UserError:
+                continue
+            output = f"{number}-{ran}"
+            try:
+                launch(stage, "--config", DEMO[script], *words, f"--{name}={word}", output=output)
+            except UserError as error:
+                assert "\n" not in str(error)
+            else:
+                lm = AutoModelForCausalLM.from_pretrained(tmp_path / output)
+                assert all(p.isfinite().all() for p in lm.parameters()), f"--{name}={word}"
+            ran += 1
+    assert ran > 60

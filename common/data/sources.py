@@ -204,6 +204,10 @@ def _any_format(columns: Row, wanted: str | None) -> str | None:
 
 def _recognised(source: Source, recognise: Recognise) -> Source:
     """The source with its format, which its first row tells, or the first one without null columns that decide."""
+    for new, old in _renames(source.columns):
+        rows = [row for row, _ in itertools.islice(read_rows(dataclasses.replace(source, columns=())), FIRST_ROWS)]
+        if rows and not any(old in row for row in rows):
+            raise UserError(f"--columns {new}={old}: {rows[0].where} has no column {old}; it has {', '.join(rows[0])}")
     reason = None
     for row, _ in itertools.islice(read_rows(source), FIRST_ROWS):
         try:
@@ -263,9 +267,8 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
             if chosen and not _is_chosen(source, row):
                 continue
             for new, old in renames:
-                if old not in row:
-                    raise UserError(f"--columns {new}={old}: {row.where} has no column {old}; it has {', '.join(row)}")
-                row[new] = row.pop(old)
+                if old in row:  # some rows may lack one, such as tools
+                    row[new] = row.pop(old)
             row.format = source.format
             given += 1
             yield row, [file, at, line, given]

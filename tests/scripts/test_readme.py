@@ -1,0 +1,158 @@
+"""The README's commands run as they stand, with small local copies of what they name; what an error advises works."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+
+from common.errors import UserError
+from tests.conftest import ROOT, read_metrics
+from tests.scripts.test_bad_input import write
+
+import pytest
+import yaml
+
+README = (ROOT / "README.md").read_text()
+SMALL = "--max_steps 2 --per_device_train_batch_size 2 --eval_max_new_tokens 4 --num_samples 1 --logging_steps 1".split()
+STAGE = {
+    "pretrain": "--hidden_size 32 --num_layers 1 --num_heads 2 --max_length 64".split(),
+    "sft": [],
+    "dpo": [],
+    "grpo": "--per_device_train_batch_size 8 --max_completion_length 8".split(),
+}
+TALK = "\n\nHuman: What is {0}+1?\n\nAssistant: It is {1}.\n\nHuman: Sure?\n\nAssistant: {2}"
+
+
+def documented():
+    """Every `accelerate launch train_X.py` of the README's blocks that names data of one's own: (stage, flags)."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", README, re.S):
+        for command in block.replace("\\\n", " ").splitlines():
+            if match := re.match(r"accelerate launch train_(\w+)\.py (.*--dataset_name .*)", command):
+                found.append((match[1], shlex.split(match[2])))
+    return found
+
+
+@pytest.fixture
+def local(tmp_path, monkeypatch):
+    """A folder in which the names that the README's commands use are local."""
+    for name in ("data", "accelerate_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "tinyshakespeare.txt").write_text("\n\n".join(f"Speak {i}, and be still. " * 4 for i in range(90)))
+    write(tmp_path / "alpaca.json", [])
+    rows = [{"instruction": f"Add 1 to {i}", "input": "", "output": f"It is {i + 1}."} for i in range(20)]
+    (tmp_path / "alpaca.json").write_text(json.dumps(rows))
+    for name in ("Anthropic/hh-rlhf", "openai/gsm8k", "Qwen", "outputs"):
+        (tmp_path / name).mkdir(parents=True)
+    pairs = [{"chosen": TALK.format(i, i + 1, "Yes."), "rejected": TALK.format(i, i + 1, "No idea.")} for i in range(20)]
+    for split in ("train", "test"):
+        write(tmp_path / "Anthropic" / "hh-rlhf" / f"{split}.jsonl", pairs)
+        sums = [{"question": f"What is {i}+1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>\n#### {i + 1}"} for i in range(20)]
+        write(tmp_path / "openai" / "gsm8k" / f"{split}.jsonl", sums)
+    for name in ("gpt2", "Qwen/Qwen3-0.6B-Base", "outputs/sft"):
+        shutil.copytree(ROOT / "data" / "base_model", tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_commands_are_found():
+    assert [stage for stage, _ in documented()] == ["pretrain", "sft", "dpo", "grpo"]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_documented_command_runs(number, launch, local):
+    stage, words = documented()[number]
+    output = launch(stage, *words, *SMALL, *STAGE[stage])
+    rows = read_metrics(output)
+    assert {row["step"] for row in rows if "loss" in row} == {1, 2}
+    assert (output / "model.safetensors").exists() and (output / "summary.json").exists()
+
+
+def test_every_file_and_flag_that_the_readme_names_exists():
+    flags = {name for stage in STAGE for name in yaml.safe_load((ROOT / f"data/configs/{stage}.yaml").read_text())}
+    for stage in STAGE:
+        module = __import__(f"train_{stage}")
+        flags |= set(module.Args.__dataclass_fields__)
+    others = {"config", "config_file", "help", "index", "mixed_precision", "only", "quick", "device", "rounds", "chats"}
+    others |= {"text_mb", "corpus_mb", "seeds", "tiny", "url"}
+    for name in re.findall(r"--([a-z]\w+)", README):
+        assert name in flags | others, name
+    for path in re.findall(r"`((?:tests|benchmarks|accelerate_configs|data|common)/[\w/.]+\.\w+)`", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_with_data_named_nothing_in_outputs_changes_what_is_trained(launch, local):
+    """The model of the stage before is the default; the data is what the command says."""
+    words = ["--dataset_name", "alpaca.json", "--model_name_or_path", "gpt2", *SMALL]
+    first = read_metrics(launch("sft", *words, output="first"))
+    (local / "outputs" / "pretrain").mkdir()
+    (local / "outputs" / "pretrain" / "summary.json").write_text("{}")
+    assert read_metrics(launch("sft", *words, output="second")) == first
+
+
+# --- advice ---------------------------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+
+
+def advised(error) -> list[str]:
+    """The flags that a message proposes, with their values."""
+    return shlex.split(re.search(r"(--columns \S+?)\)?(?: |$|\))", str(error))[1].rstrip(")"))
+
+
+@pytest.mark.parametrize("every", [1, 2], ids=["all rows", "every second row"])
+def test_rows_with_tools_can_be_trained_without_them(every, launch, tmp_path, capsys):
+    chat = {"messages": [{"role": "user", "content": "look"}, {"role": "assistant", "content": "There."}]}
+    rows = [chat | ({"tools": TOOLS} if i % every == 0 else {}) for i in range(8)]
+    words = ["--model_name_or_path", "data/base_model", "--dataset_name", write(tmp_path / "tools.jsonl", rows), *SMALL]
+    with pytest.raises(UserError, match="leaves out the tools") as error:
+        launch("sft", *words, "--strict_data")
+    flags = advised(error.value)
+    assert flags == ["--columns", "unused=tools"]
+    launch("sft", *words, "--strict_data", *flags)
+
+
+def test_a_pair_with_tools_can_be_trained_without_them(launch, tmp_path):
+    prompt = [{"role": "user", "content": "look"}]
+    sides = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    rows = [{"prompt": prompt, **sides, "tools": TOOLS} for _ in range(8)]
+    words = ["--model_name_or_path", "data/base_model", "--dataset_name", write(tmp_path / "tools.jsonl", rows), *SMALL]
+    with pytest.raises(UserError, match="a pair with tools") as error:
+        launch("dpo", *words, "--strict_data")
+    launch("dpo", *words, "--strict_data", *advised(error.value))
+
+
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+REFUSED = {
+    "rewrites earlier turns": "{{ messages | length }}" + PLAIN,
+    "leaves out a user message": PLAIN.replace("messages %}", "messages if m.role != 'user' %}"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_template_that_is_refused_can_be_replaced_as_the_message_says(kind, launch, tmp_path):
+    (tmp_path / "mine.jinja").write_text(REFUSED[kind])
+    chat = [{"role": role, "content": f"{role} {i}"} for i in range(2) for role in ("user", "assistant")]
+    words = ["--model_name_or_path", "data/base_model", "--strict_data", *SMALL]
+    words += ["--dataset_name", write(tmp_path / "chats.jsonl", [{"messages": chat}] * 8)]
+    with pytest.raises(UserError, match=kind) as error:
+        launch("sft", *words, "--chat_template", str(tmp_path / "mine.jinja"))
+    assert "--chat_template chatml" in str(error.value)
+    launch("sft", *words, "--chat_template", "chatml")
+
+
+def test_a_folder_with_a_run_says_how_to_start_over(launch, capsys):
+    words = ["--config", "data/configs/sft.yaml", "--model_name_or_path", "data/base_model", *SMALL, "--save_steps", "1"]
+    launch("sft", *words)
+    for other in (["--seed", "1"], ["--max_steps", "3", "--max_train_samples", "9"]):
+        with pytest.raises(UserError, match="--overwrite_output_dir starts over, or choose another --output_dir"):
+            launch("sft", *words, *other)
+    with pytest.raises(SystemExit):
+        launch("sft", *words)
+    assert "holds this very run, complete: --overwrite_output_dir starts over" in capsys.readouterr().out
+    launch("sft", *words, "--seed", "1", "--overwrite_output_dir")
+    assert os.listdir(os.fspath(launch("sft", *words, "--seed", "2", output="another")))
