@@ -257,13 +257,13 @@ def adamw_update(
 
 # Settings of AdamW none of which is the default of a script.
 ADAMW = ["--adam_beta1", "0.8", "--adam_beta2", "0.7", "--adam_epsilon", "1e-3", "--weight_decay", "0.5"]
-ADAMW += ["--lr_scheduler_type", "linear", "--learning_rate", "3e-3", "--min_lr_ratio", "0.1", "--warmup_steps", "1"]
+ADAMW += ["--lr_scheduler_type", "linear", "--learning_rate", "3e-3", "--min_lr_ratio", "0.1", "--warmup_steps", "2"]
 
 
 def assert_adamw(run: Run) -> None:
-    """Three steps with the flags ADAMW: the rate that falls from step to step, and the weights before the third."""
+    """Three steps with the flags ADAMW: the rate that rises from step to step, and the weights before the third."""
     rates = [row["learning_rate"] for row in run.rows]
-    assert rates == pytest.approx([3e-3, 3e-3, 3e-3 * (0.1 + 0.9 / 2)])
+    assert rates == pytest.approx([1.5e-3, 3e-3, 3e-3])
     wanted = adamw_update(run.weights, run.grads, rates[:2], beta1=0.8, beta2=0.7, epsilon=1e-3, weight_decay=0.5)
     for name, value in wanted.items():
         torch.testing.assert_close(run.weights[2][name].double(), value, rtol=1e-4, atol=1e-6)

@@ -22,6 +22,7 @@ from tests.scripts.one_step import (
 )
 
 import pytest
+import transformers
 
 DOCUMENTS = [
     "Question: What is 10+5?\nAnswer: 15",
@@ -142,3 +143,40 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(kind, launch, data, tmp
     values = nll_window(lm, rows_of(HELD_OUT, "wrapped", 128))[1]
     for row in run.evals:
         assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
+
+
+SIZES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+}
+
+
+def test_a_new_model_has_the_sizes_that_were_asked_for(launch, data, tmp_path):
+    """By flags, or by the configuration of another model; the vocabulary is the tokenizer's."""
+    flags = ["--config", "data/configs/pretrain.yaml", "--dataset_name", data / "documents.jsonl", "--tokenizer_name", BASE]
+    flags += [
+        "--max_steps",
+        1,
+        "--eval_steps",
+        0,
+        "--save_steps",
+        0,
+        "--per_device_train_batch_size",
+        2,
+        "--eval_prompts",
+        "",
+    ]
+    names = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"]
+    sizes = [word for name, size in zip(names, SIZES.values(), strict=True) for word in (f"--{name}", size)]
+    sizes += ["--max_length", 64, "--initializer_range", 0.5, "--tie_word_embeddings", "false"]
+    for output, more in (("flags", sizes), ("config", ["--config_name", tmp_path / "flags", "--max_length", 32])):
+        folder = launch("pretrain", *flags, *more, "--learning_rate", 0, output=output)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        assert {name: getattr(config, name) for name in SIZES} == SIZES
+        assert config.vocab_size == len(tokenizer()) and config.tie_word_embeddings is False
+        assert config.max_position_embeddings == 512 and config.eos_token_id == tokenizer().eos_token_id
+    weights = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "flags").model.layers[0].mlp.up_proj.weight
+    assert weights.std().item() == pytest.approx(0.5, rel=0.1)

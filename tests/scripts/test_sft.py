@@ -15,6 +15,7 @@ from tests.scripts.one_step import (
     gradient_of,
     make_model,
     nll_window,
+    read_rows,
     tokenizer,
     watched,
     write_rows,
@@ -201,3 +202,30 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(kind, launch, data, tmp
     values = nll_window(lm, [encoded(messages) for messages in HELD_OUT])[1]
     for row in run.evals:
         assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
+
+
+def test_turn_dropping_ends_conversations_after_an_earlier_answer(launch, data, base):
+    """At probability 1 each one that has several answers; the loss of a step on one is that of such a start of it."""
+    run = sft(launch, data, "--turn_dropping", 1, "--learning_rate", 0, batch=1)
+    whole = [nll_window(base, [encoded(messages)])[1]["loss"] for messages in CHATS]
+    starts = {}
+    for i, messages in enumerate(CHATS):
+        answers = [j for j, message in enumerate(messages) if message["role"] == "assistant"]
+        cut = [messages[: j + 1] for j in answers[:-1]] or [messages]
+        starts |= {(i, j): nll_window(base, [encoded(part)])[1]["loss"] for j, part in enumerate(cut)}
+    assert len(run.rows) == len(CHATS)
+    nearest = [min(starts, key=lambda key: abs(starts[key] - row["loss"])) for row in run.rows]
+    assert sorted(i for i, _ in nearest) == list(range(len(CHATS)))
+    for row, key in zip(run.rows, nearest, strict=True):
+        assert row["loss"] == pytest.approx(starts[key], rel=1e-4)
+        several = len([m for m in CHATS[key[0]] if m["role"] == "assistant"]) > 1
+        assert not several or abs(row["loss"] - whole[key[0]]) > 1e-3
+
+
+def test_where_no_file_of_prompts_is_named_the_first_held_out_rows_are_completed(launch, data):
+    run = sft(
+        launch, data, "--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--num_samples", 2, "--max_steps", 1
+    )
+    samples = read_rows(run.output / "samples.jsonl")
+    last = [[m for m in messages if m["role"] == "user"][-1]["content"] for messages in HELD_OUT[:2]]
+    assert [sample["prompt"][-1]["content"] for sample in samples if sample["step"] == 0] == last
