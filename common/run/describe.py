@@ -14,6 +14,7 @@ from common.errors import say
 from common.memory import SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, check_positions, count_parameters
 from common.run.estimate import needs, show_memory, show_size
+from common.run.output_dir import writing
 from common.sampling import RolloutSchedule, why_not_sampled
 
 import numpy as np
@@ -77,7 +78,8 @@ def describe(
     )
     if accelerator.is_main_process:
         text = json.dumps(facts, indent=1, ensure_ascii=False)
-        Path(args.output_dir, "dataset.json").write_text(text, encoding="utf-8")
+        with writing(args.output_dir):
+            Path(args.output_dir, "dataset.json").write_text(text, encoding="utf-8")
 
 
 def typical_length(windows: Windows | RolloutSchedule) -> float:

@@ -18,7 +18,7 @@ from common.errors import UserError, say
 from common.memory import memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
-from common.run.output_dir import LINES, replace_text
+from common.run.output_dir import LINES, replace_text, writing
 
 import torch
 from accelerate import Accelerator
@@ -168,7 +168,8 @@ class Metrics:
                             kept.append(line)
                     except (ValueError, KeyError, TypeError):
                         continue  # a line that was cut off by the kill, or is damaged
-                replace_text(path, "".join(line + "\n" for line in kept))
+                with writing(self.output_dir):
+                    replace_text(path, "".join(line + "\n" for line in kept))
         if self.accelerator.log_with:
             self._start_tracker(last)
 
@@ -276,7 +277,8 @@ class Metrics:
             "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
             "python": platform.python_version(),
         }
-        replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
+        with writing(self.output_dir):
+            replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values = {name: float(value) for name, value in values.items()}

@@ -110,7 +110,10 @@ class NonFinite:
         what = f"step {step + 1}: loss {found.loss.item():g}, gradient norm {norm:g}: the step was not taken"
         path = metrics.output_dir / "bad_batches" / f"step-{step + 1}.jsonl"
         if metrics.accelerator.is_main_process:
-            self._write(path, found.window)
+            try:
+                self._write(path, found.window)
+            except OSError as error:
+                say(f"{path} cannot be written ({error.strerror}): training goes on")
         in_a_row = sum(later in metrics.bad_steps for later in range(step + 2 - self.max_bad_steps, step + 2))
         if in_a_row < self.max_bad_steps:
             say(f"{what}; its batch is in {path}")

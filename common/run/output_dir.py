@@ -3,6 +3,7 @@
 A checkpoint is listed in its `manifest.json` with sizes and hashes, and taken for whole only where they agree.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -10,6 +11,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -171,6 +173,17 @@ def write_manifest(folder: Path) -> None:
     flush(manifest)
     for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
         flush(path)
+
+
+@contextlib.contextmanager
+def writing(output_dir: str | Path) -> Iterator[None]:
+    """What a run cannot do without is written here. Raises UserError where the disk does not take it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{output_dir} cannot be written ({error}): make room; the same command goes on from the last checkpoint"
+        ) from None
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -24,6 +24,7 @@ from common.run.inputs import compare_data, inputs_of, keep
 from common.run.launch import KEPT, start
 from common.run.metrics import Metrics
 from common.run.nonfinite import NonFinite
+from common.run.output_dir import writing
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
 from common.sampling import RolloutSchedule
@@ -70,7 +71,8 @@ class Run:
         if accelerator.is_main_process:
             data = windows.train.digests()
             compare_data(args, data, self.checkpoint)
-            keep(Path(args.output_dir), self.script, inputs_of(args, self.script) | {"data": data})
+            with writing(args.output_dir):
+                keep(Path(args.output_dir), self.script, inputs_of(args, self.script) | {"data": data})
         flops = flops_per_token(model, typical_length(windows))
         load_extra(model, self.checkpoint)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
@@ -194,7 +196,10 @@ class Run:
             say("\nbefore -> after, held out:")
         for name, before, after in both:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
-        say(f"\nsaved in {args.output_dir}: the model and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png")
+        what = "adapter" if args.use_peft and not args.merge_lora else "model"
+        say(
+            f"\nsaved in {args.output_dir}: the {what} and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png"
+        )
         say(f"try next: {try_next}")
         self.accelerator.wait_for_everyone()  # none leaves while another still writes
         self.accelerator.end_training()

@@ -206,6 +206,19 @@ def test_a_line_that_the_disk_does_not_take_is_counted_and_training_goes_on(tmp_
     assert [json.loads(line)["step"] for line in lines if line] == [3]
 
 
+@pytest.mark.parametrize("what", ["dataset.json", "inputs.json", "summary.json"])
+def test_a_file_that_the_run_needs_and_the_disk_does_not_take_is_one_line_and_the_run_goes_on_later(what, launch, tmp_path):
+    words = [*SFT, "--max_steps", "4", "--save_steps", "2"]
+    whole = launch("sft", *words, output="whole")
+    (tmp_path / "out").mkdir()
+    blocked = tmp_path / "out" / (f".{what}.tmp" if what == "summary.json" else what)
+    blocked.mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        launch("sft", *words)
+    blocked.rmdir()
+    assert read_metrics(launch("sft", *words)) == read_metrics(whole)
+
+
 # --- terminals that close -------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 
 from common.errors import UserError
 from tests.conftest import ROOT, read_metrics
@@ -89,6 +91,29 @@ def test_with_data_named_nothing_in_outputs_changes_what_is_trained(launch, loca
     (local / "outputs" / "pretrain").mkdir()
     (local / "outputs" / "pretrain" / "summary.json").write_text("{}")
     assert read_metrics(launch("sft", *words, output="second")) == first
+
+
+@pytest.mark.slow
+def test_the_chain_of_the_demo_runs_as_written(local, monkeypatch):
+    """SFT first, from the model that ships; then a pretraining of one's own, SFT again, DPO, GRPO."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    shutil.rmtree("outputs")
+
+    def run(stage, *words):
+        command = [sys.executable, str(ROOT / f"train_{stage}.py"), "--max_steps", "2", "--eval_steps", "0", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+    first = run("sft")
+    assert first.returncode == 0 and "model: data/base_model (it ships here" in first.stdout, first.stderr[-2000:]
+    assert run("pretrain").returncode == 0
+    again = run("sft")
+    assert again.returncode == 1 and "data/base_model -> outputs/pretrain" in again.stderr
+    assert "--overwrite_output_dir starts over" in again.stderr
+    again = run("sft", "--overwrite_output_dir")
+    assert again.returncode == 0 and "model: outputs/pretrain (the finished run of the last stage)" in again.stdout
+    for stage in ("dpo", "grpo"):
+        after = run(stage)
+        assert after.returncode == 0 and "model: outputs/sft (the finished run" in after.stdout, after.stderr[-2000:]
 
 
 # --- advice ---------------------------------------------------------------------------------------------------------
