@@ -5,6 +5,7 @@ language model on the flat row, and applies the LM head (lm_head.py) only at the
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,12 +52,21 @@ class FlatModel(nn.Module):
         self.extra = nn.ModuleDict()  # a script's own modules, which it adds before `adamw` and `run.prepare`
         self.padded = padded
         self.offload = False  # whether what the body keeps for the backward pass waits in the host's memory
+        self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)  # read by FSDP's wrapping policy
 
     @property
     def config(self) -> "PreTrainedConfig":
         return self.lm.config
+
+    def train(self, mode: bool = True) -> "FlatModel":
+        """As any module; where nothing may be drawn at random, only the blocks that are recomputed know of training."""
+        super().train(mode)
+        if self.draws_nothing:
+            for module in self.lm.modules():
+                module.training = mode and bool(getattr(module, "gradient_checkpointing", False))
+        return self
 
     def tie_weights(self) -> None:
         """Called by Accelerate where FSDP loads the weights on one process only, which unties them."""
@@ -251,18 +261,29 @@ def _zero_gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContext
     return deepspeed.zero.GatheredParameters(parameters)
 
 
-def disable_dropout(model: FlatModel) -> FlatModel:
-    """Set every dropout to 0: preference and policy losses compare log-probabilities, which dropout would blur.
+def _zero_rates(owner: Any) -> None:
+    for name, value in list(vars(owner).items()):
+        if "drop" in name and isinstance(value, float):
+            setattr(owner, name, 0.0)
 
-    Also what a layer hands to a function, as OPT does with self.dropout and self.activation_dropout.
+
+def disable_dropout(model: FlatModel) -> FlatModel:
+    """Switch off what draws at random in training: preference and policy losses compare log-probabilities, which that would
+    blur.
+
+    Modules are taken out of training mode (dropout of any form, the random routing of some experts), and the rates of the
+    blocks that stay in it, because they are recomputed, are set to 0.
     """
-    for module in model.modules():
+    for module in model.lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-    return model
+        _zero_rates(module)
+        is_block = getattr(module, "gradient_checkpointing", False) and not hasattr(module, "get_input_embeddings")
+        if is_block and hasattr(module, "config"):  # which Falcon's blocks read; the model's own is what is saved
+            module.config = copy.copy(module.config)
+            _zero_rates(module.config)
+    model.draws_nothing = True
+    return model.train(model.training)
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import GenerationConfig, PreTrainedConfig
 
 
 def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenizer:
@@ -145,8 +145,7 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
     config = base_lm(model.lm).generation_config
     config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
     config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    if not config.do_sample and any(getattr(config, name, None) not in (None, 1.0) for name in ("temperature", "top_p")):
-        config.do_sample = True  # transformers refuses to save sampling settings without it, at the end of the run
+    make_savable(config)
 
 
 def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> None:
@@ -175,6 +174,34 @@ def _damaged_file(name: str) -> Path | None:
         except Exception:  # SafetensorError, OSError
             return file
     return None
+
+
+def make_savable(config: "GenerationConfig") -> None:
+    """Change settings that transformers would refuse to save, at the first checkpoint: sampling settings without sampling,
+    those of beams without beams. What is dropped is said."""
+
+    def refused() -> bool:
+        try:
+            config.validate(strict=True)
+        except ValueError:
+            return True
+        return False
+
+    if not refused():
+        return
+    asked, config.do_sample = config.do_sample, True
+    if not refused():  # they are for sampling
+        return
+    config.do_sample = asked
+    usual, dropped = type(config)(), []
+    for name, value in sorted(config.to_diff_dict().items()):
+        if name.endswith("token_id") or name in ("transformers_version", "do_sample") or not hasattr(usual, name):
+            continue
+        setattr(config, name, getattr(usual, name))
+        dropped.append(f"{name} {value}")
+        if not refused():
+            break
+    say(f"generation_config.json: transformers would not save {', '.join(dropped)}: left out")
 
 
 @contextlib.contextmanager

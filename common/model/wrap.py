@@ -27,14 +27,14 @@ def wrap(lm: nn.Module) -> FlatModel:
     if any(p.is_meta for p in lm.parameters()):
         lm.set_attn_implementation(FLAT)  # weights arrive later (FSDP's efficient loading): nothing to check with
         return model
-    use_fused_layers(lm)
     implementation = lm.config._attn_implementation
     exact, rough = (1e-5, 1e-3) if lm.dtype == torch.float32 else (1e-2, 5e-2)
     row, other_row = _probe_rows(lm)
     was_training = lm.training
     lm.eval()
     with torch.no_grad():
-        alone = _logits_alone(lm, row)
+        alone = _logits_alone(lm, row)  # by the untouched model
+        use_fused_layers(lm)
         try:
             lm.set_attn_implementation(FLAT)
             flat, after_other = (logits_of(lm, model.hidden(row)).float() for row in (row, other_row))

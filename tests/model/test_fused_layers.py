@@ -8,6 +8,7 @@ from tests.tiny import TINY, tiny_lm
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -159,3 +160,53 @@ def test_less_is_kept():
                 kept[name, fused] = live.now / 4000
     assert kept["norm", True] <= 24 + 2 and kept["norm", False] >= 2 * 24  # the output itself; the input is not counted
     assert kept["mlp", True] <= 24 + 2 * 40 + 1 and kept["mlp", False] >= 24 + 4 * 40
+
+
+class Gated(nn.Module):
+    """An MLP by the names of a SwiGLU, with something else in it."""
+
+    def __init__(self, kind, size=1.0):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
+        self.down_proj, self.kind = nn.Linear(24, 16, bias=False), kind
+        for p in self.parameters():
+            nn.init.normal_(p, std=size) if size else nn.init.zeros_(p)
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.kind == "clamp":
+            gate, up = gate.clamp(max=10), up.clamp(-10, 10)
+        act = {"gelu": F.gelu, "relu": F.relu}.get(self.kind, F.silu)
+        made = act(gate) * (up + 1 if self.kind == "up + 1" else up)
+        return self.down_proj(made) * (2 if self.kind == "scaled" else 1)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4, 0.0], ids=["usual", "tiny", "zero"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "relu", "clamp", "up + 1", "scaled"])
+def test_an_mlp_is_replaced_only_where_it_is_swiglu_whatever_its_weights_are(kind, size):
+    """A clamp shows on large inputs only, and another activation under a small or a zero matrix hardly or not at all."""
+    module = Gated(kind, size)
+    before = list(module._modules)
+    use_fused_layers(nn.Sequential(module))
+    assert ("forward" in vars(module)) == (kind == "silu") and list(module._modules) == before
+
+
+class AnotherRMSNorm(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.weight, self.variance_epsilon, self.kind = nn.Parameter(torch.ones(16)), 1e-5, kind
+
+    def forward(self, x):
+        scale = (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+        if self.kind == "epsilon outside":
+            scale = 1 / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+        if self.kind == "clamped":
+            x = x.clamp(-100, 100)
+        return x * scale * (self.weight + (1 if self.kind == "1 + w" else 0))
+
+
+@pytest.mark.parametrize("kind", ["plain", "epsilon outside", "1 + w", "clamped"])
+def test_a_norm_is_replaced_only_where_it_is_the_same_on_small_and_large_inputs(kind):
+    module = AnotherRMSNorm(kind)
+    use_fused_layers(nn.Sequential(module))
+    assert ("forward" in vars(module)) == (kind == "plain")

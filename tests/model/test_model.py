@@ -1,6 +1,7 @@
 """What a FlatModel says of a flat row, against transformers' own logits in float64, sequence by sequence."""
 
 import contextlib
+import json
 from types import SimpleNamespace
 
 from common.args import CommonArgs
@@ -9,7 +10,7 @@ from common.errors import UserError
 from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import FlatModel, disable_dropout
 from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
-from common.model.load import enable_gradient_checkpointing, load_pretrained
+from common.model.load import enable_gradient_checkpointing, load_pretrained, set_stop_tokens
 from common.model.lora import add_lora
 from common.model.reference import Reference
 from common.model.wrap import wrap
@@ -279,3 +280,84 @@ def test_the_wrapper_is_what_the_scripts_save_and_load(tmp_path):
     batch = flat_batch(examples(), torch.device("cpu"))
     with torch.no_grad():
         assert torch.equal(load_pretrained(CommonArgs(), tmp_path).eval()(batch).logps, model(batch).logps)
+
+
+# --- what draws at random in training -------------------------------------------------------------------------------
+
+TINY_SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+HEADS = {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+RANDOM = {
+    "opt": lambda: transformers.OPTConfig(
+        **TINY_SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.3, attention_dropout=0.3, max_position_embeddings=64
+    ),
+    "xglm": lambda: transformers.XGLMConfig(
+        vocab_size=V, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, dropout=0.3, activation_dropout=0.3
+    ),
+    "seed-oss": lambda: transformers.SeedOssConfig(
+        **TINY_SIZES, **HEADS, head_dim=8, attention_dropout=0.3, residual_dropout=0.3
+    ),
+    "phimoe": lambda: transformers.PhimoeConfig(
+        **TINY_SIZES, **HEADS, num_local_experts=4, num_experts_per_tok=2, input_jitter_noise=0.3, router_jitter_noise=0.3
+    ),
+    "bloom": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.3),
+    "falcon": lambda: transformers.FalconConfig(**TINY_SIZES, hidden_dropout=0.3, attention_dropout=0.3),
+    "starcoder2": lambda: transformers.Starcoder2Config(**TINY_SIZES, **HEADS, residual_dropout=0.3, embedding_dropout=0.3),
+    "persimmon": lambda: transformers.PersimmonConfig(
+        **TINY_SIZES, intermediate_size=48, hidden_dropout=0.3, attention_dropout=0.3
+    ),
+    "doge": lambda: transformers.DogeConfig(**TINY_SIZES, **HEADS, hidden_dropout=0.3),
+}
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", RANDOM)
+def test_nothing_is_drawn_at_random_once_dropout_is_disabled(name, recomputed):
+    """In training mode: dropout as a module, as a call, with a rate from the config, and the random routing of experts."""
+    torch.manual_seed(0)
+    model = wrap(transformers.AutoModelForCausalLM.from_config(RANDOM[name]()))
+    batch = flat_batch(examples(), torch.device("cpu"))
+    if recomputed:
+        enable_gradient_checkpointing(model)
+    disable_dropout(model)
+    model.eval()
+    wanted = model(batch).logps.detach()
+    model.train()
+    found = model(batch).logps
+    assert model.training and torch.equal(found.detach(), wanted)
+    found.sum().backward()
+    rates = {n: v for n, v in RANDOM[name]().to_dict().items() if "drop" in n and isinstance(v, float)}
+    assert {n: getattr(model.config, n) for n in rates} == rates  # what is saved stays
+
+
+UNSAVABLE = [
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"typical_p": 0.9},
+    {"epsilon_cutoff": 1e-3},
+    {"eta_cutoff": 1e-3},
+    {"length_penalty": 2.0},
+    {"early_stopping": True},
+    {"output_scores": True},
+    {"temperature": 0.6, "top_p": 0.95},
+    {"temperature": 0.6, "length_penalty": 2.0, "early_stopping": True, "output_scores": True},
+]
+
+
+@pytest.mark.parametrize("settings", UNSAVABLE, ids=lambda settings: " ".join(settings))
+def test_a_generation_config_of_any_base_never_stops_a_save(settings, tmp_path, capsys):
+    """What transformers reads, and would not write again, is changed as little as that takes, and said."""
+    lm = make(CONFIGS["llama"])
+    lm.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 2}))
+    transformers.AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "base")
+    model = load_pretrained(CommonArgs(), tmp_path / "base")
+    with pytest.raises(ValueError):
+        model.lm.save_pretrained(tmp_path / "refused")
+    set_stop_tokens(model, [2], SimpleNamespace(pad_token_id=0, eos_token_id=2))
+    model.lm.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    sampling = {"top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "temperature", "top_p"}
+    if settings.keys() <= sampling:
+        assert settings.items() <= saved.items() and saved["do_sample"] is True
+    else:
+        assert "transformers would not save" in capsys.readouterr().out and not saved.get("do_sample")

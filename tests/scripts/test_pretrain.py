@@ -16,6 +16,7 @@ from tests.scripts.one_step import (
     ids_of,
     make_model,
     nll_window,
+    read_rows,
     tokenizer,
     watched,
     write_rows,
@@ -180,3 +181,18 @@ def test_a_new_model_has_the_sizes_that_were_asked_for(launch, data, tmp_path):
         assert config.max_position_embeddings == 512 and config.eos_token_id == tokenizer().eos_token_id
     weights = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "flags").model.layers[0].mlp.up_proj.weight
     assert weights.std().item() == pytest.approx(0.5, rel=0.1)
+
+
+def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data):
+    """Three rows of 20 fit into 60 tokens, whatever the batch size says."""
+    run = pretrain(launch, data, "--max_tokens_per_batch", 3 * L, "--num_train_epochs", 1, batch=1)
+    total = [row["num_tokens"] for row in run.rows]
+    sizes = [after - before for before, after in zip([0, *total], total, strict=False)]
+    assert all(2 * L < size <= 3 * L for size in sizes[:-1]) and len(sizes) > 2
+
+
+def test_where_no_file_of_prompts_is_named_the_first_words_of_held_out_documents_are_completed(launch, data):
+    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--num_samples", 2, "--max_steps", 1]
+    samples = read_rows(pretrain(launch, data, *flags).output / "samples.jsonl")
+    wanted = [" ".join(text.split()[:8]) for text in HELD_OUT[:2]]
+    assert [sample["prompt"] for sample in samples if sample["step"] == 0] == wanted

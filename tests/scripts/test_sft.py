@@ -229,3 +229,12 @@ def test_where_no_file_of_prompts_is_named_the_first_held_out_rows_are_completed
     samples = read_rows(run.output / "samples.jsonl")
     last = [[m for m in messages if m["role"] == "user"][-1]["content"] for messages in HELD_OUT[:2]]
     assert [sample["prompt"][-1]["content"] for sample in samples if sample["step"] == 0] == last
+
+
+def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data):
+    lengths = sorted(len(encoded(messages)[0]) for messages in CHATS)
+    most = lengths[-1] + lengths[0]  # so that not every step is one conversation
+    run = sft(launch, data, "--max_tokens_per_batch", most, "--num_train_epochs", 1, batch=1)
+    total = [row["num_tokens"] for row in run.rows]
+    assert all(after - before <= most for before, after in zip([0, *total], total, strict=False))
+    assert total[-1] == sum(lengths) and len(run.rows) < len(CHATS)
