@@ -56,7 +56,8 @@ class Signals:
         self.device = accelerator.device if nccl else torch.device("cpu")
         self.late = late and self.device.type == "cuda"
         self.coming: tuple[AsyncScalar, int] | None = None  # the answer that is on its way, to what of `noted`
-        heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup has SIGHUP ignored
+        nohup = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        heeded = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
         self.before = {number: signal.signal(number, self._note) for number in heeded}
 
     def asked_for(self, possible: bool = True) -> str:

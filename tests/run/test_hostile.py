@@ -18,7 +18,7 @@ from common.run.metrics import Metrics
 from common.run.signals import EXIT_CODE
 from tests.conftest import ROOT, read_metrics
 from tests.run.test_folder import SFT
-from tests.run.test_signals import Script
+from tests.run.test_signals import Script, usual_signals
 
 import pytest
 import torch
@@ -244,7 +244,8 @@ def test_a_terminal_that_is_closed_saves_and_leaves_and_nohup_goes_on(tmp_path, 
 @pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
 def test_ctrl_c_while_libraries_are_imported_leaves_quietly(after, tmp_path):
     command = [sys.executable, "train_sft.py", "--output_dir", str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    options = {"cwd": ROOT, "text": True, "preexec_fn": usual_signals}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
     time.sleep(after)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)

@@ -30,6 +30,12 @@ FlatModel.forward = slow; launch(train_sft.main, train_sft.Args, demo="data/conf
 """  # two seconds a step of 20 micro-batches, on any machine
 
 
+def usual_signals() -> None:
+    """In a child: not those of a shell's background job, or of nohup, which would be passed on."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Script:
     """train_sft.py as a process of its own, with what it prints in a file."""
 
@@ -40,7 +46,8 @@ class Script:
         command = [sys.executable, *launcher, script, *words, "--output_dir", str(self.output)]
         env = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
         with open(log, "w") as file:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=env, start_new_session=True)
+            options = {"cwd": ROOT, "env": env, "start_new_session": True, "preexec_fn": usual_signals}
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, **options)
         self.log = log
 
     def __enter__(self):
