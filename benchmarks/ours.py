@@ -13,7 +13,7 @@ from clock import Clock
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # as for a script that is started there
 
-from common import args as arguments  # noqa: E402
+from common import command_line  # noqa: E402
 
 
 def watch(clock: Clock) -> None:
@@ -38,13 +38,13 @@ def watch(clock: Clock) -> None:
 
 def main() -> None:
     result, script, *words = sys.argv[1:]
-    clock, launch = Clock(), arguments.launch
+    clock, launch = Clock(), command_line.launch
 
     def launch_watched(*args: Any, **named: Any) -> None:
         watch(clock)  # the script has imported by now, in its own order
         launch(*args, **named)
 
-    arguments.launch = launch_watched
+    command_line.launch = launch_watched
     sys.argv = [script, *words]
     try:
         runpy.run_path(script, run_name="__main__")
