@@ -65,7 +65,11 @@ def tokenize_messages(
         raise BadRow("no assistant turn that is trained")
     if train_on != "everything":
         text, spans = assistant_spans(messages, tokenizer, tools, trained)
-        return tokenize_spans(text, spans.values(), tokenizer)
+        starts = [start for start, _ in spans.values()]
+        others = [m["content"] for i, m in enumerate(messages) if m["role"] == "assistant" and i not in trained]
+        if others and (seams(text, starts) or any(answer[:1].isspace() for answer in others)):
+            starts += answer_starts(text, messages, tokenizer, tools)
+        return tokenize_spans(text, spans.values(), tokenizer, starts)
     left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
     text, spans = assistant_spans(messages, tokenizer, tools, left_out)
     borders = [0, *chain.from_iterable(spans.values()), len(text)]  # what is trained stands between the spans
@@ -129,7 +133,31 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: li
     """A prompt as the ids to sample from: plain text as it is, messages with the header of the answer."""
     if isinstance(prompt, str):
         return tokenize_text(prompt, tokenizer)
-    return _encode(render(prompt, tokenizer, tools, add_generation_prompt=True), tokenizer)[0]
+    text = render(prompt, tokenizer, tools, add_generation_prompt=True)
+    answers = [message["content"] for message in prompt if message["role"] == "assistant"]
+    seam = seams(text, [len(text)]) or any(answer[:1].isspace() for answer in answers)
+    starts = answer_starts(text, prompt, tokenizer, tools) if answers and seam else []
+    return _encode(text, tokenizer, cuts=seams(text, starts))[0]
+
+
+def answer_starts(text: str, messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None) -> list[int]:
+    """Where in the text of a chat, or of a longer one, the assistant's turns start; none where the template hides it."""
+    try:
+        whole_text, spans = assistant_spans(messages, tokenizer, tools)
+    except BadRow:
+        return []
+    return [start for start, _ in spans.values() if text[:start] == whole_text[:start]]
+
+
+def seams(text: str, starts: Iterable[int]) -> list[int]:
+    """Those starts of answers at which white space meets white space, or ends in a space: there some tokenizers take what
+    stands before together with what follows, and the answer would be trained after other tokens than it is sampled after."""
+    return [
+        at
+        for at in starts
+        if text[at - 1 : at].isspace()
+        and (text[at - 2 : at].isspace() or text[at - 1] == " " or text[at : at + 1].isspace())
+    ]
 
 
 def tokenize_row(
@@ -149,14 +177,16 @@ def tokenize_row(
     return row | {"prompt_ids": ids}
 
 
-def tokenize_spans(text: str, spans: Iterable[tuple[int, int]], tokenizer: Tokenizer) -> Sequence:
+def tokenize_spans(
+    text: str, spans: Iterable[tuple[int, int]], tokenizer: Tokenizer, starts: Iterable[int] = ()
+) -> Sequence:
     """Text of `render` as ids with a mask that is 1 exactly on the given spans [start, end) of characters.
 
-    The spans do not overlap. The text is tokenised as a whole; where a token would cross the border of a span, piece by
-    piece instead.
+    The spans do not overlap. The text is tokenised as a whole, but for the seams at the starts of answers; where a token
+    would cross the border of a span, piece by piece instead.
     """
     spans = sorted(spans)
-    ids, offsets = _encode(text, tokenizer)
+    ids, offsets = _encode(text, tokenizer, cuts=seams(text, starts))
     if (mask := _mask(offsets, spans)) is None:
         ids, offsets = _encode(text, tokenizer, cuts=[border for span in spans for border in span])
         mask = _mask(offsets, spans)

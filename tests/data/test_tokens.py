@@ -588,6 +588,53 @@ def test_a_trained_tokenizer_reads_any_text_back_and_knows_its_template():
         train_bpe(TEXTS, 100)
 
 
+# --- before the answer ----------------------------------------------------------------------------------------------
+
+OPENINGS = ["x", " x", "\nx", "\n\nx", "  - y", "Z"]
+
+
+@cache
+def make_gpt2_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """GPT-2's kind: it takes line breaks and spaces together, by what follows them."""
+    tokenizer = train_bpe([*TEXTS, *["one\n\ntwo\n\n\nthree\n  four\n\n"] * 50], 450)
+    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[1:]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("train_on", ["all_turns", "last_turn"])
+@pytest.mark.parametrize("make", [make_tokenizer, make_gpt2_tokenizer, make_spm_tokenizer])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_tokens_before_an_answer_are_those_that_it_is_sampled_after(name, make, train_on):
+    """In every turn, for answers and templates with white space at the seam."""
+    tokenizer, seen = make(TEMPLATES[name][0]), 0
+    for first in OPENINGS:
+        for second in OPENINGS:
+            turns = [("user", "a"), ("assistant", first), ("user", "b"), ("assistant", second)]
+            chat = [{"role": role, "content": content} for role, content in turns]
+            try:
+                sequence = tokenize_messages(chat, tokenizer, train_on=train_on)
+            except (BadRow, UserError):
+                continue
+            mask, ids = sequence["loss_mask"], sequence["input_ids"].tolist()
+            starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
+            answers = [3] if train_on == "last_turn" else [1, 3]
+            for start, turn in zip(starts, answers, strict=True):
+                assert ids[:start] == tokenize_prompt(chat[:turn], tokenizer), (first, second)
+                seen += 1
+    assert seen or make is make_spm_tokenizer  # which has not all special tokens
+
+
+def test_a_header_that_ends_in_two_line_breaks_is_taken_as_it_is_in_sampling():
+    tokenizer = make_gpt2_tokenizer(LLAMA3)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "three"}]
+    sequence = tokenize_messages(chat, tokenizer)
+    start = int(sequence["loss_mask"].argmax())
+    assert tokenizer.convert_ids_to_tokens(int(sequence["input_ids"][start - 1])) == "ĊĊ"
+
+
 # --- any text -------------------------------------------------------------------------------------------------------
 
 LIKELY = st.sampled_from(" \n\t<|>/[]{}%:'\"\\aé你🙂\u0301\u200b")
