@@ -270,3 +270,13 @@ def test_dropout_is_off(precompute, kind, launch, data, tmp_path):
     assert [row["loss"] for row in run.rows] == pytest.approx([math.log(2)] * 3, abs=1e-5)
     assert [row["eval_loss"] for row in run.evals] == pytest.approx([math.log(2)] * 4, abs=1e-5)
     check(run, PAIRS)
+
+
+def test_packed_pairs_share_rows(launch, data, model):
+    """Rows of twice max_length hold several pairs; each pair comes once in an epoch."""
+    run = dpo(
+        launch, data, model, "--packing", "--max_length", 64, "--num_train_epochs", 1, "--per_device_train_batch_size", 1
+    )
+    tokens = [row["num_tokens"] for row in run.rows]
+    assert 1 < len(run.rows) < len(PAIRS)
+    assert all(after - before <= 200 for before, after in zip([0, *tokens], tokens, strict=False))

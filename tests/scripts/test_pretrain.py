@@ -23,6 +23,7 @@ from tests.scripts.one_step import (
 )
 
 import pytest
+import torch
 import transformers
 
 DOCUMENTS = [
@@ -196,3 +197,16 @@ def test_where_no_file_of_prompts_is_named_the_first_words_of_held_out_documents
     samples = read_rows(pretrain(launch, data, *flags).output / "samples.jsonl")
     wanted = [" ".join(text.split()[:8]) for text in HELD_OUT[:2]]
     assert [sample["prompt"] for sample in samples if sample["step"] == 0] == wanted
+
+
+def test_the_line_to_beat_is_what_the_frequencies_of_tokens_alone_would_reach(launch, data):
+    """eval_times_below_unigram: the perplexity of the counts in the training rows (plus one), beside the model's."""
+    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--max_steps", 1]
+    run = pretrain(launch, data, *flags)
+    counts = torch.ones(512, dtype=torch.float64)
+    for ids, _ in rows_of(DOCUMENTS, "wrapped"):
+        counts += torch.bincount(torch.tensor(ids[1:]), minlength=512)
+    held_out = torch.tensor([token for ids, _ in rows_of(HELD_OUT, "wrapped") for token in ids[1:]])
+    unigram = (counts / counts.sum())[held_out].log().mean().neg().exp().item()
+    for row in run.evals:
+        assert row["eval_times_below_unigram"] == pytest.approx(unigram / row["eval_perplexity"], rel=1e-5)
