@@ -275,7 +275,7 @@ def test_dropout_is_off(precompute, kind, launch, data, tmp_path):
 def test_packed_pairs_share_rows(launch, data, model):
     """Rows of twice max_length hold several pairs; each pair comes once in an epoch."""
     run = dpo(
-        launch, data, model, "--packing", "--max_length", 64, "--num_train_epochs", 1, "--per_device_train_batch_size", 1
+        launch, data, model, "--packing", "--max_length", 100, "--num_train_epochs", 1, "--per_device_train_batch_size", 1
     )
     tokens = [row["num_tokens"] for row in run.rows]
     assert 1 < len(run.rows) < len(PAIRS)
