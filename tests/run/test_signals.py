@@ -27,7 +27,7 @@ SLOW = """import sys, time; sys.path.insert(0, "."); import common, train_sft; f
 from common.model import FlatModel; forward = FlatModel.forward
 def slow(self, *args, **kwargs): time.sleep(0.1); return forward(self, *args, **kwargs)
 FlatModel.forward = slow; launch(train_sft.main, train_sft.Args, demo="data/configs/sft.yaml")
-"""  # two seconds a step of 20 micro-batches, on any machine
+"""  # three seconds a step of 30 micro-batches, on any machine
 
 
 def usual_signals() -> None:
@@ -129,7 +129,7 @@ def test_a_process_that_is_terminated_leaves_with_75_and_the_same_command_goes_o
 
 def test_sigusr1_saves_and_a_second_ctrl_c_leaves_at_once(tmp_path, token_cache):
     (tmp_path / "slow.py").write_text(SLOW)
-    words = [*SFT, *LONG, "--gradient_accumulation_steps", "20", "--dataset_cache_dir", str(token_cache)]
+    words = [*SFT, *LONG, "--gradient_accumulation_steps", "30", "--dataset_cache_dir", str(token_cache)]
     with Script(tmp_path, *words, script=str(tmp_path / "slow.py")) as run:
         run.until(lambda: run.steps() >= 1)
         run.process.send_signal(signal.SIGUSR1)
@@ -137,6 +137,7 @@ def test_sigusr1_saves_and_a_second_ctrl_c_leaves_at_once(tmp_path, token_cache)
         reached = run.steps()
         assert checkpoints(run.output)[0].name == f"checkpoint-{reached}"
         run.until(lambda: run.steps() > reached)  # goes on
+        time.sleep(0.5)  # into the next step
         run.process.send_signal(signal.SIGINT)
         run.process.send_signal(signal.SIGINT)  # a launcher's copy of the same Ctrl-C
         time.sleep(1.2)

@@ -13,6 +13,7 @@ from tests.scripts.one_step import (
     gradient_of,
     ids_of,
     make_model,
+    read_rows,
     token_scores,
     tokenizer,
     watched,
@@ -280,3 +281,36 @@ def test_packed_pairs_share_rows(launch, data, model):
     tokens = [row["num_tokens"] for row in run.rows]
     assert 1 < len(run.rows) < len(PAIRS)
     assert all(after - before <= 200 for before, after in zip([0, *tokens], tokens, strict=False))
+
+
+def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data, model):
+    """By whole pairs: both sides of one count."""
+    flags = ["--max_tokens_per_batch", 200, "--num_train_epochs", 1, "--per_device_train_batch_size", 1]
+    tokens = [row["num_tokens"] for row in dpo(launch, data, model, *flags).rows]
+    assert all(after - before <= 200 for before, after in zip([0, *tokens], tokens, strict=False))
+    assert 1 < len(tokens) < len(PAIRS)
+
+
+def test_a_micro_batch_that_is_cut_keeps_the_sides_of_a_pair_together(launch, data, model, monkeypatch):
+    """Memory that runs out with more than one pair: the same losses."""
+    from common.model import FlatModel
+
+    whole, forward = dpo(launch, data, model, "--max_steps", 2, output="whole"), FlatModel.forward
+
+    def limited(self, batch, **options):
+        if torch.is_grad_enabled() and len(batch["lengths"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, batch, **options)
+
+    monkeypatch.setattr(FlatModel, "forward", limited)
+    cut = dpo(launch, data, model, "--max_steps", 2, output="cut")
+    for one, other in zip(whole.rows, cut.rows, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["rewards/accuracies"] == other["rewards/accuracies"]
+
+
+def test_where_no_file_of_prompts_is_named_the_first_held_out_pairs_are_completed(launch, data, model):
+    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--num_samples", 2, "--max_steps", 1]
+    output = dpo(launch, data, model, *flags).output
+    shown = [sample["prompt"] for sample in read_rows(output / "samples.jsonl") if sample["step"] == 0]
+    assert shown == [row["prompt"] for row in chat_rows(HELD_OUT)[:2]]
