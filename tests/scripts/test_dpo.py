@@ -314,3 +314,12 @@ def test_where_no_file_of_prompts_is_named_the_first_held_out_pairs_are_complete
     output = dpo(launch, data, model, *flags).output
     shown = [sample["prompt"] for sample in read_rows(output / "samples.jsonl") if sample["step"] == 0]
     assert shown == [row["prompt"] for row in chat_rows(HELD_OUT)[:2]]
+
+
+@pytest.mark.parametrize(
+    "flags, second", [([], True), (["--precompute_ref_log_probs"], False), (["--loss_type", "simpo"], False)]
+)
+def test_a_dry_run_counts_the_reference_where_there_will_be_one(flags, second, launch, data, model, capsys):
+    words = ["--dataset_name", data / "chats.jsonl", "--model_name_or_path", model, "--dry_run", *flags]
+    launch("dpo", *words)
+    assert ("    reference " in capsys.readouterr().out) == second

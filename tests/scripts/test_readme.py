@@ -181,3 +181,96 @@ def test_a_folder_with_a_run_says_how_to_start_over(launch, capsys):
     assert "holds this very run, complete: --overwrite_output_dir starts over" in capsys.readouterr().out
     launch("sft", *words, "--seed", "1", "--overwrite_output_dir")
     assert os.listdir(os.fspath(launch("sft", *words, "--seed", "2", output="another")))
+
+
+def chats(*turns, count=8):
+    """Rows of one chat: ("user", words), ("assistant", words), ..."""
+    return [{"messages": [{"role": role, "content": content} for role, content in turns]}] * count
+
+
+TALKS = chats(("user", "a"), ("assistant", "one"), ("user", "b"), ("assistant", "two"))
+SHOUTS = PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content | upper)")
+SOME_END = PLAIN.replace("m.content + '<|im_end|>\\n'", "m.content + ('<|im_end|>\\n' if loop.index < 4 else '\\n')")
+PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 8
+ADVICE = {
+    # stage, rows, template, flags that are refused, what is said, what is proposed
+    "changed answers": ("sft", TALKS, SHOUTS, "", "--train_on last_turn", "--train_on last_turn"),
+    "changed answers, template": ("sft", TALKS, SHOUTS, "", "--chat_template chatml", "--chat_template chatml"),
+    "no end": ("sft", TALKS, PLAIN.replace("<|im_end|>", ""), "", "pass --chat_template chatml, plain", "--chat_template plain"),
+    "some ends": ("sft", TALKS, SOME_END, "", "no special token (try --chat_template chatml)", "--chat_template chatml"),
+    "assistant first": (
+        "sft", chats(("assistant", "Hello!"), ("user", "a"), ("assistant", "b")), PLAIN, "", "(--chat_template chatml allows that)",
+        "--chat_template chatml",
+    ),
+    "columns": ("sft", [{"q": "a", "a": "b"}] * 8, None, "", "--columns new=old", "--columns instruction=q output=a"),
+    "stream without end": ("sft", TALKS, None, "--dataset_streaming --max_steps -1", "--max_steps", "--max_steps 1"),
+    "stream, precomputed": (
+        "dpo", PAIRS, None, "--dataset_streaming --precompute_ref_log_probs", "without --dataset_streaming",
+        "--dataset_streaming false",
+    ),
+    "stopping early": ("sft", TALKS, None, "--early_stopping_patience 2", "say with --save_best", "--save_best eval_loss"),
+    "which is better": ("sft", TALKS, None, "--save_best eval_entropy", "Write min:eval_entropy", "--save_best min:eval_entropy"),
+    "turn dropping": (
+        "sft", TALKS, None, "--turn_dropping 0.5 --train_on last_turn", "--train_on all_turns", "--train_on all_turns"
+    ),
+    "smoothing": (
+        "dpo", PAIRS, None, "--loss_type ipo --label_smoothing 0.1", "--loss_type sigmoid, robust and simpo", "--loss_type robust"
+    ),
+    "nothing held out": ("sft", TALKS, None, "--eval_fraction 1e-9", "a larger share is needed", "--eval_fraction 0.5"),
+    "LoRA on nothing": (
+        "pretrain", [{"text": "one two three " * 30}] * 8, None, "--use_peft --max_length 64", "name it with --model_name_or_path",
+        "--model_name_or_path data/base_model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_an_error_advises_works(name, launch, tmp_path):
+    stage, rows, template, flags, said, proposed = ADVICE[name]
+    if name == "nothing held out":
+        rows = [row for i in range(8) for row in chats(("user", f"a {i}"), ("assistant", "b"), count=1)]
+    data = write(tmp_path / "rows.jsonl", rows)
+    words = ["--dataset_name", data, "--strict_data", *SMALL, "--output_dir", str(tmp_path / "out"), "--eval_steps", "1"]
+    words += ["--eval_dataset_name", data] if "--eval_fraction" not in flags else []
+    words += [] if stage == "pretrain" else ["--model_name_or_path", "data/base_model"]
+    if template:
+        (tmp_path / "mine.jinja").write_text(template)
+        words += ["--chat_template", str(tmp_path / "mine.jinja")]
+    words += flags.split()
+    with pytest.raises(UserError) as error:
+        launch(stage, *words)
+    assert said in str(error.value), error.value
+    assert (launch(stage, *words, *proposed.split()) / "model.safetensors").exists() or "--use_peft" in flags
+
+
+@pytest.mark.parametrize("proposed", ["chatml", "plain"])
+def test_a_tokenizer_without_a_template_can_be_given_one(proposed, launch, tmp_path):
+    shutil.copytree(ROOT / "data" / "base_model", tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    words = ["--dataset_name", write(tmp_path / "rows.jsonl", TALKS), "--model_name_or_path", str(tmp_path / "bare"), *SMALL]
+    with pytest.raises(UserError, match="has no chat template: pass --chat_template chatml, plain, or a .jinja file"):
+        launch("sft", *words)
+    launch("sft", *words, "--chat_template", proposed)
+
+
+def test_where_to_go_on_from_is_told_rightly(launch, tmp_path):
+    """A complete run goes on with a larger --max_steps; a checkpoint of other settings is a model to start from."""
+    words = ["--config", "data/configs/sft.yaml", "--model_name_or_path", "data/base_model", *SMALL, "--save_steps", "1"]
+    first = launch("sft", *words, output="first")
+    with pytest.raises(UserError, match="a larger --max_steps goes on with it"):
+        launch("sft", *words, "--learning_rate", "1e-5", output="first")
+    launch("sft", *words, "--learning_rate", "1e-5", "--max_steps", "3", output="first")
+    other = [*words, "--seed", "1"]
+    with pytest.raises(UserError, match="to start from its weights, use --model_name_or_path"):
+        launch("sft", *other, "--resume_from_checkpoint", str(first / "checkpoint-2"), output="other")
+    launch("sft", *other, "--model_name_or_path", str(first / "checkpoint-2"), output="other")
+
+
+def test_an_adapter_is_built_on_as_the_message_says(launch, tmp_path):
+    pytest.importorskip("peft")
+    words = ["--config", "data/configs/sft.yaml", *SMALL, "--use_peft"]
+    adapter = launch("sft", *words, "--model_name_or_path", "data/base_model", output="adapter")
+    with pytest.raises(UserError, match="is an adapter itself; train it with --merge_lora to build on it"):
+        launch("sft", *words, "--model_name_or_path", str(adapter), output="next")
+    merged = launch("sft", *words, "--model_name_or_path", "data/base_model", "--merge_lora", output="merged")
+    launch("sft", *words, "--model_name_or_path", str(merged), output="next")
