@@ -4,6 +4,7 @@ import math
 
 from tests.scripts.one_step import (
     ADAMW,
+    BASE,
     DROPOUT,
     assert_adamw,
     assert_clipped,
@@ -319,7 +320,7 @@ def test_where_no_file_of_prompts_is_named_the_first_held_out_pairs_are_complete
 @pytest.mark.parametrize(
     "flags, second", [([], True), (["--precompute_ref_log_probs"], False), (["--loss_type", "simpo"], False)]
 )
-def test_a_dry_run_counts_the_reference_where_there_will_be_one(flags, second, launch, data, model, capsys):
-    words = ["--dataset_name", data / "chats.jsonl", "--model_name_or_path", model, "--dry_run", *flags]
+def test_a_dry_run_counts_the_reference_where_there_will_be_one(flags, second, launch, data, capsys):
+    words = ["--dataset_name", data / "chats.jsonl", "--model_name_or_path", BASE, "--max_length", 64, "--dry_run", *flags]
     launch("dpo", *words)
-    assert ("    reference " in capsys.readouterr().out) == second
+    assert ("    reference model " in capsys.readouterr().out) == second
