@@ -1,6 +1,7 @@
 """What the tests share: quiet threads, no Hub, a clean Accelerate, and a way to run a script's main in this process."""
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -50,6 +51,7 @@ def launch(tmp_path, token_cache):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
     def launch_stage(stage: str, *argv: str, output: str = "out") -> Path:
+        gc.unfreeze()  # what the run before has loaded is garbage here
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         for number, handler in handlers.items():  # of a run that an exception ended in its loop

@@ -245,7 +245,7 @@ def test_mixed_precision_is_left_in_place(stage, launch, monkeypatch):
         return forward(self, batch, *args, **named)
 
     monkeypatch.setattr(FlatModel, "forward", watched)
-    launch(stage, *STAGES[stage], *ONE[:-1], "1")
+    launch(stage, *STAGES[stage], *ONE, "--max_steps", "1")
     assert seen and all(seen)
 
 
