@@ -339,6 +339,7 @@ def test_functions_count_by_their_weights(grpo, model):
         named = [[c.rewards[f] for c in rollout if c.rewards[f] is not None] for f in range(2)]
         logged = {"reward": statistics.mean(v for v in table if v is not None)}
         logged |= {f"rewards/{name}/mean": statistics.mean(v) for name, v in zip(("picky", "second"), named, strict=True)}
+        logged |= {f"rewards/{name}/std": statistics.pstdev(v) for name, v in zip(("picky", "second"), named, strict=True)}
         assert_metrics(row, logged)
 
 
