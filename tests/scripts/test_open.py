@@ -319,6 +319,7 @@ def test_a_head_that_the_checkpoint_does_not_hold_is_one_line(whole, tmp_path, m
     (tmp_path / "train_mine.py").write_text(source)
     words = [*COMMON, "--output_dir", str(tmp_path / "out"), "--dataset_cache_dir", str(tmp_path / "cache")]
     words += ["--resume_from_checkpoint", str(whole / "checkpoint-4"), "--max_steps", "6", "--save_steps", "2"]
+    words += ["--accept_changes"]  # the script is another one, and that is said
     args = (whole / "args.yaml").read_text()
     data = next(line.split("- ", 1)[1] for line in args.split("dataset_name:\n", 1)[1].splitlines())
     run = run_script([sys.executable, str(tmp_path / "train_mine.py"), *words, "--dataset_name", data])
