@@ -7,6 +7,7 @@ goes on is compared with it: where something else has been put in its place, the
 import ast
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ def inputs_of(args: CommonArgs, script: str) -> dict[str, Any]:
     files = {}
     for value in vars(args).values():
         for word in value if isinstance(value, list) else [value]:
-            path = Path(str(word).rpartition(":")[0] or str(word)) if ":" in str(word) else Path(str(word))
+            path = Path(re.sub(r"\.py:\w+$", ".py", str(word)))  # file.py:function
             if path.suffix in (".py", ".jinja") and path.is_file():
                 files[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
     return {"script": Path(script).name, "files": files}

@@ -295,10 +295,8 @@ def _sum_dtype(device: torch.device) -> torch.dtype:
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
     """What JSON can hold of a row: see Metrics.append."""
     bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    kept = {
-        name: _finite(value) if isinstance(value, dict) else None if name in bad else value for name, value in row.items()
-    }
-    return kept | {"not_finite": bad} if bad else kept
+    kept = {name: _finite(value) if isinstance(value, dict) else value for name, value in row.items()}
+    return kept | dict.fromkeys(bad) | {"not_finite": bad} if bad else kept
 
 
 def draw_curves(output_dir: Path) -> None:
@@ -313,13 +311,7 @@ def draw_curves(output_dir: Path) -> None:
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
         row = json.loads(line)
         for name, value in row.items():
-            if isinstance(value, int | float) and name not in (
-                "step",
-                "num_tokens",
-                "memory_gib",
-                "peak_memory_gib",
-                "epoch",
-            ):
+            if name not in NOT_DRAWN and isinstance(value, int | float):
                 curves[name][0].append(row["step"])
                 curves[name][1].append(value)
     frames: dict[str, list[str]] = defaultdict(list)

@@ -51,7 +51,7 @@ class Retry:
         # are neither split nor begun again.
         engine = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.tokens = math.inf if engine else tokens_at_once(accelerator, accelerator.unwrap_model(model))
-        # Nor is it used beside modules of the script's own, which a window may leave out: it would wait for their gradients.
+        # DistributedDataParallel would wait for the gradients of a script's own module that a window leaves out.
         own = len(accelerator.unwrap_model(model).extra) > 0 and accelerator.distributed_type not in SHARDED
         self._sums = (args.auto_micro_batch or own) and accelerator.num_processes > 1
         self._recovers = not engine and (args.auto_micro_batch or accelerator.num_processes == 1)
@@ -136,8 +136,14 @@ class Retry:
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _sum_gradients(self) -> None:
-        """What DistributedDataParallel does: each gradient becomes its mean over the processes."""
+        """What DistributedDataParallel does: each gradient becomes its mean over the processes.
+
+        What no process has used keeps none, so that the optimizer passes over it, as with one process.
+        """
         trained = [p for p in self.model.parameters() if p.requires_grad]
+        used = torch.tensor([float(p.grad is not None) for p in trained], device=self.accelerator.device)
+        torch.distributed.all_reduce(used)
+        trained = [p for p, times in zip(trained, used.tolist(), strict=True) if times]
         for p in trained:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # of an expert that no token here has chosen
         for bucket in _buckets([p.grad for p in trained]):

@@ -52,10 +52,10 @@ def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_c
     for more in ([], ["--learning_rat\x1b[5m", "1"], ["--dataset_name", "\x1b[6mmissing.jsonl"]):
         run = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, timeout=200)
         assert run.returncode == (1 if more else 0), run.stderr.decode()[-3000:]
+        assert ("\\x1b]0;owned" in run.stdout.decode()) or more, "it was shown, spelled out"
         for shown in (run.stdout, run.stderr):
             text = shown.decode().replace("\x1b[A", "").replace("\r", "")  # of the progress bars
             assert not [c for c in text if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 or c in "\u202e\u2028"]
-    assert "owned" in run.stdout.decode() + run.stderr.decode() or more
 
 
 # --- special tokens -------------------------------------------------------------------------------------------------

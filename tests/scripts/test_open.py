@@ -327,3 +327,39 @@ def test_a_head_that_the_checkpoint_does_not_hold_is_one_line(whole, tmp_path, m
     last = run.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and "extra.safetensors" in last and "critic" in last
     assert math.isfinite(len(last))
+
+
+@pytest.mark.slow
+def test_a_head_that_a_window_leaves_out_is_trained_as_on_one_process(train, rows):
+    """Only micro-batches whose first question is an even one use it: some windows, and some processes, never call it."""
+    source = changed(**HEAD)
+    call = '                out = model(batch, nll_weights=mask / N, extra=["value"])\n'
+    error = '                error = (out.extra["value"][:, 0] - left) ** 2\n'
+    assert source.count(call) == source.count(error) == 1
+    use = '                use = int(batch["input_ids"].sum()) % 2 == 0\n'
+    source = source.replace(call, use + call.replace('["value"])', '["value"] if use else [])'))
+    source = source.replace(
+        error, '                error = (out.extra["value"][:, 0] - left) ** 2 if use else torch.zeros_like(mask)\n'
+    )
+    flags = [*rows, "--max_steps", "4", "--save_steps", "4"]
+    one = train(source, *flags, "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2", output="one")
+    two = train(source, *flags, "--per_device_train_batch_size", "1", processes=2, output="two")
+    for found, wanted in zip(train_metrics(two), train_metrics(one), strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-3)
+    for name, tensor in tensors(one)["extra"].items():
+        assert torch.allclose(tensor, tensors(two)["extra"][name], atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_the_head_that_is_exported_is_that_of_the_best_step_also_beside_a_merged_adapter(train, rows):
+    pytest.importorskip("peft")
+    flags = [*rows, "--eval_dataset_name", rows[1], "--use_peft", "--merge_lora", "--save_steps", "1"]
+    flags += ["--eval_steps", "1", "--save_total_limit", "9", "--max_steps", "4", "--save_best", "max:eval_loss"]
+    output = train(changed(**HEAD), *flags, "--learning_rate", "3e-3")
+    best = json.loads((output / "summary.json").read_text())["best"]["step"]
+    assert best < 4  # of a loss that falls the largest one
+    exported, wanted, last = (
+        load_file(f / "extra.safetensors") for f in (output, output / f"checkpoint-{best}", output / "checkpoint-4")
+    )
+    assert all(torch.equal(exported[name], wanted[name]) and not torch.equal(exported[name], last[name]) for name in wanted)

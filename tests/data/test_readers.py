@@ -1,0 +1,317 @@
+"""Rows of every kind of file, folder and dataset, read one by one, and on from any cursor."""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+import tracemalloc
+from dataclasses import replace
+from types import SimpleNamespace
+
+from common.data import readers
+from common.data.formats import as_chat, chat_format
+from common.data.sources import Source, find_sources, read_rows
+from common.errors import UserError
+
+import pytest
+
+ROWS = [{"text": "one\nline"}, {"text": "你好 é 🙂"}, {"text": "three"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+TABLE = 'text,n\n"one\nline",1\n你好 é 🙂,\n\nthree,"a ""b"""\n'
+TABLE_ROWS = [{"text": "one\nline", "n": "1"}, {"text": "你好 é 🙂", "n": ""}, {"text": "three", "n": 'a "b"'}]
+TEXT = "\n\none\nline\n\n你好 é 🙂\n \nthree"
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def jsonl(path, rows):
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def numbered(path, count, start=0):
+    return jsonl(path, [{"text": f"row {i}"} for i in range(start, start + count)])
+
+
+def columns(source, cursor=None):
+    return [row for row, _ in read_rows(source if isinstance(source, Source) else Source(str(source)), cursor)]
+
+
+def texts(source):
+    return [row["text"] for row in columns(source)]
+
+
+def found(*names, recognise=chat_format, **settings):
+    """find_sources with the defaults of the flags."""
+    args = {
+        "dataset_name": [name if isinstance(name, str) else json.dumps(name) for name in names],
+        "dataset_config": None,
+        "dataset_train_split": "train",
+        "dataset_eval_split": "validation",
+        "eval_dataset_name": None,
+        "dataset_weights": None,
+        "eval_fraction": 0.0,
+        "max_train_samples": None,
+        "max_eval_samples": None,
+        "columns": None,
+        "dataset_format": None,
+        "dataset_streaming": False,
+    }
+    assert settings.keys() <= args.keys()
+    return find_sources(SimpleNamespace(**args | settings), recognise)
+
+
+def line(caught) -> str:
+    """The error, which is one line."""
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- kinds of files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, text, rows",
+    [
+        ("rows.jsonl", LINES, ROWS),
+        ("rows.jsonl", "\n" + LINES.replace("\n", "\r\n\r\n"), ROWS),
+        ("rows.jsonl", "\ufeff" + LINES.rstrip(), ROWS),
+        ("rows.jsonl", json.dumps(ROWS), ROWS),
+        ("rows.jsonl", "\ufeff\n" + json.dumps(ROWS, indent=1), ROWS),
+        ("rows.json", json.dumps(ROWS), ROWS),
+        ("rows.json", "\ufeff" + json.dumps(ROWS, indent=1), ROWS),
+        ("rows.json", "\n" + LINES, ROWS),
+        ("rows.txt", TEXT, ROWS),
+        ("rows.txt", "\ufeff" + TEXT.replace("\n", "\r\n"), ROWS),
+        ("rows.csv", TABLE, TABLE_ROWS),
+        (
+            "rows.csv",
+            "\ufeff" + TABLE.replace("e\nl", "e l").replace("\n", "\r\n"),
+            [TABLE_ROWS[0] | {"text": "one line"}, *TABLE_ROWS[1:]],
+        ),
+        ("rows.tsv", TABLE.replace(",", "\t"), TABLE_ROWS),
+        ("rows.csv", "text,n\none\n", [{"text": "one", "n": None}]),
+        ("rows.CSV", ",text\n0,one\n", [{"": "0", "text": "one"}]),
+        ("rows.csv", f"text\n{'x' * 200_000}\n", [{"text": "x" * 200_000}]),
+    ],
+)
+def test_a_file_is_read_by_its_suffix(tmp_path, name, text, rows):
+    (tmp_path / name).write_bytes(text.encode())
+    assert columns(tmp_path / name) == rows
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize(
+    "name, text, rows",
+    [
+        ("a.jsonl", LINES, ROWS),
+        ("a.json", json.dumps(ROWS), ROWS),
+        ("a.txt", TEXT, ROWS),
+        ("a.csv", TABLE, TABLE_ROWS),
+        ("a.tsv", TABLE.replace(",", "\t"), TABLE_ROWS),
+    ],
+)
+def test_a_file_of_text_may_be_compressed(tmp_path, name, text, rows, suffix):
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(COMPRESS[suffix](text.encode()))
+    assert columns(path) == rows
+
+
+def test_parquet_is_read_by_row_groups(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    rows = [{**CHAT, "n": i} for i in range(1000)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=300)
+    assert columns(tmp_path / "rows.parquet") == rows
+    assert as_chat(columns(tmp_path / "rows.parquet")[0])["messages"] == CHAT["messages"]
+
+
+def test_a_text_without_blank_lines_is_cut_at_line_breaks(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_BLOCK", 20)
+    source = write(tmp_path / "a.txt", "0123456789\n" * 5 + "\nlast")
+    assert texts(source) == ["0123456789\n0123456789", "0123456789\n0123456789", "0123456789", "last"]
+    assert [row.where for row, _ in read_rows(Source(source))] == [f"{source}:{i}" for i in (1, 3, 5, 7)]
+
+
+def test_a_line_of_60_000_characters_is_one_row(tmp_path):
+    assert texts(jsonl(tmp_path / "a.jsonl", [{"text": "x é" * 20_000}])) == ["x é" * 20_000]
+
+
+def test_rows_know_their_file_and_their_first_line_or_number(tmp_path):
+    for name, text, places in (
+        ("a.jsonl", "\n" + LINES, ":2 :3 :4"),
+        ("a.json", json.dumps(ROWS, indent=1), " row 1, row 2, row 3"),
+        ("a.txt", TEXT, ":3 :6 :8"),
+        ("a.csv", TABLE, ":2 :4 :6"),
+    ):
+        path = write(tmp_path / name, text)
+        assert [row.where for row, _ in read_rows(Source(path))] == [
+            path + place for place in re.findall(r":\d| row \d", places)
+        ]
+
+
+@pytest.mark.parametrize("name, end", [("a.jsonl", "\n"), ("a.txt", "\n\n"), ("a.csv", "\n")])
+def test_reading_a_large_file_takes_little_memory(tmp_path, name, end):
+    row = json.dumps({"text": "x" * 1000}) if name == "a.jsonl" else "x" * 1000
+    path = write(tmp_path / name, f"text{end}" + (row + end) * 4000 if name == "a.csv" else (row + end) * 4000)
+    tracemalloc.start()
+    count = sum(1 for _ in read_rows(Source(path)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count >= 4000 and peak < 500_000 < 4_000_000
+
+
+# --- cursors ---------------------------------------------------------------------------------------------------------
+
+
+def folder_of(folder, kind):
+    """Two files of a kind, with 5 rows each."""
+    for number in range(2):
+        rows = [{"text": f"é row {i}"} for i in range(number * 5, number * 5 + 5)]
+        path = folder / f"train-{number}.{kind}"
+        if kind == "parquet":
+            pa = pytest.importorskip("pyarrow")
+            import pyarrow.parquet as parquet
+
+            parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+            continue
+        text = {
+            "json": json.dumps(rows),
+            "jsonl": "\ufeff\n" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
+            "txt": "\ufeff\n" + "\n\n\n".join(row["text"].replace(" ", "\n") for row in rows),
+            "csv": "\ufefftext,n\r\n" + "".join(f'"{row["text"]}\n ""b",\r\n\r\n' for row in rows),
+            "tsv": "text\n" + "".join(f"{row['text']}\n" for row in rows),
+        }[kind.split(".")[0]]
+        path.write_bytes(COMPRESS.get(path.suffix, bytes)(text.encode()))
+    return Source(str(folder))
+
+
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "txt", "csv", "tsv", "parquet", "jsonl.gz", "txt.bz2", "csv.xz", "json.gz"]
+)
+@pytest.mark.parametrize("change", [{}, {"max_samples": 7}, {"fraction": 0.6}, {"held_out": 0.4, "part": "train"}])
+def test_reading_goes_on_from_every_cursor_with_exactly_the_remaining_rows(tmp_path, kind, change):
+    source = replace(folder_of(tmp_path, kind), **change)
+    everything = list(read_rows(source))
+    assert len(everything) > 2 and (change or len(everything) == 10)
+    for i, (_, cursor) in enumerate(everything):
+        assert json.loads(json.dumps(cursor)) == cursor and cursor[3] == i + 1
+        assert list(read_rows(source, cursor)) == everything[i + 1 :]
+    assert list(read_rows(source, [0, 0, 0, 0])) == everything
+
+
+def test_a_cursor_in_a_file_of_lines_is_sought_and_not_read_up_to(tmp_path):
+    path = tmp_path / "a.jsonl"
+    numbered(path, 10)
+    cursors = [cursor for _, cursor in read_rows(Source(str(path)))]
+    at = cursors[7][1]
+    path.write_bytes(b"{" + b"\xff" * (at - 2) + b"\n" + path.read_bytes()[at:])  # no row could be read before it
+    assert columns(path, cursors[7]) == [{"text": "row 8"}, {"text": "row 9"}]
+
+
+# --- folders and datasets -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_gives_the_files_named_after_the_split_in_order(tmp_path):
+    for name in ("train-00001-of-00002.jsonl", "train-00000-of-00002.jsonl.gz", "validation.jsonl", "README.md"):
+        text = json.dumps({"text": name}) + "\n"
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    assert texts(tmp_path) == ["train-00000-of-00002.jsonl.gz", "train-00001-of-00002.jsonl"]
+    assert texts(Source(str(tmp_path), split="validation")) == ["validation.jsonl"]
+    with pytest.raises(UserError) as caught:
+        columns(Source(str(tmp_path), split="test"))
+    assert "no file for split test" in line(caught) and "found train-00000" in line(caught)
+
+
+def test_a_folder_without_names_of_splits_is_all_training(tmp_path):
+    write(tmp_path / "b.txt", "b")
+    jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    assert texts(tmp_path) == ["a", "b"]
+
+
+def test_a_folder_of_validation_files_has_no_training_rows(tmp_path):
+    numbered(tmp_path / "validation.jsonl", 1)
+    with pytest.raises(UserError, match="no file for split train .*found validation.jsonl"):
+        columns(tmp_path)
+
+
+def test_an_empty_file_among_others_is_no_mistake(tmp_path):
+    write(tmp_path / "train-0.jsonl", "")
+    numbered(tmp_path / "train-1.jsonl", 2)
+    assert len(columns(tmp_path)) == 2
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{**CHAT, "n": i} for i in range(3)])
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "splits")
+    for name in ("saved", "splits"):
+        source = Source(str(tmp_path / name))
+        everything = list(read_rows(source))
+        assert columns(source) == list(table)
+        assert list(read_rows(source, everything[0][1])) == everything[1:]
+        assert everything[2][0].where == f"{tmp_path / name} row 3"
+    assert columns(Source(str(tmp_path / "splits"), split="test")) == [{**CHAT, "n": 1}]
+    with pytest.raises(UserError, match="no split validation; found train, test"):
+        columns(Source(str(tmp_path / "splits"), split="validation"))
+    train, evaluation = found(str(tmp_path / "splits"), dataset_eval_split="test")
+    assert [source.split for source in train + evaluation] == ["train", "test"]
+    assert found(str(tmp_path / "saved"))[1] == []
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub with one dataset, numbers; the calls that load it."""
+    datasets = pytest.importorskip("datasets")
+    calls = []
+
+    def load_dataset(path, name=None, split=None, streaming=False):
+        calls.append((path, name, split, streaming))
+        if split == "validation":
+            raise ValueError(f"Bad split: {split}." if streaming else f'Unknown split "{split}". Should be one of train.')
+        rows = [{"text": f"row {i}"} for i in range(5)]
+        if path.endswith("broken"):
+            rows = iter_broken
+        if streaming:
+            return datasets.IterableDataset.from_generator(lambda: iter(rows() if callable(rows) else rows))
+        return datasets.Dataset.from_list(rows)
+
+    def iter_broken():
+        yield {"text": "row 0"}
+        raise ConnectionError("the network\nis gone")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    readers.load_table.cache_clear()
+    yield calls
+    readers.load_table.cache_clear()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_dataset_is_read_loaded_or_streamed_from_any_cursor(hub, streaming):
+    train, evaluation = found(
+        "org/numbers", dataset_config="small", dataset_streaming=streaming, eval_dataset_name=["org/numbers"]
+    )
+    assert train[0].streaming == streaming and train[0].label == "numbers"
+    assert hub[0] == ("org/numbers", "small", "train", streaming)
+    assert evaluation[0].split == "train"  # it has no split validation
+    everything = list(read_rows(train[0]))
+    assert [row.where for row, _ in everything] == [f"org/numbers row {i}" for i in range(1, 6)]
+    for i, (_, cursor) in enumerate(everything):
+        assert list(read_rows(train[0], cursor)) == everything[i + 1 :]
+
+
+def test_a_stream_that_breaks_off_is_an_error_of_one_line(hub):
+    with pytest.raises(UserError, match="--dataset_name org/broken: cannot be read: the network is gone") as caught:
+        columns(Source("org/broken", streaming=True))
+    line(caught)
+
+
+def test_a_file_is_never_streamed(tmp_path):
+    assert not found(numbered(tmp_path / "a.jsonl", 1), dataset_streaming=True)[0][0].streaming

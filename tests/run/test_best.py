@@ -1,0 +1,61 @@
+"""Which evaluation is the best one, and when the search for a better one ends."""
+
+import json
+
+from common.args import CommonArgs
+from common.errors import UserError
+from common.run.best import Best
+
+import pytest
+
+
+def best_by(metric, patience=0, delta=0.0, eval_steps=1):
+    return Best(
+        CommonArgs(save_best=metric, early_stopping_patience=patience, early_stopping_delta=delta, eval_steps=eval_steps)
+    )
+
+
+def test_the_direction_of_a_metric_is_known_or_asked_for():
+    assert [best_by(name).sign for name in ("eval_loss", "eval_a_loss", "eval_perplexity", "min:eval_reward")] == [-1] * 4
+    assert [
+        best_by(n).sign for n in ("eval_mean_token_accuracy", "eval_rewards/margins", "eval_exact_number", "max:eval_x")
+    ] == [1] * 4
+    for name in ("eval_polite", "eval_exact_loss"):
+        with pytest.raises(UserError, match=f"min:{name} or max:{name}"):
+            best_by(name)
+    with pytest.raises(UserError, match="--save_best"):
+        best_by(None, patience=2)
+    with pytest.raises(UserError, match="eval_steps"):
+        best_by("eval_loss", eval_steps=0)
+
+
+def test_the_best_evaluation_and_the_end_of_patience():
+    """By hand: 5, 4, 4.5, nan, 3.95 with a delta of 0.1 from 4."""
+    best = best_by("eval_loss", patience=3, delta=0.1)
+    best.update(0, {"eval_loss": 1.0})  # before training: no candidate
+    found = []
+    for step, value in [(10, 5.0), (20, 4.0), (30, 4.5), (40, float("nan")), (50, 3.95)]:
+        best.update(step, {"eval_loss": value})
+        found.append((best.step, best.stops(step)))
+        again = best_by("eval_loss", patience=3, delta=0.1)
+        again.restore({"best": json.loads(json.dumps(best.state()))})
+        assert vars(again) | {"_before": 0} == vars(best) | {"_before": 0}
+    assert found == [(10, False), (20, False), (20, False), (20, False), (50, True)]
+    assert str(best.folder("out")) == "out/checkpoint-50"
+    best.withdraw(50)
+    assert (best.step, best.value) == (20, 4.0)
+    other = best_by("max:eval_loss")
+    other.restore({"best": best.state()})
+    assert other.step is None
+    with pytest.raises(UserError, match="gives eval_a, eval_b"):
+        best.update(0, {"eval_b": 1, "eval_a": 2})
+    off = best_by(None)
+    off.update(1, {"eval_loss": 1.0})
+    assert not off.stops(1) and off.folder("out") is None
+
+
+def test_small_steps_add_up_to_an_improvement():
+    best = best_by("max:x", patience=2, delta=1.0)
+    for step in range(1, 20):
+        best.update(step, {"x": step * 0.6})
+        assert best.step == step and not best.stops(step)
