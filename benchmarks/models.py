@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.collators import flat_batch
 from common.errors import UserError
 from common.model import FlatModel
-from common.model.lm_head import logits_of
 from common.model.wrap import wrap
 from common.sampling import sample
 
@@ -55,21 +54,35 @@ TINY = {
     "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_mamba_heads": 2, "state_size": 8, "chunk_size": 8,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V, "rotary_dim": 8, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "conv_dim": 32, "time_step_rank": 8, "lightning_head_dim": 8, "index_head_dim": 8,
-    "index_n_heads": 2, "index_topk": 4, "o_lora_rank": 16, "block_dim": 32, "block_ff_dim": 48, "altup_num_inputs": 2,
+    "index_n_heads": 16, "index_topk": 4, "o_lora_rank": 16, "block_dim": 32, "block_ff_dim": 48, "altup_num_inputs": 2,
 }  # fmt: skip
 # What else a family needs to be tiny.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        }
+    },
     "dots3_note_text": {"per_layer_config": {}, "shared_experts_intermediate_size": 16},
     "falcon": {"new_decoder_architecture": False},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [48] * 4, "laurel_rank": 8},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [48] * 4,
+        "laurel_rank": 8,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"n_groups": 2},
     "phimoe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": WINDOW, "num_hidden_layers": 3},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1, "num_key_value_heads": 4},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "num_mem_blocks": 1,
+        "num_key_value_heads": 4,
+    },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 MORE["gemma3n"], MORE["dots3_note"] = MORE["gemma3n_text"], MORE["dots3_note_text"]
@@ -105,10 +118,19 @@ def tiny_config(family: str) -> transformers.PreTrainedConfig:
     with quiet():
         default = cls()
     text = default.get_text_config()
-    fixed = {name for cls in type(text).__mro__ for name, member in vars(cls).items() if isinstance(member, property) and not member.fset}
+    fixed = {
+        name
+        for cls in type(text).__mro__
+        for name, member in vars(cls).items()
+        if isinstance(member, property) and not member.fset
+    }
     fixed |= {name for name, other in text.attribute_map.items() if other in fixed}
     sizes = {name: value for name, value in TINY.items() if name not in fixed and has(text, name)}
-    if isinstance(getattr(text, "num_hidden_layers", None), int) and "layer_types" not in fixed and getattr(text, "layer_types", None):
+    if (
+        isinstance(getattr(text, "num_hidden_layers", None), int)
+        and "layer_types" not in fixed
+        and getattr(text, "layer_types", None)
+    ):
         kinds = list(dict.fromkeys(text.layer_types))
         sizes["layer_types"] = (kinds * 4)[:4]
     if "kv_lora_rank" in sizes:  # keys of latent attention are as many as queries
@@ -234,7 +256,11 @@ def greedy_differs(model: FlatModel, plain: torch.nn.Module) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[io.StringIO]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said, warnings.catch_warnings():
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         yield said
 

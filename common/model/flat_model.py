@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import first_occurrences, plan_flat_row
+from common.model.rope import following, one_for_all
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,7 @@ class FlatModel(nn.Module):
         self.lm = lm
         self.extra = nn.ModuleDict()  # a script's own modules, which it adds before `adamw` and `run.prepare`
         self.padded = padded
+        self.rotaries = following(lm)  # what has to know how long each sequence is
         self.offload = False  # whether what the body keeps for the backward pass waits in the host's memory
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
@@ -110,9 +112,9 @@ class FlatModel(nn.Module):
             if name not in self.extra:
                 raise UserError(f"the model has no extra module {name!r}; it has: {', '.join(self.extra) or 'none'}")
         check_positions(self, max(batch["lengths"]))
-        states, routers = self._run_body(batch, router_logits)
+        states, predicting, routers = self._run_body(batch, router_logits)
         targets = batch["targets"]
-        predicting = base_lm(self.lm), states.index_select(0, batch["previous"])
+        predicting = base_lm(self.lm), predicting
         tokens = batch["input_ids"][0, targets]
         counts = batch["loss_mask"][targets]  # (N,) 1; 0 where a row without a trained token scores one all the same
         nll = mapped = None
@@ -150,19 +152,33 @@ class FlatModel(nn.Module):
         """What the LM head reads, (T, D)."""
         return self._run_body(batch)[0]
 
-    def _run_body(self, batch: Batch, router_logits: bool = False) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Hidden states (T, D), and where asked for the router logits (T, experts) of each layer with experts."""
+    def _run_body(
+        self, batch: Batch, router_logits: bool = False
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
+        """Hidden states (T, D), those that predict the targets (N, D), and where asked for the router logits (T, experts) of
+        each layer with experts."""
         options: dict[str, Any] = {"use_cache": False}  # with a cache, or any attention_mask, sequences see each other
         if router_logits and hasattr(self.config.get_text_config(), "output_router_logits"):
             options["output_router_logits"] = True
+        previous, first = batch.get("previous"), None
+        if batch.get("token_map") is not None and not one_for_all(self.rotaries, max(batch["lengths"])):
+            batch, first = _written_out(batch)  # a shared start is not the same for each of its sequences
+            previous = None if previous is None else first[batch["targets"]] - 1
+        for rotary in self.rotaries:
+            rotary.own_lengths = batch["lengths"]
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext():
             out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
             hidden = to_row(out.last_hidden_state)
+        for rotary in self.rotaries:
+            rotary.own_lengths = None
+        predicting = None if previous is None else hidden.index_select(0, previous)
+        hidden = hidden if first is None else hidden[first]
         if not router_logits:
-            return hidden, None
+            return hidden, predicting, None
         if not (routers := getattr(out, "router_logits", None)):
             raise UserError(f"router_logits: {type(base_lm(self.lm)).__name__} is no mixture of experts")
-        return hidden, tuple(to_row(logits) for logits in routers)
+        routers = (to_row(logits) for logits in routers)
+        return hidden, predicting, tuple(logits if first is None else logits[first] for logits in routers)
 
     def _call_flat(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
         """What transformers gives for the flat row, and how to make (T, ...) of a tensor in it."""
@@ -183,6 +199,14 @@ class FlatModel(nn.Module):
             return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
 
         return body(self.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
+
+
+def _written_out(batch: Batch) -> tuple[Batch, Tensor]:
+    """A flat row in which nothing is shared, with lengths F = their sum, and where each of the T tokens is in it first."""
+    ids, token_map = batch["input_ids"], batch["token_map"]
+    positions = torch.cat([torch.arange(n) for n in batch["lengths"]]).to(ids.device)
+    whole = {"input_ids": ids[:, to_device(token_map, ids.device)], "position_ids": positions[None], "token_map": None}
+    return batch | whole, to_device(first_occurrences(token_map), ids.device)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -206,7 +230,11 @@ def without_gradient(values: Tensor, anchor: Tensor, why: str) -> Tensor:
 
 def check_positions(model: FlatModel, longest: int) -> None:
     """Raise UserError where the longest sequence has more tokens than the model has positions."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if most is not None and rope.get("rope_type") == "dynamic":  # what it stretches is the original length
+        most = int(most * rope.get("factor", 1.0))
     if most is not None and longest > most:
         raise UserError(f"a sequence may have {longest} tokens, the model has {most} positions: lower the length limits")
 
@@ -221,7 +249,9 @@ def base_lm(lm: nn.Module) -> nn.Module:
 
 def body(lm: nn.Module) -> nn.Module:
     """Everything but the LM head: token ids -> hidden states."""
-    return base_lm(lm).base_model
+    inner = base_lm(lm)
+    found = inner.base_model
+    return inner.model if found is inner else found  # Llama 4 names its body otherwise than its class says
 
 
 @contextlib.contextmanager
