@@ -8,8 +8,8 @@ For each prompt, G completions are sampled from the model; each is compared with
     loss = Σ_i w_i · Σ_t [ -min(ρ_t A_i, clip(ρ_t, 1-ε, 1+ε_high) A_i) + β KL_t - entropy_coef · H_t ]
 
 1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo
-   and dr_grpo (whose paper also has --scale_rewards none). Completions that no function rewarded, and with
-   --mask_truncated_completions those that were cut, count nowhere.
+   and dr_grpo (whose paper also has --scale_rewards none). A completion that no function rewarded has A_i = 0; with
+   --mask_truncated_completions the tokens of one that was cut count nowhere, and it is still one of the completions.
 2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
    temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
 3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
@@ -199,9 +199,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
     denominators, and is not run through the model.
     """
-    counted = torch.tensor(
-        [not math.isnan(c.reward) and (c.finished or not args.mask_truncated_completions) for c in completions]
-    )
+    counted = torch.tensor([c.finished or not args.mask_truncated_completions for c in completions])
     tokens = torch.tensor([float(len(c.ids)) for c in completions])
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
@@ -216,7 +214,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
             args.loss_type,
             tokens[inside],
             window_tokens=window_tokens,
-            window_completions=counted[inside].sum().item(),
+            window_completions=size,
             max_completion_length=args.max_completion_length,
         )
         mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)

@@ -210,7 +210,8 @@ def grpo_token_weights(
 ) -> Tensor:
     """What one token of each completion weighs in the loss of the window: tokens (C,) -> weights (C,).
 
-    window_tokens and window_completions count what is trained in the window, over all processes.
+    window_tokens counts the tokens that are trained in the window, window_completions all its completions, those that are
+    not trained (--mask_truncated_completions) among them; both over all processes.
 
     - grpo: the mean over completions of the mean over tokens (2402.03300): `1 / (completions · tokens of this one)`.
     - bnpo, dapo: the mean over tokens (2503.14476): `1 / window_tokens`. They differ in what the caller passes: bnpo

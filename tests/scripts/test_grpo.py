@@ -202,8 +202,7 @@ def answer_scores(lm, completion, temperature):
 
 
 def is_trained(completion, settings):
-    rewarded = any(value is not None for value in completion.rewards)
-    return rewarded and (completion.finished or not settings.mask_truncated_completions)
+    return completion.finished or not settings.mask_truncated_completions
 
 
 def window_loss(policy, old, reference, rollout, window, s):
@@ -233,10 +232,10 @@ def window_loss(policy, old, reference, rollout, window, s):
             kl = kl * ratio
         losses = losses + s.beta * kl - s.entropy_coef * entropy
         weight = {
-            "grpo": 1 / (len(trained) * n),
+            "grpo": 1 / (s.size * n),  # TRL: the mean of all rows, 0 for one that is masked
             "bnpo": 1 / tokens_of_window,
             "dapo": 1 / (tokens_of_rollout / s.steps_per_generation),
-            "dr_grpo": 1 / (len(trained) * LONGEST),
+            "dr_grpo": 1 / (s.size * LONGEST),
         }[s.loss_type]
         loss = loss + weight * losses.sum()
         sums["kl"] += kl.sum().item()
@@ -313,9 +312,9 @@ def test_a_step_is_that_of_the_formula(name, grpo, model):
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "dr_grpo"])
-def test_what_is_not_trained_is_in_no_denominator(loss_type, beta, grpo, model):
-    """Completions that were cut, where they are masked, and those that no function rewarded: neither loss nor KL is theirs,
-    and nothing is divided by them."""
+def test_what_was_cut_or_not_rewarded_weighs_as_in_trl(loss_type, beta, grpo, model):
+    """Completions that were cut, where they are masked, have neither loss nor KL, and their tokens are in no denominator;
+    those that no function rewarded have no advantage, and are there in all else. Both are among the completions."""
     names = {"loss_type": loss_type, "beta": beta, "mask_truncated_completions": True, "steps_per_generation": 2}
     flags, settings = Settings.flags(**names, num_generations=8, per_device_train_batch_size=16)
     rows = chat_rows(("any", "dumb", "any", "any"))
