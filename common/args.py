@@ -43,6 +43,11 @@ class ModelArgs:
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     trust_remote_code: bool = arg(False, help="run Python code that a Hub model brings along", may_change="execution")
     dtype: Literal["float32", "bfloat16"] = arg("float32", help="of the weights; autocast comes from accelerate config")
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = arg(
+        "auto",
+        help="of the final model; auto: as its base was. Checkpoints are as trained",
+        may_change="execution",
+    )
     gradient_checkpointing: bool = arg(
         False, help="recompute activations in the backward pass: less memory, ~30 %% slower", may_change="execution"
     )

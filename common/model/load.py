@@ -101,8 +101,9 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> 
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
     with _hub_errors("model", name):
         if Path(name, "adapter_config.json").exists():  # merged: the starting point and, in DPO and GRPO, the reference
-            auto_peft = import_peft(name).AutoPeftModelForCausalLM
-            lm = auto_peft.from_pretrained(name, **options).merge_and_unload()
+            peft = import_peft(name)
+            lm = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options).merge_and_unload()
+            base_dtype = _file_dtype(args, peft.PeftConfig.from_pretrained(name).base_model_name_or_path)
             lm.config._name_or_path = name
             say(f"model: the adapter {name}, merged into its base")
         else:
@@ -112,12 +113,14 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> 
                 name, revision=args.model_revision, output_loading_info=True, **options
             )
             _check_weights(name, lm, found)
+            base_dtype = _file_dtype(args, name)
     known = lm.get_input_embeddings().weight.shape[0]
     if vocab_size > known:
         say(f"model: the embedding grows from {known} to {vocab_size} tokens")
         with torch.random.fork_rng():  # the new rows are drawn: the same for the model and its reference, on every process
             torch.manual_seed(0)
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
+    lm.base_dtype = base_dtype  # of the files; what is exported has it again
     return wrap(lm)
 
 
@@ -146,6 +149,16 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
     config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
     config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     make_savable(config)
+
+
+def _file_dtype(args: CommonArgs, name: str) -> str:
+    """The precision in which a model lies in its files, by its config.json: "float32" where that says nothing."""
+    from transformers import AutoConfig
+
+    revision = args.model_revision if name == args.model_name_or_path else None
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    dtype = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+    return dtype if dtype in ("bfloat16", "float16") else "float32"
 
 
 def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Rotary positions whose frequencies depend on the length of a call: each sequence gets those of its own length.
 
 Two kinds look at the largest position of a call. "longrope" (Ding et al. 2024, arXiv 2402.13753) has two sets of
-frequencies, up to the original length and beyond it; "dynamic" (NTK-aware scaling) has another set for each length beyond. So
-in a row, or a batch, the longest sequence would decide for its neighbours, and "dynamic" for what comes after.
+frequencies, up to the original length and beyond it; "dynamic" (NTK-aware scaling) has another set for each length beyond.
+So in a row, or a batch, the longest sequence would decide for its neighbours, and "dynamic" for what comes after.
 """
 
 from collections.abc import Sequence

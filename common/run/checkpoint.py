@@ -21,6 +21,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, gathered
 from common.run.best import Best
+from common.run.export_dtype import cast_weights
 from common.run.inputs import FILE, copy_inputs
 from common.run.output_dir import WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
 
@@ -90,9 +91,9 @@ def save_checkpoint(
 
 
 def export(
-    args: CommonArgs, accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, best: Path | None = None
+    args: CommonArgs, accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, best: Path | None, dtype: str
 ) -> None:
-    """The final model directly in args.output_dir: that of the checkpoint `best`, or the present one.
+    """The final model directly in args.output_dir, its weights in dtype: that of the checkpoint `best`, or the present one.
 
     With --merge_lora its adapters are merged into it, so this is the end of the run. Raises UserError where the disk does
     not take it.
@@ -111,6 +112,7 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         write_model(temporary)
+        cast_weights(temporary, dtype, wrapper)
         if best and (best / EXTRA).exists():  # where the adapter of `best` was merged, beside it
             shutil.copy(best / EXTRA, temporary)
         files = list(temporary.iterdir())

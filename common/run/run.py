@@ -20,6 +20,7 @@ from common.model.flat_model import flops_per_token
 from common.run.best import Best
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
+from common.run.export_dtype import base_dtype, export_dtype
 from common.run.inputs import compare_data, inputs_of, keep
 from common.run.launch import KEPT, start
 from common.run.metrics import Metrics
@@ -78,6 +79,7 @@ class Run:
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         self.tokenizer, self.windows = tokenizer, windows
         state = resume(accelerator, self.checkpoint, self.optimizer)
+        self.base_dtype = state.get("base_dtype", base_dtype(model))
         self.first_step = state["step"]
         # What was evaluated and saved up to here is not done again.
         self.resumed_at = self.first_step if self.checkpoint else -1
@@ -148,6 +150,7 @@ class Run:
         self.nonfinite.check_weights(self.model, step)
         state = self.metrics.state() | self.retry.state() | {"weight_norms": self.nonfinite.begun}
         state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
+        state |= {"base_dtype": self.base_dtype}
         save_checkpoint(self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best)
         self.signals.saved()
         self.save_wanted = False
@@ -187,7 +190,8 @@ class Run:
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
-        export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir))
+        dtype = export_dtype(args, self.base_dtype)
+        export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
         metrics.finish(best.state() if best.step else None)
