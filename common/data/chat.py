@@ -182,7 +182,13 @@ def _derive_start(text: str, before: list[Message], tokenizer: Tokenizer, tools:
     header = _apply_template(before, tokenizer, tools, add_generation_prompt=True)[0]
     if not text.startswith(header):
         # A header that opens or closes the thinking in advance; an answer that thinks starts before that.
-        header = _THINKING_HEADER.sub("", header)
+        plain = _THINKING_HEADER.sub("", header)
+        if plain != header and text.startswith(plain) and not text.startswith(plain + "<think>"):
+            raise BadRow(
+                "the chat template begins what is sampled with <think>, and writes answers without their thinking: an answer "
+                "would be trained after another header (--chat_template chatml, or a .jinja file that writes both alike)"
+            )
+        header = plain
         if not text.startswith(header + "<think>"):
             raise BadRow("the chat template rewrites earlier turns (try --chat_template chatml, or single-turn chats)")
     return len(header)

@@ -219,6 +219,23 @@ def test_an_answer_that_thinks_is_trained_from_its_thinking_where_the_header_clo
     assert trained(tokenize_messages(chat, tokenizer), tokenizer) == ["<think>\nhm\n</think>\n\n2<|im_end|>"]
 
 
+# As DeepSeek-R1's: what is sampled begins in <think>, what an earlier turn thought is cut off, and answers are trained so, too.
+R1 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% endif %}
+{%- if m.role == 'assistant' %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"""
+
+
+def test_a_template_that_opens_the_thinking_when_sampling_only_is_named_for_what_it_is():
+    """Its answers would be trained after another header than they are sampled after; the remedy works."""
+    tokenizer = make_tokenizer(R1)
+    for chat in (CHAT, [CHAT[0], {"role": "assistant", "content": "<think>hm</think>2"}]):
+        with pytest.raises(BadRow, match="begins what is sampled with <think>"):
+            tokenize_messages(chat, tokenizer)
+    tokenizer.chat_template = read_chat_template("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    assert trained(tokenize_messages(CHAT[:2], tokenizer), tokenizer) == [CHAT[1]["content"] + "<|im_end|>"]
+
+
 def test_an_answer_that_begins_with_white_space_keeps_it_and_the_header_stays_untrained():
     tokenizer = make_tokenizer(CHATML)
     chat = [CHAT[0], {"role": "assistant", "content": "\n\n  2"}]
