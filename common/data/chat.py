@@ -185,7 +185,7 @@ def _derive_start(text: str, before: list[Message], tokenizer: Tokenizer, tools:
         plain = _THINKING_HEADER.sub("", header)
         if plain != header and text.startswith(plain) and not text.startswith(plain + "<think>"):
             raise BadRow(
-                "the chat template begins what is sampled with <think>, and writes answers without their thinking: an answer "
+                "the chat template begins what is sampled with <think>, and writes answers without their thinking: they "
                 "would be trained after another header (--chat_template chatml, or a .jinja file that writes both alike)"
             )
         header = plain

@@ -103,7 +103,7 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> 
         if Path(name, "adapter_config.json").exists():  # merged: the starting point and, in DPO and GRPO, the reference
             peft = import_peft(name)
             lm = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options).merge_and_unload()
-            base_dtype = _file_dtype(args, peft.PeftConfig.from_pretrained(name).base_model_name_or_path)
+            config = _file_config(args, peft.PeftConfig.from_pretrained(name).base_model_name_or_path)
             lm.config._name_or_path = name
             say(f"model: the adapter {name}, merged into its base")
         else:
@@ -113,14 +113,18 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> 
                 name, revision=args.model_revision, output_loading_info=True, **options
             )
             _check_weights(name, lm, found)
-            base_dtype = _file_dtype(args, name)
+            config = _file_config(args, name)
+    lm.base_dtype = _dtype_of(config)  # what is exported has it again
+    lm.left_out = ""
+    if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
+        lm.left_out = f"what {config.model_type} has beside its text model (it is exported as {lm.config.model_type})"
+    _freeze_all_but_text(lm)
     known = lm.get_input_embeddings().weight.shape[0]
     if vocab_size > known:
         say(f"model: the embedding grows from {known} to {vocab_size} tokens")
         with torch.random.fork_rng():  # the new rows are drawn: the same for the model and its reference, on every process
             torch.manual_seed(0)
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
-    lm.base_dtype = base_dtype  # of the files; what is exported has it again
     return wrap(lm)
 
 
@@ -151,14 +155,28 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
     make_savable(config)
 
 
-def _file_dtype(args: CommonArgs, name: str) -> str:
-    """The precision in which a model lies in its files, by its config.json: "float32" where that says nothing."""
+def _file_config(args: CommonArgs, name: str) -> "PreTrainedConfig":
+    """The config.json of a model as it is, where the model that was loaded has a part of it, in another precision."""
     from transformers import AutoConfig
 
     revision = args.model_revision if name == args.model_name_or_path else None
-    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+
+
+def _dtype_of(config: "PreTrainedConfig") -> str:
+    """The precision that the files of a model have, "float32" where its config does not say."""
     dtype = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
     return dtype if dtype in ("bfloat16", "float16") else "float32"
+
+
+def _freeze_all_but_text(lm: torch.nn.Module) -> None:
+    """Towers for images and sound get no gradient from text: they stay as they are, and are exported so."""
+    if lm.config.get_text_config() is lm.config:
+        return
+    text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}
+    for parameter in lm.parameters():
+        if id(parameter) not in text:
+            parameter.requires_grad_(False)
 
 
 def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> None:

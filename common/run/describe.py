@@ -12,8 +12,9 @@ from common.data.tokens import show_trained
 from common.data.types import Tokenizer
 from common.errors import say
 from common.memory import SHARDED, memory, tokens_at_once
-from common.model.flat_model import FlatModel, check_positions, count_parameters
+from common.model.flat_model import FlatModel, check_positions
 from common.run.estimate import needs, show_memory, show_size
+from common.run.load_report import in_a_line, load_report
 from common.run.output_dir import writing
 from common.sampling import RolloutSchedule, why_not_sampled
 
@@ -44,7 +45,8 @@ def describe(
     if reason := why_not_sampled(model):
         say(f"no samples at the evaluations: {reason}")
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)
-    trained, parameters = count_parameters(model)
+    report = load_report(args, accelerator, model, tokenizer)
+    say(in_a_line(report))
     facts = {
         "sources": with_shares(data.facts()),
         "eval_sources": held_out.facts(),
@@ -53,7 +55,8 @@ def describe(
         "example": example_name,
         "batched_as": example_name if packs is data else "row",
         "plan": {name: value for name, value in plan.items() if name != "largest_micro_batch"},
-        "parameters": {"trained": trained, "all": parameters},
+        "parameters": report["parameters"],
+        "model": report,
     }
     if hasattr(packs, "utilisation"):
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
@@ -72,7 +75,7 @@ def describe(
         show_savings(helps)
     show_examples(data, tokenizer, example_name, 1)
     say(
-        f"{trained:,} of {parameters:,} parameters trained; {len(data):,} {example_name}s"
+        f"{len(data):,} {example_name}s"
         f"{' in the first block' if args.dataset_streaming else ''}, {len(held_out):,} held out; "
         f"{plan['steps']} steps of {plan['examples_per_step']:g} {facts['batched_as']}s"
     )

@@ -1,0 +1,58 @@
+"""What is trained: the model of a run in a few words, said at its start and kept in dataset.json."""
+
+import hashlib
+from typing import Any
+
+from common.args import CommonArgs
+from common.data.types import Tokenizer
+from common.model.flat_model import FlatModel, base_lm, count_parameters
+from common.run.export_dtype import base_dtype, export_dtype
+
+from accelerate import Accelerator
+
+
+def load_report(args: CommonArgs, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """class, parameters, precision, how it is called, what was left out, adapted or frozen, template and stop tokens."""
+    lm = base_lm(model.lm)
+    trained, parameters = count_parameters(model)
+    adapted = sorted({name.split(".")[-1] for name, part in model.lm.named_modules() if hasattr(part, "lora_A")})
+    text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}
+    beside = sum(p.numel() for p in lm.parameters() if id(p) not in text)
+    template = tokenizer.chat_template
+    return {
+        "class": type(lm).__name__,
+        "parameters": {"trained": trained, "all": parameters},
+        "dtype": {
+            "base": base_dtype(model),
+            "weights": args.dtype,
+            "autocast": accelerator.mixed_precision,
+            "export": export_dtype(args, base_dtype(model)),
+        },
+        "called_on": "padded batches" if model.padded else "flat rows",
+        "adapted_layers": adapted,
+        "frozen_beside_text": beside if lm.config.get_text_config() is not lm.config else 0,
+        "left_out": getattr(lm, "left_out", ""),
+        "embedding_rows": lm.get_input_embeddings().weight.shape[0],
+        "chat_template": args.chat_template or ("the tokenizer's" if template else None),
+        "chat_template_hash": hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else None,
+        "stop_tokens": tokenizer.convert_ids_to_tokens(model.stop_ids),
+    }
+
+
+def in_a_line(report: dict[str, Any]) -> str:
+    """The report, as it is said: what is as usual goes without saying."""
+    trained, every = report["parameters"]["trained"], report["parameters"]["all"]
+    precision = report["dtype"]["weights"]
+    if report["dtype"]["autocast"] != "no":
+        precision += f" with {report['dtype']['autocast']} autocast"
+    if report["dtype"]["export"] != report["dtype"]["weights"]:
+        precision += f", exported in {report['dtype']['export']}"
+    parts = [f"{report['class']}, {trained:,} of {every:,} parameters trained", precision, report["called_on"]]
+    if report["adapted_layers"]:
+        parts.append(f"adapters on {', '.join(report['adapted_layers'])}")
+    if report["frozen_beside_text"]:
+        parts.append(f"{report['frozen_beside_text']:,} parameters beside the text model frozen, exported as they are")
+    if report["left_out"]:
+        parts.append(f"left out: {report['left_out']}")
+    parts.append(f"answers end with {' or '.join(report['stop_tokens'])}")
+    return f"model: {'; '.join(parts)}"
