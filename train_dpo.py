@@ -31,7 +31,7 @@ from common.command_line import launch
 from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, preference_format, tokenize_pair
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
-from common.losses import REFERENCE_FREE, dpo_loss, segment_sum
+from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, SMOOTHED, dpo_loss, segment_sum
 from common.model import adamw, disable_dropout, load_model, load_tokenizer, schedule, set_lr
 from common.model.reference import load_reference, precompute_ref_logps
 from common.run import Run
@@ -48,9 +48,7 @@ class Args(CommonArgs):
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     beta: float = arg(0.1, help="how strongly the model is held to the reference", within="(0, inf)")
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "apo_zero", "sppo_hard", "simpo", "orpo"] = arg(
-        "sigmoid", help="simpo and orpo do without the reference"
-    )
+    loss_type: Literal[DPO_LOSS_TYPES] = arg("sigmoid", help="simpo and orpo do without the reference")
     label_smoothing: float = arg(0.0, help="share of pairs that are the wrong way round", within="[0, 0.5)")
     simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)")
     sft_weight: float | None = arg(None, help="of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
@@ -59,8 +57,8 @@ class Args(CommonArgs):
     )
 
     def __post_init__(self) -> None:
-        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "simpo"):
-            raise UserError(f"--label_smoothing {self.label_smoothing}: for --loss_type sigmoid, robust and simpo only")
+        if self.label_smoothing and self.loss_type not in SMOOTHED:
+            raise UserError(f"--label_smoothing {self.label_smoothing}: for --loss_type {', '.join(SMOOTHED)} only")
         if self.precompute_ref_log_probs and self.dataset_streaming:
             raise UserError("--precompute_ref_log_probs needs all pairs at hand: without --dataset_streaming")
 

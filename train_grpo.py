@@ -62,6 +62,7 @@ class Args(CommonArgs):
     )
     reward_weights: list[float] | None = arg(None, help="one for each function; unset: 1", within="(-inf, inf)")
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="whose standard deviation divides advantages")
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
 
     # Sampling
     num_generations: int = arg(8, help="G, completions of a prompt, which are compared", within="[2, 1e5]")
@@ -79,9 +80,10 @@ class Args(CommonArgs):
     # Algorithm
     beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
-    epsilon_high: float | None = arg(None, help="above 1; unset: as epsilon (DAPO: 0.28)", within="[0, 1e9]")
+    epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
+    delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(0, inf)")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo"] = arg("dapo", help="what a token weighs")
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="what a token weighs; cispo: as dapo")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
     use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
@@ -94,6 +96,8 @@ class Args(CommonArgs):
             raise UserError(
                 f"--reward_weights: {len(self.reward_weights)} weights for {len(self.reward_funcs)} --reward_funcs"
             )
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise UserError("--loss_type cispo: name its largest ratio, for example --epsilon_high 5")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
 
@@ -161,7 +165,7 @@ def add_advantages(completions: list[Completion], weights: list[float], args: Ar
     reward = combine_rewards(per_function, weight)  # (C,)
     if bool(reward.isnan().all()):
         raise UserError("no reward function gave a number for any completion of this rollout (all returned None)")
-    advantages = group_advantages(reward.view(-1, args.num_generations), args.scale_rewards)  # (P, G)   <- A_i
+    advantages = group_advantages(reward.view(-1, args.num_generations), args.scale_rewards, args.advantage_estimator)  # A_i
     for completion, r, advantage in zip(completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True):
         completion.reward, completion.advantage = r, advantage
 
@@ -208,7 +212,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     for first in range(0, len(completions), size):
         inside = slice(first, first + size)
         window_tokens = (tokens[inside] * counted[inside]).sum().item()
-        if args.loss_type == "dapo":  # those of the whole rollout, on average over its windows
+        if args.loss_type in ("dapo", "cispo"):  # those of the whole rollout, on average over its windows
             window_tokens = (tokens * counted).sum().item() / args.steps_per_generation
         weights = grpo_token_weights(
             args.loss_type,
@@ -302,8 +306,10 @@ def main(args: Args) -> None:
                     batch["advantage"],
                     mask,
                     batch["cu_seqlens"],
+                    loss_type=args.loss_type,
                     epsilon=args.epsilon,
                     epsilon_high=args.epsilon_high,
+                    delta=args.delta,
                     beta=args.beta,
                     importance_sampling_level=args.importance_sampling_level,
                     use_bias_correction_kl=args.use_bias_correction_kl,

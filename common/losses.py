@@ -9,13 +9,19 @@ Shape letters: T tokens of the flat row, S sequences in it, B pairs, P prompts, 
 C completions, F reward functions.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo", "robust", "apo_zero", "sppo_hard", "simpo", "orpo")
+DPO_LOSS_TYPES = (
+    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "apo_zero", "sppo_hard", "simpo", "orpo"),
+)
 REFERENCE_FREE = ("simpo", "orpo")
-GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo")
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")  # those with a share of flipped pairs
+GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_pp")
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -65,6 +71,11 @@ def dpo_loss(
     - sigmoid: `-log σ(βx)` (Rafailov et al. 2023, arXiv 2305.18290, eq. 7); with label_smoothing ε the conservative
       form `-(1-ε) log σ(βx) - ε log σ(-βx)` (cDPO, Mitchell 2023).
     - robust: the unbiased form of it, `[-(1-ε) log σ(βx) + ε log σ(-βx)] / (1-2ε)` (Chowdhury et al. 2024, 2403.00409).
+    - sigmoid_norm: `-log σ(β x̄)` with x̄ from means over tokens (Tulu 3, Lambert et al. 2024, 2411.15124), ε as in cDPO.
+    - exo_pair: the reverse KL of σ(βx) to (1-ε, ε): `σ(βx) [log σ(βx) - log(1-ε)] + σ(-βx) [log σ(-βx) - log ε]`, with ε
+      0.001 where label_smoothing is 0 (Ji et al. 2024, 2402.00856, eq. 16).
+    - nca_pair: `-log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)`, c and r the log-ratios of chosen and rejected (Chen et al. 2024,
+      2402.05369).
     - hinge: `relu(1 - βx)` (SLiC, Zhao et al. 2023, 2305.10425).
     - ipo: `(x̄ - 1/(2β))²` with x̄ from means over tokens (Azar et al. 2023, 2310.12036, eq. 17).
     - apo_zero: `1 - σ(β(chosen - ref)) + σ(β(rejected - ref))` (D'Oosterlinck et al. 2024, 2408.06266).
@@ -77,8 +88,8 @@ def dpo_loss(
     """
     if loss_type not in DPO_LOSS_TYPES:
         raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(DPO_LOSS_TYPES)}")
-    if label_smoothing and loss_type not in ("sigmoid", "robust", "simpo"):
-        raise ValueError(f"label_smoothing acts on sigmoid, robust and simpo, not on {loss_type}")
+    if label_smoothing and loss_type not in SMOOTHED:
+        raise ValueError(f"label_smoothing acts on {', '.join(SMOOTHED)}, not on {loss_type}")
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is the share of flipped pairs, in [0, 0.5), not {label_smoothing}")
 
@@ -90,11 +101,19 @@ def dpo_loss(
         chosen_reward, rejected_reward = beta * chosen_ratio, beta * rejected_ratio
     margin = chosen_reward - rejected_reward  # βx
 
-    if loss_type == "sigmoid":
+    if loss_type == "sigmoid_norm":
+        margin = chosen_reward / chosen_tokens - rejected_reward / rejected_tokens
+    if loss_type in ("sigmoid", "sigmoid_norm"):
         losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
     elif loss_type == "robust":
         flipped = -(1 - label_smoothing) * F.logsigmoid(margin) + label_smoothing * F.logsigmoid(-margin)
         losses = flipped / (1 - 2 * label_smoothing)
+    elif loss_type == "exo_pair":
+        share = label_smoothing or 1e-3
+        kept, flipped = F.logsigmoid(margin), F.logsigmoid(-margin)
+        losses = kept.exp() * (kept - math.log1p(-share)) + flipped.exp() * (flipped - math.log(share))
+    elif loss_type == "nca_pair":
+        losses = -F.logsigmoid(chosen_reward) - 0.5 * (F.logsigmoid(-chosen_reward) + F.logsigmoid(-rejected_reward))
     elif loss_type == "hinge":
         losses = F.relu(1 - margin)
     elif loss_type == "ipo":
@@ -133,23 +152,30 @@ def combine_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
     return total.masked_fill(rewards_per_func.isnan().all(-1), float("nan"))
 
 
-def group_advantages(rewards: Tensor, scale_rewards: str = "group") -> Tensor:
+def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: str = "grpo") -> Tensor:
     """Rewards relative to the group: (P, G) -> (P, G). Shao et al. 2024 (arXiv 2402.03300), eq. 3's Â.
 
     `(r - mean of the group) / (std + 1e-4)`, unbiased std of the group ("group"), of all rewards ("batch"), or no
-    division ("none": Dr. GRPO, Liu et al. 2025, 2503.20783). A NaN reward is left out of its group and gets 0; a group
-    without spread gets exactly 0. Raises ValueError for another scale_rewards.
+    division ("none": Dr. GRPO, Liu et al. 2025, 2503.20783). estimator "rloo" compares each with the mean of the others of
+    its group (Ahmadian et al. 2024, 2402.14740; theirs is without division), "reinforce_pp" with the mean of all rewards
+    (REINFORCE++, Hu et al. 2025, 2501.03262; theirs divides by the std of the batch). A NaN reward is left out, and gets 0;
+    where nothing differs all get exactly 0. Raises ValueError for another scale_rewards or estimator.
     """
     known = ~rewards.isnan()
-    mean = rewards.nanmean(-1, keepdim=True)
-    spread = rewards.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True) > rewards.nan_to_num(nan=torch.inf).amin(
-        -1, keepdim=True
-    )
-    centred = torch.where(known & spread, rewards - mean, torch.zeros_like(rewards))
+    among = rewards.reshape(1, -1) if estimator == "reinforce_pp" else rewards  # what each is compared with
+    mean = among.nanmean(-1, keepdim=True)
+    low = among.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
+    high = among.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
+    centred = torch.where(known & (high > low), rewards - mean, torch.zeros_like(rewards))
+    variance = (centred**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)  # of each group
+    if estimator == "rloo":  # r - (n · mean - r) / (n - 1)
+        n = known.sum(-1, keepdim=True)
+        centred = centred * n / (n - 1).clamp(min=1)
+    elif estimator not in ADVANTAGE_ESTIMATORS:
+        raise ValueError(f"estimator is one of {', '.join(ADVANTAGE_ESTIMATORS)}, not {estimator!r}")
     if scale_rewards == "none":
         return centred
     if scale_rewards == "group":
-        variance = (centred**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)
         return centred / (variance.sqrt() + 1e-4)
     if scale_rewards == "batch":
         values = rewards[known]
@@ -166,8 +192,10 @@ def grpo_loss(
     loss_mask: Tensor,
     cu_seqlens: Tensor,
     *,
+    loss_type: str = "dapo",
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
+    delta: float | None = None,
     beta: float = 0.0,
     importance_sampling_level: str = "token",
     use_bias_correction_kl: bool = True,
@@ -176,7 +204,9 @@ def grpo_loss(
 
     All (T,), cu_seqlens (S+1,); ref_logps may be None when beta is 0. `ρ = exp(logps - old_logps)` per token, or with
     importance_sampling_level "sequence" the exponential of the mean log-ratio of the sequence (GSPO, Zheng et al. 2025,
-    2507.18071, eq. 7). KL is the k3 estimator
+    2507.18071, eq. 7). delta: the unclipped ratio is at most that, also where the advantage is negative (two-sided clip,
+    INTELLECT-2, 2505.07291). loss_type "cispo" weights the log-probability by a clipped ratio that has no gradient, and
+    leaves none out: `-min(ρ, epsilon_high) A log p` (MiniMax 2025, 2506.13585). KL is the k3 estimator
     `exp(ref - logps) - (ref - logps) - 1` (Schulman 2020), times ρ when use_bias_correction_kl, which makes its gradient
     that of the reverse KL. Returns the token losses (T,), 0 outside loss_mask, for the caller to weight with
     `grpo_token_weights`, and per-token metrics, detached, (T,) each: `kl`, where there is a reference, and where the clip
@@ -191,9 +221,13 @@ def grpo_loss(
         raise ValueError(f"importance_sampling_level is token or sequence, not {importance_sampling_level!r}")
     ratio = log_ratio.exp()
     high = epsilon if epsilon_high is None else epsilon_high
-    losses = -torch.min(ratio * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
-
-    low, above = ((ratio < 1 - epsilon) & (advantages < 0)).float(), ((ratio > 1 + high) & (advantages > 0)).float()
+    if loss_type == "cispo":
+        losses = -ratio.detach().clamp(max=high) * advantages * logps
+        low, above = torch.zeros_like(ratio), ((ratio > high) & (advantages > 0)).float()
+    else:
+        most = math.inf if delta is None else delta
+        losses = -torch.min(ratio.clamp(max=most) * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
+        low, above = ((ratio < 1 - epsilon) & (advantages < 0)).float(), ((ratio > 1 + high) & (advantages > 0)).float()
     stats = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": above, "clip_ratio/region_mean": low + above}
     if ref_logps is not None:
         difference = (ref_logps - logps) * loss_mask
@@ -214,13 +248,13 @@ def grpo_token_weights(
     not trained (--mask_truncated_completions) among them; both over all processes.
 
     - grpo: the mean over completions of the mean over tokens (2402.03300): `1 / (completions · tokens of this one)`.
-    - bnpo, dapo: the mean over tokens (2503.14476): `1 / window_tokens`. They differ in what the caller passes: bnpo
-      the tokens of this window; dapo those of the whole generation batch divided by its windows.
+    - bnpo, dapo, cispo: the mean over tokens (2503.14476): `1 / window_tokens`. They differ in what the caller passes: bnpo
+      the tokens of this window; the others those of the whole generation batch divided by its windows.
     - dr_grpo: a constant, `1 / (completions · max_completion_length)` (2503.20783).
     """
     if loss_type == "grpo":
         return 1.0 / (max(window_completions, 1) * tokens.clamp(min=1))
-    if loss_type in ("bnpo", "dapo"):
+    if loss_type in ("bnpo", "dapo", "cispo"):
         return torch.full_like(tokens, 1.0 / max(window_tokens, 1), dtype=torch.float32)
     if loss_type == "dr_grpo":
         weight = 1.0 / (max(window_completions, 1) * max_completion_length)

@@ -112,6 +112,34 @@ def test_a_preference_loss_and_its_gradient_are_trls(case):
     close(logps.grad, flat_row(per_token, lengths) * mask)
 
 
+@pytest.mark.parametrize("case", RECORDED["dpo_more"]["cases"], ids=case_name)
+def test_a_preference_loss_of_newer_kinds_and_its_gradient_are_trls(case):
+    inputs = RECORDED["dpo_more"]
+    logps, ref, mask = (
+        torch.tensor(inputs[name], dtype=torch.float32) for name in ("logps", "ref_logps", "completion_mask")
+    )
+    mask = mask[:, 1:]  # column i of the log-probabilities is token i + 1
+    logps.requires_grad_()
+    sums, ref_sums, tokens = ((values * mask).sum(-1) for values in (logps, ref, torch.ones_like(mask)))
+    parts = [values[side] for values in (sums, ref_sums, tokens) for side in (slice(4), slice(4, 8))]
+    losses, _, _ = dpo_loss(*parts, beta=case["beta"], loss_type=case["loss_type"])
+    losses.mean().backward()
+    close(losses.mean(), case["loss"])
+    close(logps.grad, torch.tensor(case["grad_logps"]) * mask)
+
+
+def test_exo_is_the_reverse_kl_to_the_smoothed_preference():
+    """By hand: βx = 0.5 · (1.5 + 0.5) = 1; p = σ(1) against 1 - ε."""
+    p, q = 1 / (1 + math.exp(-1)), 1 - 0.2
+    chosen, rejected = tensor(-2.0), tensor(-3.0)
+    parts = (chosen, rejected, tensor(-3.5), tensor(-2.5), tensor(4.0), tensor(2.0))
+    losses, _, _ = dpo_loss(*parts, beta=0.5, loss_type="exo_pair", label_smoothing=0.2)
+    close(losses, [p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))], 1e-12)
+    losses, _, _ = dpo_loss(*parts, beta=0.5, loss_type="exo_pair")
+    q = 1 - 1e-3
+    close(losses, [p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))], 1e-12)
+
+
 def reference_free(case: dict, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     """The loss of mean log-probabilities (B,), given to dpo_loss as sums over tokens: 3 and 5, or 1 where no mean is
     taken. The reference gives probability 1, which leaves it out."""
@@ -235,14 +263,14 @@ def test_robust_has_the_clean_loss_as_its_mean_over_flipped_labels():
     close(0.7 * kept + 0.3 * flipped, [-log_sigmoid(0.5)], 1e-12)
 
 
-def test_the_number_of_tokens_matters_to_ipo_simpo_and_orpo_only():
+def test_the_number_of_tokens_matters_to_the_losses_of_means_only():
     matters = set()
     for loss_type in DPO_LOSS_TYPES:
         pair = (tensor(-2.0), tensor(-3.0), tensor(-3.5), tensor(-2.5))
         a, b = (dpo_loss(*pair, tensor(4.0), tensor(n), beta=0.5, loss_type=loss_type)[0].item() for n in (2.0, 7.0))
         if a != b:
             matters.add(loss_type)
-    assert matters == {"ipo", "simpo", "orpo"}
+    assert matters == {"ipo", "sigmoid_norm", "simpo", "orpo"}
 
 
 @pytest.mark.parametrize("loss_type", DPO_LOSS_TYPES)
@@ -277,7 +305,7 @@ def test_log1mexp_keeps_its_digits_at_both_ends(x):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"loss_type": "dpo"}, "sigmoid, hinge"),
+        ({"loss_type": "dpo"}, "sigmoid, sigmoid_norm"),
         ({"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
         ({"loss_type": "apo_zero", "label_smoothing": 0.1}, "label_smoothing"),
@@ -301,6 +329,26 @@ def test_advantages_are_trls(case):
     """The recordings hold no abstention; ours is tested below: out of its group, and 0."""
     rewards = combine_rewards(torch.tensor(case["rewards_per_func"]), torch.tensor(case["reward_weights"]))
     close(group_advantages(rewards.view(2, 4), case["scale_rewards"]).flatten(), case["advantages"])
+
+
+@pytest.mark.parametrize("case", RECORDED["rloo"]["cases"], ids=lambda case: f"{case['name']} {case['num_generations']}")
+def test_leave_one_out_advantages_are_trls(case):
+    """With functions that gave nothing, and groups of which one or none was scored."""
+    table = torch.tensor([[NAN if r is None else r for r in row] for row in case["rewards_per_func"]])
+    rewards = combine_rewards(table, torch.tensor(case["reward_weights"]))
+    found = group_advantages(rewards.view(-1, case["num_generations"]), "none", "rloo")
+    close(found.flatten(), case["advantages"])
+
+
+def test_reinforce_pp_compares_with_all_rewards():
+    """By hand: 1, 3 and 5, 7 (mean 4, std √(20/3)); a group without spread counts, nothing at all where no reward differs."""
+    rewards = tensor(1.0, 3.0, 5.0, 7.0).view(2, 2)
+    std = math.sqrt(20 / 3) + 1e-4
+    close(group_advantages(rewards, "batch", "reinforce_pp"), [[-3 / std, -1 / std], [1 / std, 3 / std]], 1e-12)
+    close(group_advantages(tensor(2.0, 2.0, 5.0, 5.0).view(2, 2), "none", "reinforce_pp"), [[-1.5, -1.5], [1.5, 1.5]], 1e-12)
+    assert group_advantages(torch.full((2, 2), 0.1), "none", "reinforce_pp").tolist() == [[0, 0], [0, 0]]
+    with pytest.raises(ValueError, match="estimator is one of grpo, rloo, reinforce_pp"):
+        group_advantages(rewards, "group", "ppo")
 
 
 def test_rewards_are_summed_with_their_weights_over_the_functions_that_gave_one():
@@ -365,13 +413,17 @@ def test_an_unknown_scale_of_rewards_is_refused():
 # --- GRPO and its family: recorded ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", RECORDED["grpo"]["cases"], ids=case_name)
-def test_a_policy_loss_and_its_gradient_are_trls(case):
+GRPO_CASES = [(name, case) for name in ("grpo", "grpo_cispo", "grpo_more") for case in RECORDED[name]["cases"]]
+
+
+@pytest.mark.parametrize(("inputs", "case"), GRPO_CASES, ids=[f"{name} {case_name(case)}" for name, case in GRPO_CASES])
+def test_a_policy_loss_and_its_gradient_are_trls(inputs, case):
     """On a flat row, in which each completion follows one token of prompt.
 
-    A window is grad_accum of TRL's micro-batches, of which this is one: 4 completions, 20 tokens.
+    A window is grad_accum of TRL's micro-batches, of which this is one: 4 completions, 20 tokens, or 5 and 19.
     """
-    inputs = RECORDED["grpo"]
+    inputs = RECORDED[inputs]
+    all_tokens = sum(map(sum, inputs["mask"]))
     lengths = [1 + sum(row) for row in inputs["mask"]]
     logps, old, ref, mask = (flat_row(inputs[x], lengths) for x in ("logps", "old_logps", "ref_logps", "mask"))
     cu_seqlens = borders(lengths)
@@ -384,6 +436,8 @@ def test_a_policy_loss_and_its_gradient_are_trls(case):
         torch.tensor(inputs["advantages"])[sequence],
         mask,
         cu_seqlens,
+        loss_type=case["loss_type"],
+        delta=case.get("delta"),
         epsilon=case["epsilon"],
         epsilon_high=case["epsilon_high"],
         beta=case["beta"],
@@ -392,17 +446,21 @@ def test_a_policy_loss_and_its_gradient_are_trls(case):
     weights = grpo_token_weights(
         case["loss_type"],
         segment_sum(mask, cu_seqlens),
-        window_tokens=case["num_items_in_batch"] if case["loss_type"] == "dapo" else 20 * case["grad_accum"],
-        window_completions=4 * case["grad_accum"],
+        window_tokens=case["num_items_in_batch"]
+        if case["loss_type"] in ("dapo", "cispo")
+        else all_tokens * case["grad_accum"],
+        window_completions=len(inputs["mask"]) * case["grad_accum"],
         max_completion_length=12,
     )
     loss = (losses * weights[sequence]).sum()
     loss.backward()
     close(loss, case["loss"])
     close(logps.grad, flat_row(case["grad_logps"], lengths))
-    close(stats["clip_ratio/region_mean"].sum() / 20, case["metrics"]["clip_ratio/region_mean"])
-    if case["beta"]:
-        close(stats["kl"].sum() / 20, case["metrics"]["kl"])
+    for name in ("clip_ratio/region_mean", "kl"):
+        if name in case["metrics"]:
+            close(stats[name].sum() / all_tokens, case["metrics"][name])
+    if "cispo_clip_ratio" in case["metrics"]:
+        close(stats["clip_ratio/high_mean"].sum() / all_tokens, case["metrics"]["cispo_clip_ratio"])
 
 
 # --- GRPO and its family: by hand -----------------------------------------------------------------------------------

@@ -114,6 +114,14 @@ def preference_losses(loss_type, sums, ref, tokens, *, beta=0.1, label_smoothing
         ratio = mean
     if loss_type == "sigmoid":  # 2305.18290, eq. 7; cDPO
         losses = -(1 - e) * log_sigmoid(x) - e * log_sigmoid(-x)
+    elif loss_type == "sigmoid_norm":  # Tulu 3, of means over tokens
+        margin = beta * (c / tokens[:, 0] - r / tokens[:, 1])
+        losses = -(1 - e) * log_sigmoid(margin) - e * log_sigmoid(-margin)
+    elif loss_type == "exo_pair":  # 2402.00856, eq. 16: KL of (p, 1 - p) to (1 - e, e)
+        p = torch.sigmoid(x)
+        losses = p * torch.log(p / (1 - e)) + (1 - p) * torch.log((1 - p) / e)
+    elif loss_type == "nca_pair":  # 2402.05369
+        losses = -log_sigmoid(beta * c) - 0.5 * log_sigmoid(-beta * c) - 0.5 * log_sigmoid(-beta * r)
     elif loss_type == "robust":  # 2403.00409, eq. 12
         losses = (-(1 - e) * log_sigmoid(x) + e * log_sigmoid(-x)) / (1 - 2 * e)
     elif loss_type == "hinge":  # 2305.10425
@@ -171,6 +179,9 @@ LOSSES = {
     "sigmoid, beta": {"beta": 0.7},
     "sigmoid, with an SFT term": {"sft_weight": 0.5},
     "robust": {"label_smoothing": 0.2, "beta": 0.3},
+    "sigmoid_norm": {"beta": 3.0, "label_smoothing": 0.1},
+    "exo_pair": {"beta": 0.3, "label_smoothing": 0.1},
+    "nca_pair": {"beta": 0.3},
     "hinge": {"beta": 0.02},
     "ipo": {"beta": 0.5},
     "apo_zero": {"beta": 0.3},

@@ -137,8 +137,9 @@ def combined(rewards, weights):
     return sum(known) if known else None
 
 
-def wanted_advantages(rollout, G, weights, scale):
-    """Of each completion (2402.03300, eq. 3; 2503.20783 without the division)."""
+def wanted_advantages(rollout, s):
+    """Of each completion (2402.03300, eq. 3; 2503.20783 without the division; 2402.14740 and 2501.03262 for the others)."""
+    G, weights, scale = s.num_generations, s.reward_weights, s.scale_rewards
     rewards = [combined(c.rewards, weights) for c in rollout]
     everything = [value for value in rewards if value is not None]
     advantages = []
@@ -151,7 +152,14 @@ def wanted_advantages(rollout, G, weights, scale):
             "batch": lambda: statistics.stdev(everything),
             "none": lambda: 1.0 - 1e-4,
         }[scale]()
-        advantages += [0.0 if value is None or len(set(known)) == 1 else (value - mean) / (std + 1e-4) for value in group]
+        for value in group:
+            others = [*known]
+            if s.advantage_estimator == "rloo" and value is not None:
+                others.remove(value)
+            baseline = statistics.mean(everything) if s.advantage_estimator == "reinforce_pp" else None
+            baseline = (statistics.mean(others) if others else mean) if baseline is None else baseline
+            idle = value is None or (len(set(known)) == 1 and s.advantage_estimator != "reinforce_pp")
+            advantages.append(0.0 if idle else (value - baseline) / (std + 1e-4))
     return advantages
 
 
@@ -176,6 +184,8 @@ class Settings:
     importance_sampling_level: str = "token"
     use_bias_correction_kl: bool = True
     mask_truncated_completions: bool = False
+    delta: float | None = None
+    advantage_estimator: str = "grpo"
 
     @classmethod
     def flags(cls, **settings):
@@ -207,7 +217,7 @@ def is_trained(completion, settings):
 
 def window_loss(policy, old, reference, rollout, window, s):
     """The loss of a step, with its gradient, and what is logged of the tokens. window: which part of the rollout."""
-    advantages = wanted_advantages(rollout, s.num_generations, s.reward_weights, s.scale_rewards)
+    advantages = wanted_advantages(rollout, s)
     part = range(window * s.size, (window + 1) * s.size)
     trained = [i for i in part if is_trained(rollout[i], s)]
     tokens_of_window = sum(len(rollout[i].ids) for i in trained)
@@ -226,6 +236,11 @@ def window_loss(policy, old, reference, rollout, window, s):
         clipped = (ratio > 1 + high) if A > 0 else (ratio < 1 - s.epsilon)
         limit = 1 + high if A > 0 else 1 - s.epsilon
         losses = -torch.where(clipped, torch.full_like(ratio, limit), ratio) * A
+        if s.delta is not None and A < 0:  # 2505.07291
+            losses = -torch.where(clipped, torch.full_like(ratio, limit), ratio.clamp(max=s.delta)) * A
+        if s.loss_type == "cispo":  # 2506.13585
+            losses = -ratio.detach().clamp(max=high) * A * logps
+            clipped = (ratio > high) & (A > 0)
         x = ref_logps - logps
         kl = x.exp() - 1 - x  # Schulman's k3
         if s.use_bias_correction_kl:
@@ -234,6 +249,7 @@ def window_loss(policy, old, reference, rollout, window, s):
         weight = {
             "grpo": 1 / (s.size * n),  # TRL: the mean of all rows, 0 for one that is masked
             "bnpo": 1 / tokens_of_window,
+            "cispo": 1 / (tokens_of_rollout / s.steps_per_generation),
             "dapo": 1 / (tokens_of_rollout / s.steps_per_generation),
             "dr_grpo": 1 / (s.size * LONGEST),
         }[s.loss_type]
@@ -255,7 +271,7 @@ def check(run, s, steps=None):
         old = olds.setdefault(step // s.cycle, run.policy(step // s.cycle * s.cycle))
         assert run.starts[step // s.cycle] == step // s.cycle * s.cycle
         assert len(rollout) == s.size * s.steps_per_generation
-        wanted = wanted_advantages(rollout, s.num_generations, s.reward_weights, s.scale_rewards)
+        wanted = wanted_advantages(rollout, s)
         assert [c.advantage for c in rollout] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         policy = run.policy(step)
         loss, means = window_loss(policy, old, start, rollout, step % s.cycle % s.steps_per_generation, s)
@@ -284,6 +300,10 @@ LOSSES = {
     "bnpo": TWICE | {"loss_type": "bnpo"},
     "grpo": TWICE | {"loss_type": "grpo", "epsilon": 0.1},
     "dr_grpo": TWICE | {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "cispo": TWICE | {"loss_type": "cispo", "epsilon_high": 1.05, "entropy_coef": 0.01},
+    "two-sided": TWICE | {"delta": 1.1, "epsilon_high": 0.05, "entropy_coef": 0.01},
+    "leave one out": TWICE | {"advantage_estimator": "rloo", "scale_rewards": "none"},
+    "all of the rollout": TWICE | {"advantage_estimator": "reinforce_pp", "scale_rewards": "batch"},
     "batch": TWICE | {"scale_rewards": "batch", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "kl": TWICE | {"beta": 0.3},
     "kl without correction": {"num_iterations": 2, "beta": 0.3, "use_bias_correction_kl": False},
