@@ -13,6 +13,7 @@ import copy
 import io
 import json
 import logging
+import re
 import sys
 import time
 import warnings
@@ -183,7 +184,7 @@ def measure(family: str) -> dict[str, Any]:
         return found | {"how": "CRASH", "why": short(error)}
     found["how"] = "padded" if model.padded else "flat"
     if model.padded:
-        found["why"] = said.getvalue().strip()[:300]
+        found["why"] = re.sub(r".*cannot be called on flat rows \((.*)\); padded.*", r"\1", said.getvalue().strip())[:200]
     for name, function in (("logits", logits_differ), ("gradients", gradients_differ), ("greedy", greedy_differs)):
         try:
             with quiet():
@@ -283,7 +284,33 @@ def main() -> None:
         results.append(found)
         print(json.dumps(found), f"{time.time() - begun:.1f}s", flush=True)
     if not asked.family:
-        Path(f"{asked.out}.json").write_text(json.dumps(results, indent=1))
+        Path(f"{asked.out}.json").write_text(json.dumps(results, indent=1) + "\n")
+        Path(f"{asked.out}.md").write_text(table(results))
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as a page."""
+    counts: dict[str, int] = {}
+    for found in results:
+        counts[found["how"]] = counts.get(found["how"], 0) + 1
+    lines = [
+        "# Models",
+        "",
+        f"`python benchmarks/models.py`: tiny random models, float32, CPU, transformers {transformers.__version__}, torch "
+        f"{torch.__version__}. Of {len(results)}: " + ", ".join(f"{n} {how}" for how, n in sorted(counts.items())) + ".",
+        "",
+        "*logits*: largest difference of a trained token's log-probability, in a row of four sequences beside each alone, in nats;",
+        "*gradients*: largest difference, as a share of the largest number; *greedy*: completions that are not those of `generate()`.",
+        "Weights are large (so that differences show), and rounding grows with them.",
+        "",
+        "| family | called on | logits | gradients | greedy | why not flat |",
+        "|---|---|---|---|---|---|",
+    ]
+    for found in results:
+        numbers = [found.get(name, "") for name in ("logits", "gradients", "greedy")]
+        shown = [f"{n:.0e}" if isinstance(n, float) else str(n) for n in numbers]
+        lines.append(f"| {found['family']} | {found['how']} | {' | '.join(shown)} | {found.get('why', '')} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def test_what_a_reader_looks_for_first_stands_at_the_top():
 
 
 def test_the_maths_and_the_errors_stand_on_nothing_of_ours():
-    assert imports_of(COMMON / "losses.py") <= {"torch", "torch.nn.functional"}
+    assert imports_of(COMMON / "losses.py") <= {"math", "torch", "torch.nn.functional"}
     for name in ("errors", "__init__"):
         assert not any(map(is_ours, imports_of(COMMON / f"{name}.py")))
 

@@ -204,6 +204,7 @@ class Run:
         say(
             f"\nsaved in {args.output_dir}: the {what} and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png"
         )
+        say(f"talk to it: python -m tools.chat {args.output_dir}")
         say(f"try next: {try_next}")
         self.accelerator.wait_for_everyone()  # none leaves while another still writes
         self.accelerator.end_training()

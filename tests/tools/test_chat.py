@@ -1,0 +1,93 @@
+"""Talking to a model, as on a terminal."""
+
+import json
+
+from common.errors import UserError
+from tools import chat
+
+import pytest
+import transformers
+
+MODEL = "data/base_model"
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """talk(*lines, *flags): the conversation of these lines with the model; (what was printed, the errors)."""
+
+    def converse(*lines, flags=("--temperature", "0"), model=MODEL):
+        left = iter(lines)
+
+        def read(prompt=""):
+            try:
+                return next(left)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", read)
+        chat.main([str(model), *flags])
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    return converse
+
+
+def greedy(messages, most=512):
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    out = model.generate(**ids, do_sample=False, max_new_tokens=most)[0, ids["input_ids"].shape[1] :]
+    return tokenizer.decode(out, skip_special_tokens=True).strip()
+
+
+def test_answers_are_the_models_over_several_turns_and_a_saved_chat_is_a_row(talk, tmp_path):
+    questions = ["What is 3+4?", "And 2+2?"]
+    file = tmp_path / "chats.jsonl"
+    out, err = talk(questions[0], questions[1], f"/save {file}", "/system Be brief.", "What is 1+1?", f"/save {file}")
+    messages = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": greedy(messages)})
+    first, second = (json.loads(line)["messages"] for line in file.read_text().splitlines())
+    assert first == messages and all(message["content"] in out for message in messages[1::2]) and err == ""
+    assert second[:2] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1+1?"}]
+
+
+def test_an_answer_may_be_drawn_again_and_the_temperature_changed(talk, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    lines = ["What is 3+4?", "/temperature 1.5", "/retry", f"/save {file}", "/temperature 0", "/retry", f"/save {file}"]
+    talk(*lines)
+    drawn, greedy_one = (json.loads(line)["messages"] for line in file.read_text().splitlines())
+    assert len(drawn) == len(greedy_one) == 2
+    assert greedy_one[1]["content"] == greedy(greedy_one[:1]) != drawn[1]["content"]
+
+
+def test_mistakes_are_a_line_and_the_chat_goes_on(talk, tmp_path):
+    long = " ".join(["number"] * 600)
+    out, err = talk(
+        "/retry", "/nosuch", "/temperature hot", f"/save {tmp_path}", long, "What is 3+4?", "/quit", "never read"
+    )
+    assert [line.split(":")[1].strip().split(" ")[0] for line in err.splitlines()] == [
+        *("/retry", "/nosuch", "temperature", "/save", "the")
+    ]
+    assert greedy([{"role": "user", "content": "What is 3+4?"}]) in out
+    with pytest.raises(UserError, match="cannot load nosuch .no such folder"):
+        chat.main(["nosuch"])
+    with pytest.raises(UserError, match="temperature -1"):
+        chat.main([MODEL, "--temperature", "-1"])
+
+
+def test_ctrl_c_cuts_an_answer_short_and_control_characters_are_spelled_out(talk, monkeypatch):
+    def generate(self, *, streamer, **options):
+        streamer.put(options["input_ids"][0])
+        streamer.on_finalized_text("one \x1b[2J")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", generate)
+    out, _ = talk("Hi")
+    assert "one \\x1b[2J\n" in out
+
+
+def test_one_answer_is_all_that_is_printed(capsys):
+    chat.main([MODEL, "--prompt", "What is 3+4?", "--temperature", "0"])
+    assert capsys.readouterr().out.strip() == greedy([{"role": "user", "content": "What is 3+4?"}])
