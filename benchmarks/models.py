@@ -258,8 +258,8 @@ def greedy_differs(model: FlatModel, plain: torch.nn.Module) -> str:
 @contextlib.contextmanager
 def quiet() -> Iterator[io.StringIO]:
     with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()) as said,
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        contextlib.redirect_stderr(io.StringIO()),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
