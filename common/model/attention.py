@@ -60,6 +60,9 @@ class FlatRow:
     shared: bool  # whether a token of the row may lie in several sequences
     is_bucket: bool  # the row is its only bucket as it stands: sequences of equal length, nothing shared
     ragged: "Ragged | None" = None  # the same for varlen_attn, which needs no buckets; None where it cannot be used
+    lengths: np.ndarray | None = None  # (S,), of the sequences written out in full
+    token_map: np.ndarray | None = None  # see plan_flat_row
+    places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # made by mixers.py
 
 
 @dataclass
@@ -134,7 +137,8 @@ def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.nd
         ragged = Ragged(*borders, longest, None if token_map is None else to_device(token_map, device))
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
     is_bucket = in_order and len(buckets) == 1
-    return FlatRow(buckets, None if in_order else to_device(inverse, device), token_map is not None, is_bucket, ragged)
+    order = None if in_order else to_device(inverse, device)
+    return FlatRow(buckets, order, token_map is not None, is_bucket, ragged, lengths, token_map)
 
 
 def _similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
@@ -204,8 +208,8 @@ def flat_attention(
 def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, row: FlatRow, settings: dict[str, Any]) -> Tensor:
     """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by one bucket after another."""
     queries, keys = [bucket.queries for bucket in row.buckets], [bucket.keys for bucket in row.buckets]
-    gathered = [_Gather.apply(q, queries, row.inverse, False)]
-    gathered += [_Gather.apply(x, keys, row.inverse, row.shared) for x in (k, v)]
+    gathered = [Gather.apply(q, queries, row.inverse, False)]
+    gathered += [Gather.apply(x, keys, row.inverse, row.shared) for x in (k, v)]
     outputs = [_sdpa(*rows, bucket, **settings) for bucket, *rows in zip(row.buckets, *gathered, strict=True)]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if row.inverse is None else out.index_select(0, row.inverse)
@@ -238,7 +242,7 @@ def _strips_pay(q: Tensor) -> bool:
     return plain and 2 * STRIP <= q.shape[2] <= LONGEST_IN_STRIPS and not torch.compiler.is_compiling()
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """The row (T, ...) -> for each bucket its tokens (b L, ...), padding included.
 
     No real token attends to the padding, and the output of the padding is dropped: its gradient is 0. So where each token
