@@ -14,7 +14,7 @@ from types import MethodType
 from typing import Any
 
 from common.memory import to_device
-from common.model.attention import FlatRow, Gather, first_occurrences
+from common.model.attention import MIN_RELATIVE_LENGTH, FlatRow, Gather, first_occurrences
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 # Methods of transformers' cache, and of the one that MiniMax has for itself.
 KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache"}
-MIN_RELATIVE_LENGTH = 0.5  # the shortest sequence of a batch, as a share of the longest
-ALIKE = 64  # tokens: shorter sequences than this cost a mixer about the same
 
 _row: FlatRow | None = None  # the one that is called; no argument, because some models hand none on to their mixers
 
@@ -142,10 +140,10 @@ def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
 
 
 def _similar(lengths: np.ndarray, least: float) -> list[list[int]]:
-    """Sequences in groups, longest first; the shortest has `least` of the length of the longest, or both are short."""
+    """Sequences in groups, longest first; the shortest of each has `least` of the length of the longest."""
     groups: list[list[int]] = []
     for s in np.argsort(-lengths, kind="stable").tolist():
-        if groups and max(lengths[s], ALIKE) >= least * lengths[groups[-1][0]]:
+        if groups and lengths[s] >= least * lengths[groups[-1][0]]:
             groups[-1].append(s)
         else:
             groups.append([s])
