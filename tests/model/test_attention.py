@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 from types import SimpleNamespace
 
@@ -239,6 +240,59 @@ def test_a_model_that_counts_its_positions_itself_is_given_padded_batches(capsys
     lm.model.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)
     assert wrap(lm).padded
     assert "padded batches instead" in capsys.readouterr().out
+
+
+def capped(q, k, v, scale, window, softcap, sinks):
+    """One sequence, head by head: (H, L, Dh), (Hkv, L, Dh) twice -> (L, H, Dh), by the formulas."""
+    outputs, seen = [], torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+    if window is not None:
+        seen &= ~torch.ones_like(seen).tril(-window)
+    for h in range(len(q)):
+        kv = h * len(k) // len(q)
+        scores = scale * q[h] @ k[kv].T
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        weights = scores.exp() * seen
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[h].exp())
+        outputs.append(weights / total @ v[kv])
+    return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("kind", ["softcap", "sinks"])
+@pytest.mark.parametrize("lengths", [(9, 9), (300, 40, 7), (12, 2)])
+def test_soft_capping_and_sinks_are_those_of_the_formulas_with_their_gradients(kind, window, lengths):
+    """Float64; sequences that are strips, one bucket, several buckets."""
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    T = sum(lengths)
+    leaves = [draw(1, heads, T, 8).requires_grad_() for heads in (4, 2, 2)]
+    sinks = draw(4).requires_grad_() if kind == "sinks" else None
+    softcap, leaves = (1.5 if kind == "softcap" else None), leaves + ([sinks] if kind == "sinks" else [])
+    options = {"scaling": 0.7, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
+    row = plan_flat_row(lengths, CPU)
+    found = flat_attention(torch.nn.Module(), *leaves[:3], None, flat_row=row, **options)[0][0]
+    parts = zip(*(x[0].split(lengths, 1) for x in leaves[:3]), strict=True)
+    wanted = torch.cat([capped(*part, 0.7, window, softcap, sinks) for part in parts])
+    weights = draw(T, 4, 8)
+    torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+    for a, b in zip(*(torch.autograd.grad((x * weights).sum(), leaves) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["softcap", "sinks"])
+@pytest.mark.parametrize("row", ["a group", "two groups and what stands between them"])
+def test_soft_capping_and_sinks_where_starts_are_shared(kind, row):
+    """The row of the shared start against the same sequences written out in full."""
+    examples, _ = ROWS[row]
+    batch = flat_batch(examples, CPU)
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    T, token_map = batch["input_ids"].shape[1], batch["token_map"]
+    q, k, v = (draw(1, heads, T, 8) for heads in (4, 2, 2))
+    options = {"softcap": 1.5} if kind == "softcap" else {"s_aux": draw(4)}
+    plans = plan_flat_row(batch["lengths"], CPU, token_map), plan_flat_row(batch["lengths"], CPU)
+    shared = flat_attention(torch.nn.Module(), q, k, v, None, flat_row=plans[0], **options)[0][0]
+    full = [x[:, :, token_map] for x in (q, k, v)]
+    written_out = flat_attention(torch.nn.Module(), *full, None, flat_row=plans[1], **options)[0][0]
+    torch.testing.assert_close(shared[token_map], written_out, atol=1e-12, rtol=1e-12)
 
 
 # --- the stages -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 CPU = torch.device("cpu")
-FAST = ("qwen3.5", "lfm2", "mamba")
+FAST = ("qwen3.5", "lfm2")
 FAMILIES = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in HYBRIDS]
 
 
