@@ -107,6 +107,11 @@ HYBRIDS = {
         | {"num_mem_blocks": 1, "use_mem_rope": True},
     ),
     "bailing-hybrid": ("BailingHybridConfig", {**FOUR, **LINEAR}),
+    "recurrent-gemma": (
+        "RecurrentGemmaConfig",
+        {name: SIZE[name] for name in SIZE if name not in ("max_position_embeddings", "initializer_range")}
+        | {"lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent", "attention"], **HEAD},
+    ),
     "minimax": (
         "MiniMaxConfig",
         {**SIZE, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8, **HEAD}

@@ -245,9 +245,9 @@ def _sdpa(
     mask = bucket.mask(window, v.dtype, sink=sink)
     if mask is None and (_strips_pay(q) or softcap is not None):
         mask = bucket.mask(window, v.dtype, always=True, sink=sink)
-        L, outputs = q.shape[2], []
-        for start in range(0, L, STRIP):
-            own, seen = slice(start, start + STRIP), slice(min(start + STRIP, L) + sink)
+        L, size, outputs = q.shape[2], _strip_size(q), []
+        for start in range(0, L, size):
+            own, seen = slice(start, start + size), slice(min(start + size, L) + sink)
             outputs.append(attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen]).transpose(1, 2))
         out = torch.cat(outputs, 1)
     elif mask is None and sink:  # a query of its own for the sink, which is the first key, makes the mask a causal one
@@ -298,6 +298,13 @@ def _strips_pay(q: Tensor) -> bool:
     """
     plain = q.device.type == "cpu" and q.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return plain and 2 * STRIP <= q.shape[2] <= LONGEST_IN_STRIPS and not torch.compiler.is_compiling()
+
+
+def _strip_size(q: Tensor) -> int:
+    """Queries of a strip: few calls on a GPU, and one graph for all lengths where they are compiled."""
+    if torch.compiler.is_compiling():
+        return q.shape[2]
+    return STRIP if q.device.type == "cpu" else 8 * STRIP
 
 
 class Gather(torch.autograd.Function):

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Methods of transformers' cache, and of the one that MiniMax has for itself.
-KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache"}
+# Methods of transformers' cache, of the one that MiniMax has for itself, and what RecurrentGemma keeps in its modules.
+KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache", "conv1d_state"}
 
 _row: FlatRow | None = None  # the one that is called; no argument, because some models hand none on to their mixers
 
 
 def recurrent_mixers(lm: nn.Module) -> list[nn.Module]:
-    """The modules that carry a state along a sequence: those whose code hands one to a cache of transformers."""
+    """The modules that carry a state along a sequence: those whose code hands one to a cache."""
     classes = {type(module) for module in lm.modules()}
     mixers = {cls for cls in classes if _names(cls) & (KEEPS_STATE | OWN_CACHE)}
     return [module for module in lm.modules() if type(module) in mixers]

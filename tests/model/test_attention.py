@@ -276,6 +276,9 @@ def test_soft_capping_and_sinks_are_those_of_the_formulas_with_their_gradients(k
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
     for a, b in zip(*(torch.autograd.grad((x * weights).sum(), leaves) for x in (found, wanted)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    leaves, options["s_aux"] = [x.float() for x in leaves], None if sinks is None else sinks.float()
+    rounded = flat_attention(torch.nn.Module(), *leaves[:3], None, flat_row=plan_flat_row(lengths, CPU), **options)[0][0]
+    torch.testing.assert_close(rounded.double(), wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["softcap", "sinks"])

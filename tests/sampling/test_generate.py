@@ -302,14 +302,14 @@ def test_models_of_unusual_attention_sample_as_transformers_generates_each_promp
     assert [c.ids for c in one] == [c.ids for c in all_together]
 
 
-FAST = ("qwen3.5", "lfm2", "mamba")
+FAST, OWN_CACHE = ("qwen3.5", "lfm2", "mamba"), ("minimax", "recurrent-gemma")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in HYBRIDS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in HYBRIDS if n not in OWN_CACHE]
+)
 def test_models_that_keep_a_state_sample_as_transformers_generates_each_prompt_alone(name):
     """Prompts of one token, of unequal lengths, one of them twice; completions of unequal lengths."""
-    if name == "minimax":
-        pytest.skip("it keeps its state in a cache of its own")
     lm = tiny_hybrid(name)
     model = wrap(copy.deepcopy(lm)).train()
     prompts, keys = (PROMPTS[:5], KEYS[:5]) if name in FAST else (PROMPTS, KEYS)
@@ -583,12 +583,10 @@ def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at
     assert logps.tolist() == pytest.approx([2.0 - math.log(total[0]), 4.0 - math.log(total[1])], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["minimax"])
+@pytest.mark.parametrize("name", [name for name in OWN_CACHE if name in HYBRIDS])
 def test_a_model_that_keeps_its_state_elsewhere_is_refused_in_one_line(name):
-    if name not in HYBRIDS:
-        pytest.skip("transformers does not have it")
     model = wrap(tiny_hybrid(name))
-    with pytest.raises(UserError, match="MiniMaxForCausalLM is not supported"):
+    with pytest.raises(UserError, match="ForCausalLM is not supported: its cache is not one of transformers' own"):
         sample(model, [[1, 2]], [(0,)], stop_ids=[0], max_new_tokens=2)
 
 
