@@ -187,7 +187,7 @@ def test_an_architecture_that_cannot_be_packed_or_sampled_still_trains(launch, t
     from transformers import AutoTokenizer, RwkvConfig, RwkvForCausalLM
 
     torch.manual_seed(0)
-    config = RwkvConfig(vocab_size=512, hidden_size=32, attention_hidden_size=32, num_hidden_layers=1, context_length=512)
+    config = RwkvConfig(vocab_size=512, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=512)
     RwkvForCausalLM(config).save_pretrained(tmp_path / "rwkv")
     AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "rwkv")
     words = [
