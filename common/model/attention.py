@@ -60,6 +60,9 @@ class FlatRow:
     shared: bool  # whether a token of the row may lie in several sequences
     is_bucket: bool  # the row is its only bucket as it stands: sequences of equal length, nothing shared
     ragged: "Ragged | None" = None  # the same for varlen_attn, which needs no buckets; None where it cannot be used
+    lengths: np.ndarray | None = None  # (S,), of the sequences written out in full
+    token_map: np.ndarray | None = None  # see plan_flat_row
+    places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # made by mixers.py
 
 
 @dataclass
@@ -69,25 +72,27 @@ class Bucket:
     keys: Tensor  # (b, L) int64: tokens of the row
     queries: Tensor  # (b, Lq) int64: those that are the sequences' own, their last ones; `keys` itself where all are
     first: Tensor | None = None  # (b,) int64: the position of the first query in its sequence; None: 0
-    masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)  # each made once, for all layers
+    masks: dict[tuple[int | None, torch.dtype, bool], Tensor] = field(default_factory=dict)  # made once, for all layers
 
-    def mask(self, window: int | None, dtype: torch.dtype, always: bool = False) -> Tensor | None:
-        """(b or 1, 1, Lq, L): 0, or -inf where a token comes later or `window` or more before.
+    def mask(self, window: int | None, dtype: torch.dtype, always: bool = False, sink: bool = False) -> Tensor | None:
+        """(b or 1, 1, Lq, L): 0, or -inf where a token comes later or `window` or more before. With a `sink`, (..., L + 1):
+        a column before the others, which is 0.
 
         None where SDPA's own causal mask does as well, unless `always`.
         """
         Lq, L = self.queries.shape[1], self.keys.shape[1]
         if self.first is None and (window is None or L <= window) and not always:
             return None
-        if (window, dtype) not in self.masks:
+        if (window, dtype, sink) not in self.masks:
             first = self.keys.new_zeros(1) if self.first is None else self.first
             column = torch.arange(L, device=first.device)
             query = (first[:, None] + column[:Lq])[:, None, :, None]
             unseen = column > query
             if window is not None:
                 unseen |= column <= query - window
-            self.masks[window, dtype] = unseen.new_zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)
-        return self.masks[window, dtype]
+            mask = unseen.new_zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)
+            self.masks[window, dtype, sink] = F.pad(mask, (1, 0)) if sink else mask
+        return self.masks[window, dtype, sink]
 
 
 @dataclass
@@ -134,7 +139,8 @@ def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.nd
         ragged = Ragged(*borders, longest, None if token_map is None else to_device(token_map, device))
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
     is_bucket = in_order and len(buckets) == 1
-    return FlatRow(buckets, None if in_order else to_device(inverse, device), token_map is not None, is_bucket, ragged)
+    order = None if in_order else to_device(inverse, device)
+    return FlatRow(buckets, order, token_map is not None, is_bucket, ragged, lengths, token_map)
 
 
 def _similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
@@ -181,21 +187,25 @@ def flat_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     flat_row: FlatRow | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence. query (1, H, T, Dh), key and value (1, Hkv, T, Dh) -> (1, T, H, Dh).
 
-    Raises RuntimeError where the model wants what SDPA cannot do (soft-capping, attention sinks), or where the row's plan
-    did not reach the layer: without it sequences would see each other.
+    softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv 2408.00118). s_aux (H,): attention sinks, the score
+    of one more key of each head, whose value is 0 (GPT-OSS, arXiv 2508.10925). Raises RuntimeError for both at once, or
+    where the row's plan did not reach the layer: without it sequences would see each other.
     """
     if flat_row is None or attention_mask is not None:
         raise RuntimeError("flat attention needs flat_row and no attention_mask")
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise RuntimeError("flat attention has no soft-capping and no attention sinks")
+    if softcap is not None and s_aux is not None:
+        raise RuntimeError("flat attention has no soft-capping together with attention sinks")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, Dh)
-    if flat_row.ragged is not None and dropout == 0 and (dtype := _varlen_dtype(v)) is not None:
+    plain = softcap is None and s_aux is None and dropout == 0
+    if flat_row.ragged is not None and plain and (dtype := _varlen_dtype(v)) is not None:
         return _ragged_attention(*(x.to(dtype) for x in (q, k, v)), flat_row.ragged, scaling, sliding_window)[None], None
-    settings = {"scale": scaling, "dropout": dropout, "window": sliding_window}
+    settings = {"scale": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
     if flat_row.is_bucket:
         return _sdpa(q, k, v, flat_row.buckets[0], **settings)[None], None
     return _bucket_attention(q, k, v, flat_row, settings)[None], None
@@ -204,29 +214,81 @@ def flat_attention(
 def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, row: FlatRow, settings: dict[str, Any]) -> Tensor:
     """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by one bucket after another."""
     queries, keys = [bucket.queries for bucket in row.buckets], [bucket.keys for bucket in row.buckets]
-    gathered = [_Gather.apply(q, queries, row.inverse, False)]
-    gathered += [_Gather.apply(x, keys, row.inverse, row.shared) for x in (k, v)]
+    gathered = [Gather.apply(q, queries, row.inverse, False)]
+    gathered += [Gather.apply(x, keys, row.inverse, row.shared) for x in (k, v)]
     outputs = [_sdpa(*rows, bucket, **settings) for bucket, *rows in zip(row.buckets, *gathered, strict=True)]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if row.inverse is None else out.index_select(0, row.inverse)
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, *, scale: float | None, dropout: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bucket: Bucket,
+    *,
+    scale: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The sequences of a bucket: (b Lq, H, Dh), (b L, Hkv, Dh) twice -> (b Lq, H, Dh)."""
-    b, T, H = len(bucket.keys), *q.shape[:2]
-    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=H != k.shape[1])
+    b, T, H, Dv, sink = len(bucket.keys), *q.shape[:2], v.shape[-1], sinks is not None
     q, k, v = (x.view(b, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # (b, H, Lq or L, Dh)
-    mask = bucket.mask(window, v.dtype)
-    if mask is None and _strips_pay(q):
-        mask = bucket.mask(window, v.dtype, always=True)
-        strips = [(slice(start, start + STRIP), slice(start + STRIP)) for start in range(0, q.shape[2], STRIP)]
-        outputs = [attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen]) for own, seen in strips]
-        out = torch.cat([output.transpose(1, 2) for output in outputs], 1)
+    if sink:
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        q, k, v = _with_sink(q, k, v, sinks / scale)
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=H != k.shape[1])
+    if softcap is not None:
+        attend = partial(_capped_attention, softcap=softcap, dropout=dropout, scale=scale)
+    mask = bucket.mask(window, v.dtype, sink=sink)
+    if mask is None and (_strips_pay(q) or softcap is not None):
+        mask = bucket.mask(window, v.dtype, always=True, sink=sink)
+        L, size, outputs = q.shape[2], _strip_size(q), []
+        for start in range(0, L, size):
+            own, seen = slice(start, start + size), slice(min(start + size, L) + sink)
+            outputs.append(attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen]).transpose(1, 2))
+        out = torch.cat(outputs, 1)
+    elif mask is None and sink:  # a query of its own for the sink, which is the first key, makes the mask a causal one
+        out = attend(F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True).transpose(1, 2)[:, 1:]
     else:
         out = attend(q, k, v, mask, is_causal=mask is None).transpose(1, 2)
-    return out.reshape(T, H, -1)
+    return out[..., :Dv].reshape(T, H, -1)
+
+
+def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with one more key before the others, which scores `sinks` (H,) and has the value 0.
+
+    It is the unit vector of a dimension in which other keys are 0 and queries have the score of their head. So any kernel
+    gives its gradient. Dh grows by 8, as kernels like it.
+    """
+    D = q.shape[-1]
+    score = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+    q = torch.cat([q, score, q.new_zeros(*q.shape[:3], 7)], -1)
+    k, v = F.pad(k, (0, 8, 1, 0)), F.pad(v, (0, 8, 1, 0))
+    k[:, :, 0, D] = 1
+    return q, k, v
+
+
+def _capped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    softcap: float,
+    scale: float | None,
+    dropout: float,
+    is_causal: bool = False,
+) -> Tensor:
+    """(b, H, Lq, Dh), (b, Hkv, L, Dh) twice, mask (b or 1, 1, Lq, L) -> (b, H, Lq, Dh), by scores that exist as a whole."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    g = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(g, 1) if g > 1 else x for x in (k, v))
+    scores = torch.tanh((q * (scale / softcap)) @ k.transpose(-1, -2)) * softcap
+    weights = (scores + mask).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    return F.dropout(weights, dropout) @ v
 
 
 def _strips_pay(q: Tensor) -> bool:
@@ -238,7 +300,14 @@ def _strips_pay(q: Tensor) -> bool:
     return plain and 2 * STRIP <= q.shape[2] <= LONGEST_IN_STRIPS and not torch.compiler.is_compiling()
 
 
-class _Gather(torch.autograd.Function):
+def _strip_size(q: Tensor) -> int:
+    """Queries of a strip: few calls on a GPU, and one graph for all lengths where they are compiled."""
+    if torch.compiler.is_compiling():
+        return q.shape[2]
+    return STRIP if q.device.type == "cpu" else 8 * STRIP
+
+
+class Gather(torch.autograd.Function):
     """The row (T, ...) -> for each bucket its tokens (b L, ...), padding included.
 
     No real token attends to the padding, and the output of the padding is dropped: its gradient is 0. So where each token

@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import first_occurrences, plan_flat_row
+from common.model.mixers import dealing
 from common.model.rope import following, one_for_all
 
 import torch
@@ -184,7 +185,8 @@ class FlatModel(nn.Module):
         """What transformers gives for the flat row, and how to make (T, ...) of a tensor in it."""
         flat_row = plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("token_map"))
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "flat_row": flat_row}
-        return body(self.lm)(**inputs, **options), lambda x: x.reshape(-1, x.shape[-1])
+        with dealing(flat_row):
+            return body(self.lm)(**inputs, **options), lambda x: x.reshape(-1, x.shape[-1])
 
     def _call_padded(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
         """The same, for the sequences as the rows of a padded batch."""

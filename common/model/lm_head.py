@@ -170,7 +170,8 @@ def _logit_transform(inner: nn.Module, temperature: float = 1.0) -> LogitTransfo
     config = inner.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    caps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma, RecurrentGemma, xLSTM
+    cap = next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
     return LogitTransform(scale / temperature, cap and cap / temperature)
 
 

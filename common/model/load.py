@@ -10,7 +10,7 @@ from common.data.chat import read_chat_template, stop_token_ids
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED, is_oom
-from common.model import attention
+from common.model import attention, mixers
 from common.model.create import DTYPES, create_model
 from common.model.flat_model import FlatModel, base_lm
 from common.model.lora import add_lora, import_peft
@@ -134,7 +134,8 @@ def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> No
     offload: what the layers are recomputed from, T · D numbers each, waits in the host's memory.
     """
     model.offload = offload
-    base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False})
+    recomputed = {"context_fn": mixers.recompute_contexts} if mixers.recurrent_mixers(model.lm) else {}
+    base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False} | recomputed)
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()
 
@@ -142,6 +143,7 @@ def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> No
 def compile_layers(model: FlatModel) -> None:
     """torch.compile on each transformer block: one small graph for all of them, names of the weights unchanged."""
     attention.exclude_from_compilation()
+    mixers.exclude_from_compilation()
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile(dynamic=True)

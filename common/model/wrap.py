@@ -11,6 +11,7 @@ from common.model.attention import FLAT, first_occurrences
 from common.model.flat_model import FlatModel
 from common.model.fused_layers import use_fused_layers
 from common.model.lm_head import logits_of
+from common.model.mixers import deal_out
 from common.model.rope import follow_lengths
 
 import numpy as np
@@ -27,15 +28,16 @@ def wrap(lm: nn.Module) -> FlatModel:
     sequences of the row. A model that fails is called on padded batches. Raises UserError where that fails, too.
     """
     attention.register()
+    mixers = deal_out(lm)
     lm.config.use_cache = True  # what is saved must generate quickly; training switches the cache off per call
     if lm.get_output_embeddings() is None:
         raise UserError(f"{type(lm).__name__} has no LM head (get_output_embeddings): it cannot be trained here")
     follow_lengths(lm)
     model = FlatModel(lm)
+    implementation = lm.stock_attention = lm.config._attn_implementation
     if any(p.is_meta for p in lm.parameters()):
         lm.set_attn_implementation(FLAT)  # weights arrive later (FSDP's efficient loading): nothing to check with
         return model
-    implementation = lm.config._attn_implementation
     exact, rough = (1e-5, 1e-3) if lm.dtype == torch.float32 else (1e-2, 5e-2)
     row, other_row = _probe_rows(lm)
     was_training = lm.training
@@ -57,6 +59,9 @@ def wrap(lm: nn.Module) -> FlatModel:
             if not _close(logits_of(lm, model.hidden(row)).float(), alone, rough):
                 raise UserError(f"{type(lm).__name__}: its head does more than scale or cap the logits: unsupported")
             say(f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead")
+        elif mixers:
+            kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers}))
+            say(f"model: {type(lm).__name__} on flat rows, packed mixers: {len(mixers)} {kinds}")
     lm.train(was_training)
     return model
 

@@ -131,8 +131,17 @@ class KVCache:
         shared = [x[:, self.source].transpose(0, 1).contiguous() for x in (key, value)]
         self.layers.append(Layer(*shared, *(self._columns(x) for x in shared)))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        """query (n, H, Dh), key and value (n, Hkv, Dh) of the newest tokens -> (n, H, Dh).
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """query (n, H, Dh), key and value (n, Hkv, Dh) of the newest tokens -> (n, H, Dh). softcap, sinks: flat_attention.
 
         One softmax over the prompt's tokens and the completion's own. With the prompt, the completions that share it are
         multiplied together, so that it is read from memory once for all of them.
@@ -148,10 +157,16 @@ class KVCache:
             keys, values = keys[:, :, : self.t + 1], values[:, :, : self.t + 1]
             keys[:, :, self.t], values[:, :, self.t] = key, value
         query = query.reshape(n, key.shape[1], -1, Dh)
-        to_prompt = _scores(self._by_prompt(query), layer.prompt_keys, scaling) + self.padding
-        scores = torch.cat([self._by_completion(to_prompt), _scores(query, keys, scaling)], -1)  # (n, Hkv, g, Lp + own)
+        to_prompt, to_own = _scores(self._by_prompt(query), layer.prompt_keys, scaling), _scores(query, keys, scaling)
+        if softcap is not None:
+            to_prompt, to_own = (torch.tanh(scores / softcap) * softcap for scores in (to_prompt, to_own))
+        scores = torch.cat([self._by_completion(to_prompt + self.padding), to_own], -1)  # (n, Hkv, g, Lp + own)
         mask = self._mask(window, scores.shape[-1])
-        weights = (scores if mask is None else scores.masked_fill(mask, -torch.inf)).softmax(-1).to(values.dtype)
+        scores = scores if mask is None else scores.masked_fill(mask, -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1).expand(n, -1, -1, 1)
+            scores = torch.cat([scores, sink], -1)
+        weights = scores.softmax(-1).to(values.dtype)[..., : Lp + keys.shape[2]]
         from_prompt = self._by_prompt(weights[..., :Lp]) @ layer.prompt_values
         return (weights[..., Lp:] @ values + self._by_completion(from_prompt)).view(n, H, -1)
 
@@ -208,6 +223,8 @@ def cached_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     kv_cache: KVCache | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each prompt, or of the newest tokens. query (1, H, T, Dh), key and value (1, Hkv, T, Dh).
@@ -223,8 +240,9 @@ def cached_attention(
         no_autocast = torch.autocast(query.device.type, enabled=False)
     if kv_cache.t < 0:
         kv_cache.read_prompts(key[0], value[0])
-        kwargs["flat_row"] = kv_cache.flat_row
+        kwargs |= {"flat_row": kv_cache.flat_row, "softcap": softcap, "s_aux": s_aux}
         return flat_attention(module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **kwargs)
     with no_autocast:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return kv_cache.attend(q, k, v, q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window)[None], None
+        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+        return kv_cache.attend(q, k, v, scaling, sliding_window, softcap, s_aux)[None], None

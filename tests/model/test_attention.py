@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 CPU = torch.device("cpu")
-PADDED = {
+OTHERS = {
     "bloom": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4),
     "mamba": lambda: transformers.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4),
 }
@@ -85,16 +86,16 @@ def alone(lm, examples, weights):
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("kind", [*TINY, *PADDED])
+@pytest.mark.parametrize("kind", [*TINY, *OTHERS])
 def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
     examples, T = ROWS[row]
-    if kind in PADDED:
+    if kind in OTHERS:
         torch.manual_seed(0)
-        lm = transformers.AutoModelForCausalLM.from_config(PADDED[kind]()).eval()
+        lm = transformers.AutoModelForCausalLM.from_config(OTHERS[kind]()).eval()
     else:
         lm = tiny_lm(kind)
     model = wrap(copy.deepcopy(lm))
-    assert model.padded == (kind in PADDED)
+    assert model.padded == (kind == "bloom")
     in_float64(model.lm), in_float64(lm)
     batch = flat_batch(examples, CPU)
     assert batch["input_ids"].shape == (1, T) and T < sum(batch["lengths"])
@@ -103,7 +104,7 @@ def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
 
     hidden = model.hidden(batch)
     logits = torch.cat(split_row(logits_of(base_lm(model.lm), hidden), batch))
-    tolerance = 1e-5 if model.padded else 1e-10  # Bloom and Mamba go through float32 in other places, too
+    tolerance = 1e-5 if kind in OTHERS else 1e-10  # Bloom and Mamba go through float32 in other places, too
     torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=tolerance)
     gradients = torch.autograd.grad((logits * weights).sum(), list(model.lm.parameters()), allow_unused=True)
     for found, expected in zip(gradients, wanted_gradients, strict=True):
@@ -239,6 +240,62 @@ def test_a_model_that_counts_its_positions_itself_is_given_padded_batches(capsys
     lm.model.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)
     assert wrap(lm).padded
     assert "padded batches instead" in capsys.readouterr().out
+
+
+def capped(q, k, v, scale, window, softcap, sinks):
+    """One sequence, head by head: (H, L, Dh), (Hkv, L, Dh) twice -> (L, H, Dh), by the formulas."""
+    outputs, seen = [], torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+    if window is not None:
+        seen &= ~torch.ones_like(seen).tril(-window)
+    for h in range(len(q)):
+        kv = h * len(k) // len(q)
+        scores = scale * q[h] @ k[kv].T
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        weights = scores.exp() * seen
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks[h].exp())
+        outputs.append(weights / total @ v[kv])
+    return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("kind", ["softcap", "sinks"])
+@pytest.mark.parametrize("lengths", [(9, 9), (300, 40, 7), (12, 2)])
+def test_soft_capping_and_sinks_are_those_of_the_formulas_with_their_gradients(kind, window, lengths):
+    """Float64; sequences that are strips, one bucket, several buckets."""
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    T = sum(lengths)
+    leaves = [draw(1, heads, T, 8).requires_grad_() for heads in (4, 2, 2)]
+    sinks = draw(4).requires_grad_() if kind == "sinks" else None
+    softcap, leaves = (1.5 if kind == "softcap" else None), leaves + ([sinks] if kind == "sinks" else [])
+    options = {"scaling": 0.7, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
+    row = plan_flat_row(lengths, CPU)
+    found = flat_attention(torch.nn.Module(), *leaves[:3], None, flat_row=row, **options)[0][0]
+    parts = zip(*(x[0].split(lengths, 1) for x in leaves[:3]), strict=True)
+    wanted = torch.cat([capped(*part, 0.7, window, softcap, sinks) for part in parts])
+    weights = draw(T, 4, 8)
+    torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+    for a, b in zip(*(torch.autograd.grad((x * weights).sum(), leaves) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    leaves, options["s_aux"] = [x.float() for x in leaves], None if sinks is None else sinks.float()
+    rounded = flat_attention(torch.nn.Module(), *leaves[:3], None, flat_row=plan_flat_row(lengths, CPU), **options)[0][0]
+    torch.testing.assert_close(rounded.double(), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["softcap", "sinks"])
+@pytest.mark.parametrize("row", ["a group", "two groups and what stands between them"])
+def test_soft_capping_and_sinks_where_starts_are_shared(kind, row):
+    """The row of the shared start against the same sequences written out in full."""
+    examples, _ = ROWS[row]
+    batch = flat_batch(examples, CPU)
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    T, token_map = batch["input_ids"].shape[1], batch["token_map"]
+    q, k, v = (draw(1, heads, T, 8) for heads in (4, 2, 2))
+    options = {"softcap": 1.5} if kind == "softcap" else {"s_aux": draw(4)}
+    plans = plan_flat_row(batch["lengths"], CPU, token_map), plan_flat_row(batch["lengths"], CPU)
+    shared = flat_attention(torch.nn.Module(), q, k, v, None, flat_row=plans[0], **options)[0][0]
+    full = [x[:, :, token_map] for x in (q, k, v)]
+    written_out = flat_attention(torch.nn.Module(), *full, None, flat_row=plans[1], **options)[0][0]
+    torch.testing.assert_close(shared[token_map], written_out, atol=1e-12, rtol=1e-12)
 
 
 # --- the stages -----------------------------------------------------------------------------------------------------

@@ -37,11 +37,8 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=5),
     "granite-scaled-logits": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=3.0),
     "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
-}
-PADDED = {
     "gemma2-soft-capping": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=5),
     "gpt-oss-sinks": lambda: transformers.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4),
-    "bloom-alibi": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4),
     "mamba-state": lambda: transformers.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4),
     "phimoe-window-in-the-mask": lambda: transformers.PhimoeConfig(
         **GROUPED, sliding_window=5, num_local_experts=4, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
@@ -50,6 +47,9 @@ PADDED = {
         **GROUPED, head_dim=8, intermediate_size_mlp=64, attention_chunk_size=5, num_local_experts=4, num_experts_per_tok=1
     ),
     "lfm2-convolution": lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+}
+PADDED = {
+    "bloom-alibi": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4),
 }
 LENGTHS = (7, 40, 2, 13, 13, 64, 5, 30)
 

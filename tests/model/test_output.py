@@ -19,12 +19,13 @@ from torch import nn
 
 CPU = torch.device("cpu")
 FAMILIES = CONFIGS | PADDED | COHERE
+IN_FLOAT32 = ("mixtral", "gpt-oss-sinks")  # grouped matrix products know no float64
 EXPERTS = {
     "mixtral": CONFIGS["mixtral"],
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
-    "gpt-oss": PADDED["gpt-oss-sinks"],
+    "gpt-oss": CONFIGS["gpt-oss-sinks"],
 }
 
 
@@ -102,7 +103,7 @@ def test_a_loss_on_what_has_no_gradient_is_an_error_also_beside_one_that_has(par
     assert not out.logps.requires_grad and out.logps.numpy().any()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt-oss-sinks"])
+@pytest.mark.parametrize("name", ["llama", "bloom-alibi"])
 def test_a_filler_adds_nothing_whatever_a_loss_multiplies_by(name):
     """Also fields of one's own, and what the model says: a script need not think of it."""
     rows = [
@@ -150,7 +151,7 @@ def test_hidden_is_what_the_head_reads(name):
 # --- the logits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *COHERE, "gemma2-soft-capping", "bloom-alibi", "mamba-state"])
+@pytest.mark.parametrize("name", [*CONFIGS, *COHERE, "bloom-alibi"])
 @pytest.mark.usefixtures("chunks")
 def test_mapped_logits_are_the_full_logits_of_the_targets_and_their_gradient_is_autograds(name):
     model, lm = wrap(make(FAMILIES[name])).train(), make(FAMILIES[name])
@@ -159,14 +160,14 @@ def test_mapped_logits_are_the_full_logits_of_the_targets_and_their_gradient_is_
             module.p = 0.0
     batch = flat_batch(examples(), CPU)
     targets = batch["targets"]
-    full = logits_alone(lm if "mixtral" in name else lm.double(), temperature=0.7)[targets]
+    full = logits_alone(lm if name in IN_FLOAT32 else lm.double(), temperature=0.7)[targets]
     mapped = model(batch, temperature=0.7, map_logits=lambda logits, rows: logits).mapped
     assert mapped.dtype == torch.float32 and mapped.shape == (len(targets), model.config.vocab_size)
     torch.testing.assert_close(mapped.double(), full.double(), atol=2e-4, rtol=1e-4)
     weights = torch.randn(full.shape, generator=torch.Generator().manual_seed(1))
     (mapped * weights).sum().backward()
     (full * weights).sum().backward()
-    assert_same_gradients(model.lm, lm, 2e-3 if "mixtral" in name else 5e-4)
+    assert_same_gradients(model.lm, lm, 2e-3 if name in IN_FLOAT32 else 5e-4)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -223,7 +224,7 @@ def test_mapped_results_may_have_any_shape_and_a_filler_row_has_one():
 @pytest.mark.parametrize("name", EXPERTS)
 def test_router_logits_are_those_of_each_sequence_alone_with_their_gradient(name):
     model, lm = wrap(make(EXPERTS[name])).train(), make(EXPERTS[name]).train()
-    assert model.padded == (name == "gpt-oss")
+    assert not model.padded
     out = model(flat_batch(examples(), CPU), router_logits=True)
     alone = []
     for example in examples():

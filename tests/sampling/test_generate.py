@@ -8,11 +8,12 @@ from unittest import mock
 import common.sampling.generate
 import common.sampling.kv_cache
 from common.collators import flat_batch, split_row
+from common.errors import UserError
 from common.model.flat_model import body
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
 from common.sampling.generate import FlatDecoder, Sampled, draw, sample
-from tests.tiny import TINY, V, tiny_pair
+from tests.tiny import HYBRIDS, SIZE, TINY, V, tiny_hybrid, tiny_pair
 
 import numpy as np
 import pytest
@@ -270,22 +271,57 @@ def test_a_prompt_is_kept_once_and_nothing_is_copied_from_step_to_step():
     assert made[0].layers[0].prompt_keys.shape[0] == 2 and made[0].layers[0].keys.shape[:3] == (16, 2, 40)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
-def test_models_whose_attention_cannot_be_replaced_are_sampled_with_padding(kind):
-    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "sliding_window": 6}
-    sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
-    config = {
-        "gemma2": lambda: transformers.Gemma2Config(**sizes),
-        "gpt_oss": lambda: transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
-    }[kind]()
+PLAIN = {"vocab_size": V, "hidden_size": 32, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.3}
+WINDOW = SIZE | {"head_dim": 8, "sliding_window": 6}
+UNUSUAL = {
+    # Scores that soft-capping changes, and sinks that take a share.
+    "gemma2": lambda: transformers.Gemma2Config(**WINDOW, query_pre_attn_scalar=4, attn_logit_softcapping=1.5),
+    "gpt_oss": lambda: transformers.GptOssConfig(**WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    "bloom": lambda: transformers.BloomConfig(**PLAIN, n_layer=2, n_head=4),
+    "falcon": lambda: transformers.FalconConfig(**PLAIN, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_models_of_unusual_attention_sample_as_transformers_generates_each_prompt_alone(kind):
+    """Soft-capping and sinks over our cache; where attention cannot be replaced, over transformers' own."""
     torch.manual_seed(0)
-    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    lm = transformers.AutoModelForCausalLM.from_config(UNUSUAL[kind](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, p in lm.named_parameters():
+            if "sinks" in name:
+                p.normal_(0, 1)
     model = wrap(copy.deepcopy(lm))
-    assert model.padded
+    assert model.padded == (kind in ("bloom", "falcon"))
     stop_ids = [theirs(lm, PROMPTS[0], [])[3]]
-    assert [c.ids for c in ours(model, stop_ids=stop_ids, temperature=0)] == [theirs(lm, p, stop_ids) for p in PROMPTS]
+    found = ours(model, stop_ids=stop_ids, temperature=0)
+    assert [c.ids for c in found] == [theirs(lm, p, stop_ids) for p in PROMPTS]
+    for c, logps in zip(found, trainer_logps(model, PROMPTS, found), strict=True):
+        torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-4, rtol=0)
     one, all_together = ours(model, stop_ids=stop_ids, batch_size=1), ours(model, stop_ids=stop_ids)
+    assert [c.ids for c in one] == [c.ids for c in all_together]
+
+
+FAST, OWN_CACHE = ("qwen3.5", "lfm2", "mamba"), ("minimax", "recurrent-gemma")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in HYBRIDS if n not in OWN_CACHE]
+)
+def test_models_that_keep_a_state_sample_as_transformers_generates_each_prompt_alone(name):
+    """Prompts of one token, of unequal lengths, one of them twice; completions of unequal lengths."""
+    lm = tiny_hybrid(name)
+    model = wrap(copy.deepcopy(lm)).train()
+    prompts, keys = (PROMPTS[:5], KEYS[:5]) if name in FAST else (PROMPTS, KEYS)
+    stop_ids = [theirs(lm, PROMPTS[0], [])[3]]
+    wanted = [theirs(lm, prompt, stop_ids) for prompt in prompts]
+    assert len({len(ids) for ids in wanted}) > 1
+    found = ours(model, prompts, keys, stop_ids=stop_ids, temperature=0)
+    assert [c.ids for c in found] == wanted
+    for c, logps in zip(found, trainer_logps(model, prompts, found), strict=True):
+        torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-3, rtol=0)
+    assert model.training and model.config._attn_implementation == "flat" and not model.padded
+    one, all_together = (ours(model, prompts, keys, stop_ids=stop_ids, batch_size=n) for n in (1, 128))
     assert [c.ids for c in one] == [c.ids for c in all_together]
 
 
@@ -547,18 +583,10 @@ def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at
     assert logps.tolist() == pytest.approx([2.0 - math.log(total[0]), 4.0 - math.log(total[1])], abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["Mamba", "Lfm2"])
-def test_a_model_that_keeps_a_state_is_refused_in_one_line(kind):
-    from common.errors import UserError
-
-    sizes = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}
-    if kind == "Mamba":
-        config = transformers.MambaConfig(**sizes, state_size=4)
-    else:
-        sizes |= {"intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config = transformers.Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
-    with pytest.raises(UserError, match=f"{kind}ForCausalLM is not supported"):
-        model = wrap(transformers.AutoModelForCausalLM.from_config(config))
+@pytest.mark.parametrize("name", [name for name in OWN_CACHE if name in HYBRIDS])
+def test_a_model_that_keeps_its_state_elsewhere_is_refused_in_one_line(name):
+    model = wrap(tiny_hybrid(name))
+    with pytest.raises(UserError, match="ForCausalLM is not supported: its cache is not one of transformers' own"):
         sample(model, [[1, 2]], [(0,)], stop_ids=[0], max_new_tokens=2)
 
 

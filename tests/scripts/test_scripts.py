@@ -184,15 +184,15 @@ def test_without_prompts_the_first_rows_are_completed_at_each_evaluation(stage, 
 
 
 def test_an_architecture_that_cannot_be_packed_or_sampled_still_trains(launch, tmp_path, capsys):
-    from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
+    from transformers import AutoTokenizer, RwkvConfig, RwkvForCausalLM
 
     torch.manual_seed(0)
-    config = MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1, state_size=4)
-    MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
-    AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "mamba")
+    config = RwkvConfig(vocab_size=512, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=512)
+    RwkvForCausalLM(config).save_pretrained(tmp_path / "rwkv")
+    AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "rwkv")
     words = [
         "--model_name_or_path",
-        tmp_path / "mamba",
+        tmp_path / "rwkv",
         "--dataset_name",
         "data/sft",
         "--max_steps",
