@@ -3,10 +3,13 @@
 What was sampled comes from a reward function, which is given the token ids; the rest from completions.jsonl and metrics.jsonl.
 """
 
+import contextlib
 import math
 import statistics
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import train_grpo
 from tests.scripts.one_step import (
     ADAMW,
     DROPOUT,
@@ -214,7 +217,11 @@ def window_loss(policy, old, reference, rollout, window, s):
     tokens_of_window = sum(len(rollout[i].ids) for i in trained)
     tokens_of_rollout = sum(len(c.ids) for c in rollout if is_trained(c, s))
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
-    loss, sums = torch.zeros((), dtype=torch.float64), {"kl": 0.0, "entropy": 0.0, "low": 0.0, "high": 0.0, "ratio": 0.0}
+    loss, tokens_run, sums = (
+        torch.zeros((), dtype=torch.float64),
+        0,
+        {"kl": 0.0, "entropy": 0.0, "low": 0.0, "high": 0.0, "ratio": 0.0},
+    )
     for i in trained:
         logps, entropy = answer_scores(policy, rollout[i], s.temperature)
         with torch.no_grad():
@@ -239,12 +246,15 @@ def window_loss(policy, old, reference, rollout, window, s):
             "dr_grpo": 1 / (len(trained) * LONGEST),
         }[s.loss_type]
         loss = loss + weight * losses.sum()
+        if not (A or s.beta or s.entropy_coef):  # not run through the model, and in no mean
+            continue
+        tokens_run += n
         sums["kl"] += kl.sum().item()
         sums["entropy"] += entropy.sum().item()
         sums["low"] += clipped.sum().item() * (A < 0)
         sums["high"] += clipped.sum().item() * (A > 0)
         sums["ratio"] += (ratio - 1).abs().sum().item()
-    means = {name: value / max(tokens_of_window, 1) for name, value in sums.items()}
+    means = {name: value / tokens_run for name, value in sums.items()}
     return loss, means
 
 
@@ -263,16 +273,13 @@ def check(run, s, steps=None):
         # The loss is a sum of parts that cancel.
         assert run.rows[step]["loss"] == pytest.approx(loss.item(), rel=3e-4, abs=3e-5)
         assert_gradient(run.grads[step], gradient_of(policy, loss))
-        if s.beta or s.entropy_coef:  # then all that are trained are run through the model, and are in these means
-            logged = {
-                "entropy": means["entropy"],
-                "clip_ratio/low_mean": means["low"],
-                "clip_ratio/high_mean": means["high"],
-            }
-            logged |= {"clip_ratio/region_mean": means["low"] + means["high"]} | ({"kl": means["kl"]} if s.beta else {})
-            assert_metrics(run.rows[step], logged, rel=1e-3, abs=1e-4)
+        logged = {"entropy": means["entropy"], "clip_ratio/low_mean": means["low"], "clip_ratio/high_mean": means["high"]}
+        logged |= {"clip_ratio/region_mean": means["low"] + means["high"]} | ({"kl": means["kl"]} if s.beta else {})
+        assert_metrics(run.rows[step], logged, rel=1e-3, abs=1e-4)
         if step % s.cycle == 0:  # the sampler's log-probabilities are those of training
             assert run.rows[step]["sampling/logp_difference"] < 1e-4
+        else:  # the model is no longer the one that sampled
+            assert "sampling/logp_difference" not in run.rows[step]
         distances.append(means["ratio"])
     return distances
 
@@ -289,6 +296,7 @@ LOSSES = {
     "kl": TWICE | {"beta": 0.3},
     "kl without correction": {"num_iterations": 2, "beta": 0.3, "use_bias_correction_kl": False},
     "entropy": TWICE | {"entropy_coef": 0.2},
+    "less entropy": {"entropy_coef": -0.2},
     "entropy and kl": {"num_iterations": 2, "entropy_coef": -0.2, "beta": 0.1, "loss_type": "grpo", "temperature": 1.5},
     "sequence": TWICE
     | {"importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.06, "learning_rate": 1e-4},
@@ -363,6 +371,109 @@ def test_the_metrics_of_a_rollout(grpo, model):
             "num_tokens": tokens,
         }
         assert_metrics(row, logged)
+
+
+def completion(rewards=(), ids=(5,), **values):
+    values = {
+        "prompt": {"prompt": "p", "prompt_ids": [3, 4]},
+        "logps": [-1.0] * len(ids),
+        "finished": False,
+        "text": "",
+    } | values
+    return train_grpo.Completion(ids=list(ids), rewards=list(rewards), **values)
+
+
+def arguments(**values):
+    return SimpleNamespace(**vars(Settings(num_generations=2)) | {"max_completion_length": LONGEST} | values)
+
+
+def test_small_differences_of_large_rewards_are_seen():
+    """Float32 knows no number between 1e9 and 1e9 + 64."""
+    completions = [completion([1e9]), completion([1e9 + 1])]
+    train_grpo.add_advantages(completions, [1.0], arguments())
+    assert [c.advantage for c in completions] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
+    logged = train_grpo.rollout_metrics(completions, [SimpleNamespace(name="f")], arguments())
+    assert (logged["reward"], logged["rewards/f/mean"]) == (1e9 + 0.5,) * 2
+    assert (logged["reward_std"], logged["rewards/f/std"]) == pytest.approx((0.5**0.5, 0.5))
+
+
+def test_what_a_rollout_does_not_have_is_not_logged():
+    """No completion ended, one function gave nothing: no mean of theirs. A group with one reward has no spread, one of two has."""
+    rewards = [SimpleNamespace(name="some"), SimpleNamespace(name="none")]
+    completions = [completion([value, None]) for value in (1.0, 3.0, 5.0, None)]
+    train_grpo.add_advantages(completions, [1.0, 1.0], arguments())
+    logged = train_grpo.rollout_metrics(completions, rewards, arguments())
+    assert logged["reward_std"] == pytest.approx(2**0.5) and logged["frac_reward_zero_std"] == 0.5
+    absent = {"completions/mean_terminated_length", "rewards/none/mean", "rewards/none/std"}
+    assert not absent & set(logged) and not any(math.isnan(value) for value in logged.values())
+
+
+# --- two processes --------------------------------------------------------------------------------------------------
+
+
+def process(index, processes=2):
+    """What the functions of the script ask an Accelerator."""
+    names = {"process_index": index, "num_processes": processes, "device": torch.device("cpu")}
+    return SimpleNamespace(**names, autocast=contextlib.nullcontext)
+
+
+def test_each_process_samples_its_share(monkeypatch):
+    """Three completions: the first process samples two of them, --generation_batch_size at a time; each is drawn by its place."""
+    asked, scored = [], []
+
+    def sample(model, prompts, seeds, **settings):
+        asked.append((prompts, seeds, settings["batch_size"]))
+        return [SimpleNamespace(ids=[at], logps=[-1.0], finished=True) for _, _, at in seeds]
+
+    def score(rewards, prompts, texts, ids):
+        scored.append(([prompt["prompt_ids"] for prompt in prompts], texts, ids))
+        return [[float(at) for (at,) in ids]]
+
+    monkeypatch.setattr(train_grpo, "sample", sample)
+    monkeypatch.setattr(train_grpo, "score", score)
+    gathered = []
+
+    def gather(accelerator, part):  # the second process is the last one to come
+        gathered.extend(part)
+        return (gathered + part)[:3]
+
+    monkeypatch.setattr(train_grpo, "gather_lists", gather)
+    prompts = [{"prompt": str(i), "prompt_ids": [10 + i]} for i in range(3)]
+    args = arguments(seed=7, top_k=0, top_p=1.0, generation_batch_size=5)
+    decoder = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids[0]))
+    train_grpo.roll_out(args, process(0), None, decoder, [], prompts, 4)
+    completions = train_grpo.roll_out(args, process(1), None, decoder, [], prompts, 4)
+    assert asked == [([[10], [11]], [(7, 4, 0), (7, 4, 1)], 5), ([[12]], [(7, 4, 2)], 5)]
+    assert scored == [([[10], [11]], ["0", "1"], [[0], [1]]), ([[12]], ["2"], [[2]])]
+    assert [(c.prompt["prompt"], c.ids, c.text, c.rewards) for c in completions] == [
+        (str(i), [i], str(i), [i]) for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["all", "some idle"])
+def test_each_process_trains_its_share(idle):
+    """Two windows of four completions of different lengths, of which each process runs two, in two micro-batches; one that
+    has nothing to run takes part with a filler, and all completions count in the denominators."""
+    completions = [completion(ids=[5] * (i + 1), reward=0.0, advantage=i + 1.0) for i in range(8)]
+    if idle:  # the first process's of the first window
+        completions[0].advantage = completions[1].advantage = 0.0
+    args = arguments(steps_per_generation=2, gradient_accumulation_steps=2)
+    for index in range(2):
+        windows = train_grpo.make_windows(completions, args, process(index))
+        for at, window in enumerate(windows):
+            assert window.num_tokens == sum(2 + i + 1 for i in range(8)) // 2  # of a window, on average
+            batches = list(window)
+            assert len(batches) == 2 and window.num_micro_batches == 4
+            wanted = [4 * at + 2 * index, 4 * at + 2 * index + 1]
+            for i, batch in zip(wanted, batches, strict=True):
+                filler = idle and at == index == 0
+                i, weight = (wanted[0], 0.0) if filler else (i, 1.0)
+                answer = torch.tensor([0.0, 0.0] + [weight] * (i + 1))
+                assert batch["input_ids"].flatten().tolist() == [3, 4] + [5] * (i + 1)
+                assert batch["loss_mask"].tolist() == answer.tolist()
+                assert batch["sampled_logps"].tolist() == (-answer).tolist()
+                assert batch["advantage"].tolist() == (answer * (i + 1)).tolist()
+                assert batch["token_weight"].tolist() == pytest.approx((answer / 18).tolist())  # 36 tokens in two windows
 
 
 # --- the rollouts ---------------------------------------------------------------------------------------------------
