@@ -78,6 +78,7 @@ class Completion:
     prompt_ids: list[int]
     ids: list[int]
     rewards: list[float | None]
+    reward: float | None
     advantage: float
 
     @property
@@ -119,9 +120,10 @@ def grpo(launch, tmp_path):
                 assert text == tokenizer().decode(ids, skip_special_tokens=True)
                 assert 1 <= len(ids) <= LONGEST and not set(ids[:-1]) & set(STOPS)
                 assert len(ids) == LONGEST or ids[-1] in STOPS
+                assert line["finished"] == (ids[-1] in STOPS)
                 scores = list(line["rewards"].values())
                 assert list(line["rewards"]) == list(rewards)
-                rollout.append(Completion(prompt_ids(prompt), ids, scores, line["advantage"]))
+                rollout.append(Completion(prompt_ids(prompt), ids, scores, line["reward"], line["advantage"]))
             run.rollouts.append(rollout)
             run.starts.append(line["step"] - 1)  # the first step that the rollout serves
         assert at == len(lines)
@@ -268,6 +270,7 @@ def check(run, s, steps=None):
         assert len(rollout) == s.size * s.steps_per_generation
         wanted = wanted_advantages(rollout, s.num_generations, s.reward_weights, s.scale_rewards)
         assert [c.advantage for c in rollout] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert [c.reward for c in rollout] == pytest.approx([combined(c.rewards, s.reward_weights) for c in rollout])
         policy = run.policy(step)
         loss, means = window_loss(policy, old, start, rollout, step % s.cycle % s.steps_per_generation, s)
         # The loss is a sum of parts that cancel.
