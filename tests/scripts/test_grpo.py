@@ -58,6 +58,14 @@ def picky(prompts, completions, completion_ids, kind, **columns):
 def second(completion_ids, **columns):
     """Another number, and for some completions nothing."""
     return [None if sum(ids) % 5 == 0 else len(ids) + sum(ids) % 7 for ids in completion_ids]
+
+
+def count(completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+
+def rest(completion_ids, **columns):
+    return [sum(ids) % 7 for ids in completion_ids]
 '''
 CHATS = ["What is 3+4?", "Hi", "Eva has 10 figs. She loses 4. How many figs now?", "Which number comes before 14?"]
 TEXTS = ["Question: What is 8-5?\n", "12-5+6+4: ", "Today is Monday. ", "A pond has 3 ducks. 7 come. Now the pond"]
@@ -600,6 +608,29 @@ def turns(system, text):
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
+def test_the_evaluation_completes_held_out_prompts_and_weighs_their_rewards(launch, model, tmp_path):
+    """Greedily, where no file of prompts and no other functions are named."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    names = ["--dataset_name", write_rows(tmp_path / "train.jsonl", chat_rows())]
+    names += ["--eval_dataset_name", write_rows(tmp_path / "held_out.jsonl", text_rows()), "--eval_prompts", ""]
+    names += ["--reward_funcs", f"{tmp_path / 'rewards.py'}:count", f"{tmp_path / 'rewards.py'}:rest"]
+    names += ["--reward_weights", 1, -0.25, "--eval_temperatures", 0, "--eval_max_new_tokens", LONGEST, "--eval_steps", 1]
+    names += ["--num_generations", 2, "--max_completion_length", 2, "--max_steps", 1, "--learning_rate", 0]
+    run = watched(launch, "grpo", model, *names)
+    lm, answers = exact(model), []
+    for row in text_rows():
+        ids = prompt_ids(row["prompt"])
+        answer = []
+        while len(answer) < LONGEST and not set(answer) & set(STOPS):
+            with torch.no_grad():
+                answer.append(logits_of(lm, ids + answer)[-1].argmax().item())
+        answers.append(answer)
+    count, rest = (statistics.mean(map(f, answers)) for f in (len, lambda ids: sum(ids) % 7))
+    assert len(run.evals) == 2
+    for row in run.evals:
+        assert_metrics(row, {"eval_count": count, "eval_rest": rest, "eval_reward": count - 0.25 * rest})
+
+
 # --- the rest -------------------------------------------------------------------------------------------------------
 
 
@@ -619,3 +650,22 @@ def test_dropout_is_off(kind, grpo, tmp_path):
     assert check(run, settings) == pytest.approx([0, 0], abs=1e-6)
     for row in run.rows:
         assert row["kl"] == pytest.approx(0, abs=1e-6) and row["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize(
+    "flags, second",
+    [([], False), (["--beta", 0.1], True), (["--beta", 0.1, "--use_peft"], False), (["--use_peft"], False)],
+    ids=str,
+)
+def test_a_dry_run_counts_the_reference_where_there_will_be_one(flags, second, launch, model, tmp_path, capsys):
+    words = [
+        "--dataset_name",
+        write_rows(tmp_path / "prompts.jsonl", chat_rows()),
+        "--num_generations",
+        8,
+        "--dry_run",
+        *flags,
+    ]
+    launch("grpo", "--model_name_or_path", model, *words)
+    said = capsys.readouterr().out
+    assert ("    reference model " in said) == second and " prompts" in said

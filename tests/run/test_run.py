@@ -1,0 +1,67 @@
+"""When a Run saves, evaluates and ends: step by step, with what it asks put in by hand."""
+
+from types import SimpleNamespace
+
+from common.run import Run
+
+import pytest
+
+
+def a_run(save_steps=0, save_every=1, last_step=9, resumed_at=-1, best=None, asked=None):
+    """A Run in its loop, of which nothing was started. asked: what signals and the clock want, by step; `possible` of each
+    question is kept in run.possible."""
+    run = Run.__new__(Run)
+    run.args = SimpleNamespace(save_steps=save_steps, eval_steps=4)
+    run.save_every, run.last_step, run.resumed_at, run.first_step = save_every, last_step, resumed_at, max(resumed_at, 0)
+    run.best, run.save_wanted, run.possible = SimpleNamespace(step=best), False, []
+
+    def asked_for(possible):
+        run.possible.append(possible)
+        return (asked or {}).get(run.step, "") if possible else ""
+
+    run.signals = SimpleNamespace(asked_for=asked_for)
+    return run
+
+
+def saved_at(run):
+    saved = []
+    for step in range(run.first_step, run.last_step + 1):
+        run.step = step
+        if run.save_due(step):
+            saved.append(step)
+            run.save_wanted = False
+    return saved
+
+
+@pytest.mark.parametrize(
+    "settings, wanted",
+    [
+        ({}, []),
+        ({"save_steps": 1, "last_step": 3}, [1, 2, 3]),  # nothing at 0, where nothing has been trained
+        ({"save_steps": 4}, [4, 8]),  # not at the last step, for the final model is written there
+        ({"save_steps": 4, "resumed_at": 4}, [8]),  # what was saved is not saved again
+        ({"save_steps": 3, "save_every": 2}, [4, 6, 10]),  # what is due between two rollouts waits
+        ({"best": 5}, [5]),
+        ({"best": 5, "resumed_at": 5}, []),
+        ({"best": 5, "save_steps": 4}, [4, 5, 8]),
+        ({"asked": {3: "save"}}, [3]),
+        ({"asked": {3: "save"}, "save_every": 2}, []),  # not asked in the middle of a rollout: the signals keep it
+        ({"asked": {9: "stop"}}, []),  # nor at the end, where there is nothing left to stop
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_saved_where_it_is_due_and_can_be(settings, wanted):
+    if settings.get("save_every"):
+        settings = settings | {"last_step": 10}
+    run = a_run(**settings)
+    assert saved_at(run) == wanted
+    steps = range(run.first_step, run.last_step + 1)
+    assert run.possible == [step % run.save_every == 0 and step < run.last_step for step in steps]
+
+
+def test_an_evaluation_comes_before_the_first_update_and_after_the_last_and_not_twice():
+    for resumed_at, wanted in ((-1, [0, 4, 8, 9]), (4, [8, 9]), (5, [8, 9]), (9, [])):
+        run = a_run(resumed_at=resumed_at)
+        assert [step for step in range(run.first_step, 10) if run.eval_due(step)] == wanted
+    run.args.eval_steps, run.resumed_at = 0, -1
+    assert not any(run.eval_due(step) for step in range(10))
