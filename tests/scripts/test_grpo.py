@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import train_grpo
 from tests.scripts.one_step import (
     ADAMW,
+    BASE,
     DROPOUT,
     assert_adamw,
     assert_clipped,
@@ -634,6 +635,26 @@ def test_the_evaluation_completes_held_out_prompts_and_weighs_their_rewards(laun
 # --- the rest -------------------------------------------------------------------------------------------------------
 
 
+def test_what_the_loss_does_not_need_is_not_computed(grpo, model, monkeypatch):
+    """By default there is no reference model, no second pass for the log-probabilities of the model that sampled, and no
+    gradient of the entropy."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("not needed")
+
+    asked, forward = [], train_grpo.FlatModel.forward
+
+    def watched(self, batch, *args, **kwargs):
+        asked.append(kwargs.get("entropy_grad"))
+        return forward(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(train_grpo, "load_reference", refuse)
+    monkeypatch.setattr(train_grpo.Window, "add_field", refuse)
+    monkeypatch.setattr(train_grpo.FlatModel, "forward", watched)
+    grpo(model, "--max_steps", 1)
+    assert asked.count(False) >= 1 and True not in asked
+
+
 def test_adamw_has_the_settings_that_were_asked_for(grpo, model):
     """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
     free = grpo(model, *ADAMW, "--max_steps", 3)
@@ -657,15 +678,10 @@ def test_dropout_is_off(kind, grpo, tmp_path):
     [([], False), (["--beta", 0.1], True), (["--beta", 0.1, "--use_peft"], False), (["--use_peft"], False)],
     ids=str,
 )
-def test_a_dry_run_counts_the_reference_where_there_will_be_one(flags, second, launch, model, tmp_path, capsys):
-    words = [
-        "--dataset_name",
-        write_rows(tmp_path / "prompts.jsonl", chat_rows()),
-        "--num_generations",
-        8,
-        "--dry_run",
-        *flags,
-    ]
-    launch("grpo", "--model_name_or_path", model, *words)
+def test_a_dry_run_counts_the_reference_where_there_will_be_one(flags, second, launch, tmp_path, capsys):
+    data = write_rows(tmp_path / "prompts.jsonl", chat_rows())
+    launch(
+        "grpo", "--dataset_name", data, "--model_name_or_path", BASE, "--max_completion_length", LONGEST, *flags, "--dry_run"
+    )
     said = capsys.readouterr().out
     assert ("    reference model " in said) == second and " prompts" in said
