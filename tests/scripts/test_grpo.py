@@ -282,6 +282,7 @@ def check(run, s, steps=None):
         assert [c.reward for c in rollout] == pytest.approx([combined(c.rewards, s.reward_weights) for c in rollout])
         policy = run.policy(step)
         loss, means = window_loss(policy, old, start, rollout, step % s.cycle % s.steps_per_generation, s)
+        assert run.rows[step]["step"] == step + 1
         # The loss is a sum of parts that cancel.
         assert run.rows[step]["loss"] == pytest.approx(loss.item(), rel=3e-4, abs=3e-5)
         assert_gradient(run.grads[step], gradient_of(policy, loss))
