@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from common.run import Run
+from common.run import run as module
 
 import pytest
 
@@ -65,3 +66,32 @@ def test_an_evaluation_comes_before_the_first_update_and_after_the_last_and_not_
         assert [step for step in range(run.first_step, 10) if run.eval_due(step)] == wanted
     run.args.eval_steps, run.resumed_at = 0, -1
     assert not any(run.eval_due(step) for step in range(10))
+
+
+def test_a_save_keeps_what_every_part_has_and_starts_the_clock_anew(monkeypatch):
+    """The weights are looked at first: those that are lost are not saved. What was wanted is done."""
+    run, done = a_run(), []
+    run.accelerator = run.model = run.optimizer = run.tokenizer = None
+    run.nonfinite = SimpleNamespace(check_weights=lambda model, step: done.append(f"looked at {step}"), begun=[2.0])
+    run.metrics, run.retry = (SimpleNamespace(state=lambda kept=kept: kept) for kept in ({"last": 1}, {"splits": 4}))
+    run.windows = SimpleNamespace(state=lambda step: {"position": 8 * step}, step_size="8 samples")
+    run.signals = SimpleNamespace(saved=lambda: done.append("the clock"))
+    run.save_wanted = True
+    states = []
+    monkeypatch.setattr(module, "save_checkpoint", lambda *args: (done.append("saved"), states.append(args[-2])))
+    run.save(3)
+    assert done == ["looked at 3", "saved", "the clock"] and not run.save_wanted
+    kept = {"last": 1, "splits": 4, "weight_norms": [2.0], "windows": {"position": 24}, "step_size": "8 samples"}
+    assert states == [kept]
+
+
+def test_a_stopped_run_leaves_and_one_without_better_evaluations_ends():
+    run, left = a_run(last_step=9), []
+    run.args.output_dir = "out"
+    run.signals = SimpleNamespace(leave=lambda folder, step: left.append((folder, step)))
+    run.best = SimpleNamespace(stops=lambda step: step == 4)
+    for run.asked_for in ("", "save"):
+        assert [step for step in range(10) if run.ends(step)] == [4, 9] and not left
+    run.asked_for = "stop"
+    run.ends(2)
+    assert left == [("out", 2)]
