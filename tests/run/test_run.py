@@ -95,3 +95,48 @@ def test_a_stopped_run_leaves_and_one_without_better_evaluations_ends():
     run.asked_for = "stop"
     run.ends(2)
     assert left == [("out", 2)]
+
+
+@pytest.mark.parametrize(
+    "use_peft, merge_lora, saved", [(False, False, "model"), (True, False, "adapter"), (True, True, "model")]
+)
+def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch, capsys):
+    """What is late is asked for and the weights are looked at before they are written; checkpoints go when the model is there."""
+    run, done = a_run(), []
+
+    def note(name, result=None):
+        return lambda *args: (done.append((name, *args)), result)[1]
+
+    run.args = SimpleNamespace(output_dir="out", save_total_limit=2, use_peft=use_peft, merge_lora=merge_lora)
+    run.model, run.tokenizer, run.step = "model", "tokenizer", 9
+    run.accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
+    run.accelerator.wait_for_everyone, run.accelerator.end_training = note("waited"), note("ended")
+    run.nonfinite = SimpleNamespace(check_weights=note("looked"))
+    run.best = SimpleNamespace(step=4, folder=note("best", "out/checkpoint-4"), state=lambda: {"step": 4})
+    first = {"eval_loss": 2.5, "eval_gone": 1.0}
+    run.metrics = SimpleNamespace(
+        flush=note("asked"), finish=note("summary"), last={"step": 9, "eval_loss": 1.25}, first_eval=first
+    )
+    run.signals = SimpleNamespace(close=note("closed"))
+    monkeypatch.setattr(module, "export", note("written"))
+    monkeypatch.setattr(module, "prune", note("pruned"))
+    run.finish("more")
+    assert done == [
+        ("asked",),
+        ("looked", "model", 9),
+        ("best", "out"),
+        ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4"),
+        ("pruned", "out", 9, 2, 4),
+        ("summary", {"step": 4}),
+        ("waited",),
+        ("ended",),
+        ("closed",),
+    ]
+    said = capsys.readouterr().out
+    assert "before -> after, held out:\n    loss                                2.5 -> 1.25\n\n" in said
+    assert f"saved in out: the {saved} and" in said and "try next: more" in said
+    run.accelerator.is_main_process, run.best.step, run.metrics.first_eval = False, None, {}
+    done.clear()
+    run.finish("more")  # another process
+    assert ("summary", None) in done and "pruned" not in [name for name, *_ in done]
+    assert "before -> after" not in capsys.readouterr().out
