@@ -120,7 +120,9 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     run.signals = SimpleNamespace(close=note("closed"))
     monkeypatch.setattr(module, "export", note("written"))
     monkeypatch.setattr(module, "prune", note("pruned"))
+    monkeypatch.setattr(module, "KEPT", [])
     run.finish("more")
+    assert not module.KEPT
     assert done == [
         ("asked",),
         ("looked", "model", 9),
@@ -136,7 +138,9 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     assert "before -> after, held out:\n    loss                                2.5 -> 1.25\n\n" in said
     assert f"saved in out: the {saved} and" in said and "try next: more" in said
     run.accelerator.is_main_process, run.best.step, run.metrics.first_eval = False, None, {}
+    run.accelerator.num_processes = 2
     done.clear()
     run.finish("more")  # another process
+    assert module.KEPT == ["model"]  # it outlives the process group
     assert ("summary", None) in done and "pruned" not in [name for name, *_ in done]
     assert "before -> after" not in capsys.readouterr().out
