@@ -222,7 +222,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
             max_completion_length=args.max_completion_length,
         )
         mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
-        all_have_gradient = args.beta > 0 or args.entropy_coef > 0
+        all_have_gradient = args.beta > 0 or args.entropy_coef != 0
         kept = [i for i in mine if counted[i] and (all_have_gradient or completions[i].advantage != 0)]
         examples = []
         for i in kept or [mine[0]]:  # a process that keeps none runs one, with weight 0: the others wait for its gradient

@@ -545,3 +545,7 @@ def test_a_complete_run_that_is_made_longer_equals_one_of_that_length(launch):
     (longer / "summary.json").unlink()
     with pytest.raises(UserError, match="the checkpoint is at step 8, and this run would end at step 3"):
         launch("sft", *constant, "--max_steps", "3", output="longer")
+    assert len(names(longer)) > 1
+    launch("sft", *constant, "--save_total_limit", "1", output="longer")  # nothing is left but its end
+    assert read_metrics(longer) == read_metrics(whole) and names(longer) == ["checkpoint-8"]
+    assert json.loads((longer / "summary.json").read_text())["final"]["step"] == 8

@@ -8,6 +8,7 @@ from common import memory as memory_module
 from common.collators import Window
 from common.errors import UserError
 from common.model import FlatModel
+from common.run.retry import Retry
 from tests.conftest import read_metrics, run_script, train_metrics
 from tests.run.test_health import STAGES
 from tests.scripts.test_equivalence import assert_same, free_port, losses
@@ -107,6 +108,26 @@ def test_before_the_first_step_the_largest_micro_batch_is_tried(stage, launch, m
     assert "--auto_micro_batch: micro-batches of" in said and "step 2: out of memory" not in said
     assert_same(whole, losses(output))
     assert max(fitted) <= 4
+
+
+def test_the_largest_micro_batch_is_tried_once_where_it_is_asked_for(launch, monkeypatch):
+    """Before the first step of a run, and not where it goes on; it has more tokens than those that are trained."""
+    tried, trained, forward = [], [], FlatModel.forward
+
+    def watched(self, batch, *args, **kwargs):
+        if torch.is_grad_enabled():
+            trained.append(sum(batch["lengths"]))
+        return forward(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(FlatModel, "forward", watched)
+    monkeypatch.setattr(Retry, "try_largest", lambda self, gradients, window, optimizer: tried.append(sum(window.largest())))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # no curves.png: it takes longer than the runs
+    words = [*STAGES["sft"], *ONE, "--save_steps", "2"]
+    launch("sft", *words, "--max_steps", "2")
+    launch("sft", *words, "--auto_micro_batch")
+    assert len(trained) == 3 and not tried
+    launch("sft", *words, "--auto_micro_batch", output="new")
+    assert len(tried) == 1 and tried[0] > max(trained)
 
 
 @pytest.mark.slow

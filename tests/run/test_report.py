@@ -37,6 +37,7 @@ def test_a_dry_run_shows_everything_and_leaves_the_output_folder_alone(stage, la
     assert rows and rows[0][2] == rows[0][3] == "40"  # the training source: rows read, rows used
     for word in ("held out", "p50", "####", "steps:", "an epoch:", "381,600 of 381,600 trained", "activations", "dry run"):
         assert word in said, word
+    assert "    reference model " not in said  # the demo of DPO computes its log-probabilities before
     assert said.count("with what is trained marked") == {"grpo": 0, "dpo": 4}.get(stage, 2)
     assert "[[" in said or stage == "grpo"
 

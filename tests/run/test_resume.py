@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+from common.data.stream import Stream
 from common.errors import UserError
 from common.run import run as module
 from common.run.output_dir import checkpoints, find_damage, newest_intact
@@ -85,8 +86,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
     with monkeypatch.context() as patch, pytest.raises(Stop):
         stop_after_save(patch, at=3)
         launch(stage, *arguments, output="stopped")
+    places, restore = [], Stream.restore
+    monkeypatch.setattr(Stream, "restore", lambda stream, state: (places.append(state), restore(stream, state)))
     resumed = launch(stage, *arguments, output="stopped")
+    assert len(places) == ("--dataset_streaming" in arguments)  # a stream is not read again from its start
     assert read_metrics(resumed) == read_metrics(whole)
+    states = [json.loads((checkpoints(run)[-1] / "trainer_state.json").read_text()) for run in (whole, resumed)]
+    assert states[0]["weight_norms"] == states[1]["weight_norms"]  # of the start of the run
     weights = "adapter_model.safetensors" if "--use_peft" in arguments else "model.safetensors"
     one, other = load_file(whole / weights), load_file(resumed / weights)
     assert all(torch.equal(one[name], other[name]) for name in one)

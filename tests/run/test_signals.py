@@ -111,6 +111,16 @@ def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, mon
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_signal_in_the_last_step_lets_the_run_end(launch, monkeypatch):
+    """Nothing is left that could be stopped."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)  # no curves.png: it takes longer than the run
+        signal_in_step(patch, 2, signal.SIGTERM)
+        output = launch("sft", *STAGES["sft"], *COMMON, "--max_steps", "2", "--save_steps", "1")
+    assert (output / "summary.json").exists()
+    assert [folder.name for folder in checkpoints(output)] == ["checkpoint-1", "checkpoint-2"]
+
+
 def test_a_process_that_is_terminated_leaves_with_75_and_the_same_command_goes_on(launch, token_cache, tmp_path):
     words = [*SFT, "--max_steps", "40", "--gradient_accumulation_steps", "4", "--dataset_cache_dir", str(token_cache)]
     with Script(tmp_path, *words, prefix="stopped") as run:

@@ -3,12 +3,16 @@
 What was sampled comes from a reward function, which is given the token ids; the rest from completions.jsonl and metrics.jsonl.
 """
 
+import contextlib
 import math
 import statistics
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import train_grpo
 from tests.scripts.one_step import (
     ADAMW,
+    BASE,
     DROPOUT,
     assert_adamw,
     assert_clipped,
@@ -55,6 +59,14 @@ def picky(prompts, completions, completion_ids, kind, **columns):
 def second(completion_ids, **columns):
     """Another number, and for some completions nothing."""
     return [None if sum(ids) % 5 == 0 else len(ids) + sum(ids) % 7 for ids in completion_ids]
+
+
+def count(completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+
+def rest(completion_ids, **columns):
+    return [sum(ids) % 7 for ids in completion_ids]
 '''
 CHATS = ["What is 3+4?", "Hi", "Eva has 10 figs. She loses 4. How many figs now?", "Which number comes before 14?"]
 TEXTS = ["Question: What is 8-5?\n", "12-5+6+4: ", "Today is Monday. ", "A pond has 3 ducks. 7 come. Now the pond"]
@@ -75,6 +87,7 @@ class Completion:
     prompt_ids: list[int]
     ids: list[int]
     rewards: list[float | None]
+    reward: float | None
     advantage: float
 
     @property
@@ -116,9 +129,10 @@ def grpo(launch, tmp_path):
                 assert text == tokenizer().decode(ids, skip_special_tokens=True)
                 assert 1 <= len(ids) <= LONGEST and not set(ids[:-1]) & set(STOPS)
                 assert len(ids) == LONGEST or ids[-1] in STOPS
+                assert line["finished"] == (ids[-1] in STOPS)
                 scores = list(line["rewards"].values())
                 assert list(line["rewards"]) == list(rewards)
-                rollout.append(Completion(prompt_ids(prompt), ids, scores, line["advantage"]))
+                rollout.append(Completion(prompt_ids(prompt), ids, scores, line["reward"], line["advantage"]))
             run.rollouts.append(rollout)
             run.starts.append(line["step"] - 1)  # the first step that the rollout serves
         assert at == len(lines)
@@ -223,7 +237,11 @@ def window_loss(policy, old, reference, rollout, window, s):
     tokens_of_window = sum(len(rollout[i].ids) for i in trained)
     tokens_of_rollout = sum(len(c.ids) for c in rollout if is_trained(c, s))
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
-    loss, sums = torch.zeros((), dtype=torch.float64), {"kl": 0.0, "entropy": 0.0, "low": 0.0, "high": 0.0, "ratio": 0.0}
+    loss, tokens_run, sums = (
+        torch.zeros((), dtype=torch.float64),
+        0,
+        {"kl": 0.0, "entropy": 0.0, "low": 0.0, "high": 0.0, "ratio": 0.0},
+    )
     for i in trained:
         logps, entropy = answer_scores(policy, rollout[i], s.temperature)
         with torch.no_grad():
@@ -254,12 +272,15 @@ def window_loss(policy, old, reference, rollout, window, s):
             "dr_grpo": 1 / (s.size * LONGEST),
         }[s.loss_type]
         loss = loss + weight * losses.sum()
+        if not (A or s.beta or s.entropy_coef):  # not run through the model, and in no mean
+            continue
+        tokens_run += n
         sums["kl"] += kl.sum().item()
         sums["entropy"] += entropy.sum().item()
         sums["low"] += clipped.sum().item() * (A < 0)
         sums["high"] += clipped.sum().item() * (A > 0)
         sums["ratio"] += (ratio - 1).abs().sum().item()
-    means = {name: value / max(tokens_of_window, 1) for name, value in sums.items()}
+    means = {name: value / tokens_run for name, value in sums.items()}
     return loss, means
 
 
@@ -273,21 +294,20 @@ def check(run, s, steps=None):
         assert len(rollout) == s.size * s.steps_per_generation
         wanted = wanted_advantages(rollout, s)
         assert [c.advantage for c in rollout] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert [c.reward for c in rollout] == pytest.approx([combined(c.rewards, s.reward_weights) for c in rollout])
         policy = run.policy(step)
         loss, means = window_loss(policy, old, start, rollout, step % s.cycle % s.steps_per_generation, s)
+        assert run.rows[step]["step"] == step + 1
         # The loss is a sum of parts that cancel.
         assert run.rows[step]["loss"] == pytest.approx(loss.item(), rel=3e-4, abs=3e-5)
         assert_gradient(run.grads[step], gradient_of(policy, loss))
-        if s.beta or s.entropy_coef:  # then all that are trained are run through the model, and are in these means
-            logged = {
-                "entropy": means["entropy"],
-                "clip_ratio/low_mean": means["low"],
-                "clip_ratio/high_mean": means["high"],
-            }
-            logged |= {"clip_ratio/region_mean": means["low"] + means["high"]} | ({"kl": means["kl"]} if s.beta else {})
-            assert_metrics(run.rows[step], logged, rel=1e-3, abs=1e-4)
+        logged = {"entropy": means["entropy"], "clip_ratio/low_mean": means["low"], "clip_ratio/high_mean": means["high"]}
+        logged |= {"clip_ratio/region_mean": means["low"] + means["high"]} | ({"kl": means["kl"]} if s.beta else {})
+        assert_metrics(run.rows[step], logged, rel=1e-3, abs=1e-4)
         if step % s.cycle == 0:  # the sampler's log-probabilities are those of training
             assert run.rows[step]["sampling/logp_difference"] < 1e-4
+        else:  # the model is no longer the one that sampled
+            assert "sampling/logp_difference" not in run.rows[step]
         distances.append(means["ratio"])
     return distances
 
@@ -308,6 +328,7 @@ LOSSES = {
     "kl": TWICE | {"beta": 0.3},
     "kl without correction": {"num_iterations": 2, "beta": 0.3, "use_bias_correction_kl": False},
     "entropy": TWICE | {"entropy_coef": 0.2},
+    "less entropy": {"entropy_coef": -0.2},
     "entropy and kl": {"num_iterations": 2, "entropy_coef": -0.2, "beta": 0.1, "loss_type": "grpo", "temperature": 1.5},
     "sequence": TWICE
     | {"importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.06, "learning_rate": 1e-4},
@@ -382,6 +403,109 @@ def test_the_metrics_of_a_rollout(grpo, model):
             "num_tokens": tokens,
         }
         assert_metrics(row, logged)
+
+
+def completion(rewards=(), ids=(5,), **values):
+    values = {
+        "prompt": {"prompt": "p", "prompt_ids": [3, 4]},
+        "logps": [-1.0] * len(ids),
+        "finished": False,
+        "text": "",
+    } | values
+    return train_grpo.Completion(ids=list(ids), rewards=list(rewards), **values)
+
+
+def arguments(**values):
+    return SimpleNamespace(**vars(Settings(num_generations=2)) | {"max_completion_length": LONGEST} | values)
+
+
+def test_small_differences_of_large_rewards_are_seen():
+    """Float32 knows no number between 1e9 and 1e9 + 64."""
+    completions = [completion([1e9]), completion([1e9 + 1])]
+    train_grpo.add_advantages(completions, [1.0], arguments())
+    assert [c.advantage for c in completions] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
+    logged = train_grpo.rollout_metrics(completions, [SimpleNamespace(name="f")], arguments())
+    assert (logged["reward"], logged["rewards/f/mean"]) == (1e9 + 0.5,) * 2
+    assert (logged["reward_std"], logged["rewards/f/std"]) == pytest.approx((0.5**0.5, 0.5))
+
+
+def test_what_a_rollout_does_not_have_is_not_logged():
+    """No completion ended, one function gave nothing: no mean of theirs. A group with one reward has no spread, one of two has."""
+    rewards = [SimpleNamespace(name="some"), SimpleNamespace(name="none")]
+    completions = [completion([value, None]) for value in (1.0, 3.0, 5.0, None)]
+    train_grpo.add_advantages(completions, [1.0, 1.0], arguments())
+    logged = train_grpo.rollout_metrics(completions, rewards, arguments())
+    assert logged["reward_std"] == pytest.approx(2**0.5) and logged["frac_reward_zero_std"] == 0.5
+    absent = {"completions/mean_terminated_length", "rewards/none/mean", "rewards/none/std"}
+    assert not absent & set(logged) and not any(math.isnan(value) for value in logged.values())
+
+
+# --- two processes --------------------------------------------------------------------------------------------------
+
+
+def process(index, processes=2):
+    """What the functions of the script ask an Accelerator."""
+    names = {"process_index": index, "num_processes": processes, "device": torch.device("cpu")}
+    return SimpleNamespace(**names, autocast=contextlib.nullcontext)
+
+
+def test_each_process_samples_its_share(monkeypatch):
+    """Three completions: the first process samples two of them, --generation_batch_size at a time; each is drawn by its place."""
+    asked, scored = [], []
+
+    def sample(model, prompts, seeds, **settings):
+        asked.append((prompts, seeds, settings["batch_size"]))
+        return [SimpleNamespace(ids=[at], logps=[-1.0], finished=True) for _, _, at in seeds]
+
+    def score(rewards, prompts, texts, ids):
+        scored.append(([prompt["prompt_ids"] for prompt in prompts], texts, ids))
+        return [[float(at) for (at,) in ids]]
+
+    monkeypatch.setattr(train_grpo, "sample", sample)
+    monkeypatch.setattr(train_grpo, "score", score)
+    gathered = []
+
+    def gather(accelerator, part):  # the second process is the last one to come
+        gathered.extend(part)
+        return (gathered + part)[:3]
+
+    monkeypatch.setattr(train_grpo, "gather_lists", gather)
+    prompts = [{"prompt": str(i), "prompt_ids": [10 + i]} for i in range(3)]
+    args = arguments(seed=7, top_k=0, top_p=1.0, generation_batch_size=5)
+    decoder = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids[0]))
+    train_grpo.roll_out(args, process(0), None, decoder, [], prompts, 4)
+    completions = train_grpo.roll_out(args, process(1), None, decoder, [], prompts, 4)
+    assert asked == [([[10], [11]], [(7, 4, 0), (7, 4, 1)], 5), ([[12]], [(7, 4, 2)], 5)]
+    assert scored == [([[10], [11]], ["0", "1"], [[0], [1]]), ([[12]], ["2"], [[2]])]
+    assert [(c.prompt["prompt"], c.ids, c.text, c.rewards) for c in completions] == [
+        (str(i), [i], str(i), [i]) for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["all", "some idle"])
+def test_each_process_trains_its_share(idle):
+    """Two windows of four completions of different lengths, of which each process runs two, in two micro-batches; one that
+    has nothing to run takes part with a filler, and all completions count in the denominators."""
+    completions = [completion(ids=[5] * (i + 1), reward=0.0, advantage=i + 1.0) for i in range(8)]
+    if idle:  # the first process's of the first window
+        completions[0].advantage = completions[1].advantage = 0.0
+    args = arguments(steps_per_generation=2, gradient_accumulation_steps=2)
+    for index in range(2):
+        windows = train_grpo.make_windows(completions, args, process(index))
+        for at, window in enumerate(windows):
+            assert window.num_tokens == sum(2 + i + 1 for i in range(8)) // 2  # of a window, on average
+            batches = list(window)
+            assert len(batches) == 2 and window.num_micro_batches == 4
+            wanted = [4 * at + 2 * index, 4 * at + 2 * index + 1]
+            for i, batch in zip(wanted, batches, strict=True):
+                filler = idle and at == index == 0
+                i, weight = (wanted[0], 0.0) if filler else (i, 1.0)
+                answer = torch.tensor([0.0, 0.0] + [weight] * (i + 1))
+                assert batch["input_ids"].flatten().tolist() == [3, 4] + [5] * (i + 1)
+                assert batch["loss_mask"].tolist() == answer.tolist()
+                assert batch["sampled_logps"].tolist() == (-answer).tolist()
+                assert batch["advantage"].tolist() == (answer * (i + 1)).tolist()
+                assert batch["token_weight"].tolist() == pytest.approx((answer / 18).tolist())  # 36 tokens in two windows
 
 
 # --- the rollouts ---------------------------------------------------------------------------------------------------
@@ -505,7 +629,50 @@ def turns(system, text):
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
+def test_the_evaluation_completes_held_out_prompts_and_weighs_their_rewards(launch, model, tmp_path):
+    """Greedily, where no file of prompts and no other functions are named."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    names = ["--dataset_name", write_rows(tmp_path / "train.jsonl", chat_rows())]
+    names += ["--eval_dataset_name", write_rows(tmp_path / "held_out.jsonl", text_rows()), "--eval_prompts", ""]
+    names += ["--reward_funcs", f"{tmp_path / 'rewards.py'}:count", f"{tmp_path / 'rewards.py'}:rest"]
+    names += ["--reward_weights", 1, -0.25, "--eval_temperatures", 0, "--eval_max_new_tokens", LONGEST, "--eval_steps", 1]
+    names += ["--num_generations", 2, "--max_completion_length", 2, "--max_steps", 1, "--learning_rate", 0]
+    run = watched(launch, "grpo", model, *names)
+    lm, answers = exact(model), []
+    for row in text_rows():
+        ids = prompt_ids(row["prompt"])
+        answer = []
+        while len(answer) < LONGEST and not set(answer) & set(STOPS):
+            with torch.no_grad():
+                answer.append(logits_of(lm, ids + answer)[-1].argmax().item())
+        answers.append(answer)
+    count, rest = (statistics.mean(map(f, answers)) for f in (len, lambda ids: sum(ids) % 7))
+    assert len(run.evals) == 2
+    for row in run.evals:
+        assert_metrics(row, {"eval_count": count, "eval_rest": rest, "eval_reward": count - 0.25 * rest})
+
+
 # --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_loss_does_not_need_is_not_computed(grpo, model, monkeypatch):
+    """By default there is no reference model, no second pass for the log-probabilities of the model that sampled, and no
+    gradient of the entropy."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("not needed")
+
+    asked, forward = [], train_grpo.FlatModel.forward
+
+    def watched(self, batch, *args, **kwargs):
+        asked.append(kwargs.get("entropy_grad"))
+        return forward(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(train_grpo, "load_reference", refuse)
+    monkeypatch.setattr(train_grpo.Window, "add_field", refuse)
+    monkeypatch.setattr(train_grpo.FlatModel, "forward", watched)
+    grpo(model, "--max_steps", 1)
+    assert asked.count(False) >= 1 and True not in asked
 
 
 def test_adamw_has_the_settings_that_were_asked_for(grpo, model):
@@ -524,3 +691,17 @@ def test_dropout_is_off(kind, grpo, tmp_path):
     assert check(run, settings) == pytest.approx([0, 0], abs=1e-6)
     for row in run.rows:
         assert row["kl"] == pytest.approx(0, abs=1e-6) and row["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize(
+    "flags, second",
+    [([], False), (["--beta", 0.1], True), (["--beta", 0.1, "--use_peft"], False), (["--use_peft"], False)],
+    ids=str,
+)
+def test_a_dry_run_counts_the_reference_where_there_will_be_one(flags, second, launch, tmp_path, capsys):
+    data = write_rows(tmp_path / "prompts.jsonl", chat_rows())
+    launch(
+        "grpo", "--dataset_name", data, "--model_name_or_path", BASE, "--max_completion_length", LONGEST, *flags, "--dry_run"
+    )
+    said = capsys.readouterr().out
+    assert ("    reference model " in said) == second and " prompts" in said
