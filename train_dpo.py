@@ -95,7 +95,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
-    # A frozen second model, or, with LoRA, this one with its adapter off. (Another model: load_frozen.)
+    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
         for data in (train, held_out):

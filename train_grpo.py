@@ -285,7 +285,7 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
     unwrapped = accelerator.unwrap_model(model)
-    # A frozen second model, or, with LoRA, this one with its adapter off. (Another model: load_frozen.)
+    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")

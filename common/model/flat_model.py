@@ -302,8 +302,8 @@ def flops_per_token(model: FlatModel, T: int) -> float:
     Dh, T the length of a sequence. Causal: the attention of a token spans T/2 others on average.
     """
     config = model.config.get_text_config()
-    embedding = base_lm(model.lm).get_input_embeddings().weight
-    tied = embedding is base_lm(model.lm).get_output_embeddings().weight
+    embedding = lm_head.weight_of(base_lm(model.lm).get_input_embeddings())
+    tied = embedding is lm_head.weight_of(base_lm(model.lm).get_output_embeddings())
     N = sum(p.numel() for p in model.parameters()) - (0 if tied else embedding.numel())
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))

@@ -19,7 +19,8 @@ from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED
-from common.model.flat_model import FlatModel, gathered
+from common.model.flat_model import FlatModel, base_lm, gathered
+from common.model.lora import TRAINED
 from common.run.best import Best
 from common.run.inputs import FILE, copy_inputs
 from common.run.output_dir import WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
@@ -225,12 +226,26 @@ def _model_writer(
         extra = {name.removeprefix("extra."): w for name, w in merged.items() if name.startswith("extra.")}
 
     def write(folder: Path) -> None:
-        lm.save_pretrained(folder, state_dict=weights)
+        save_model(lm, folder, weights)
         tokenizer.save_pretrained(folder)
         if extra:
             save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in extra.items()}, folder / EXTRA)
 
     return write
+
+
+def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """A model, or the adapter that is trained, as from_pretrained reads it, with its generation_config.json.
+
+    weights: by name, where the model does not hold them itself.
+    """
+    if not hasattr(lm, "peft_config"):
+        lm.save_pretrained(folder, state_dict=weights)
+        return
+    rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # all that there is new in the embedding
+    options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if rows else "auto"}
+    lm.save_pretrained(folder, state_dict=weights, **options)
+    base_lm(lm).generation_config.save_pretrained(folder)
 
 
 def _model_copier(checkpoint: Path) -> Callable[[Path], None]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, base_lm
-from common.model.lm_head import head_bytes
+from common.model.lm_head import head_bytes, weight_of
 
 import torch
 from accelerate import Accelerator
@@ -66,8 +66,8 @@ def estimate(
     lengths = lengths or [tokens]
     trained = [p for p in model.parameters() if p.requires_grad]
     weights, gradients = nbytes([*model.parameters(), *model.buffers()]) / shards, nbytes(trained) / shards
-    output = base_lm(model.lm).get_output_embeddings().weight
-    tied = output is base_lm(model.lm).get_input_embeddings().weight
+    output = weight_of(base_lm(model.lm).get_output_embeddings())
+    tied = output is weight_of(base_lm(model.lm).get_input_embeddings())
 
     probes = PROBES["unequal" if len(set(lengths)) > 1 else "equal" if len(lengths) > 1 else "one sequence"]
     extents = torch.tensor([[1, *_extent(model, probe)] for probe in probes], dtype=torch.float64)
