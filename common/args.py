@@ -54,7 +54,14 @@ class ModelArgs:
     lora_r: int = arg(16, help="rank of the adapters", within="[1, 1e5]")
     lora_alpha: int = arg(32, help="their scale is alpha / r", within="[1, 1e6]")
     lora_dropout: float = arg(0.0, help="dropout in the adapters", within="[0, 1)")
-    lora_target_modules: list[str] | None = arg(help="names of the layers to adapt; unset: all linear layers")
+    lora_target_modules: list[str] | None = arg(
+        help="names of the layers to adapt; unset, or all-linear: all linear layers but the head and the routers of experts"
+    )
+    use_dora: bool = arg(False, help="DoRA: the length of each row is trained beside its direction (slower)")
+    use_rslora: bool = arg(False, help="the adapters' scale is alpha / sqrt(r), for large r")
+    init_lora_weights: Literal["true", "gaussian", "pissa", "olora"] = arg(
+        "true", help="how A is drawn; B is 0. pissa and olora are refused: they change the base"
+    )
     merge_lora: bool = arg(
         False, help="export the model with the adapters merged in, instead of the adapters", may_change="execution"
     )

@@ -122,8 +122,8 @@ def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
 
 
 def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0, *, revision: str | None = None) -> FlatModel:
-    """A causal language model from a folder or the Hub, checked to be callable on flat rows. Of an adapter, its base with the
-    adapter merged into it.
+    """A causal language model from a folder or the Hub, checked to be callable on flat rows. Of an adapter, its base with
+    the adapter merged into it.
 
     Its weights have args.dtype whatever the file holds: small updates vanish in bfloat16 weights. vocab_size: the number of
     token ids that the tokenizer can produce; the embedding grows when it has fewer rows. revision: of a model that is not

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TRAINED, START = "default", "start"  # adapters of a model by name: the one that is trained, and what it was at the start
 # What of the adapter is its own: going on with it, another value on the command line would not count.
-OWN = ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora")
+OWN = ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora")  # of LoraConfig
 # Mixers whose fused kernels read these weights themselves, past any adapter (peft refuses them).
 MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 GATE = r"(.*\.)?(gate|router|shared_expert_gate)(\..*)?"  # what chooses the experts, in models that have some
@@ -127,6 +127,11 @@ def _compare(args: CommonArgs, config: "LoraConfig", start: str | Path) -> None:
 def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":
     """The settings of a new adapter, without vision towers and, unless they are named, the routers of experts."""
     peft = import_peft("--use_peft")
+    if args.init_lora_weights in ("pissa", "olora"):
+        raise UserError(
+            f"--init_lora_weights {args.init_lora_weights} changes the weights of the base, to which the adapter that is "
+            "saved would no longer belong: true or gaussian"
+        )
     wanted = args.lora_target_modules
     everything = wanted is None or [name.lower() for name in wanted] == ["all-linear"]
     left_out = []
@@ -144,6 +149,9 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
+        use_dora=args.use_dora,
+        use_rslora=args.use_rslora,
+        init_lora_weights=True if args.init_lora_weights == "true" else args.init_lora_weights,
         target_modules="all-linear" if everything else wanted,
         exclude_modules="|".join(left_out) or None,
         trainable_token_indices=_rows_to_train(lm, new_tokens) if new_tokens else None,

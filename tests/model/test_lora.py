@@ -7,7 +7,7 @@ from common.args import CommonArgs
 from common.collators import flat_batch
 from common.errors import UserError
 from common.model.load import grow_embedding, load_pretrained
-from common.model.lora import START, add_lora, at_start, is_trained_part
+from common.model.lora import START, add_lora, advise, at_start, is_trained_part
 from common.model.reference import Reference, fingerprint
 from common.model.wrap import wrap
 from tests.tiny import SIZE, V, tiny_lm
@@ -58,17 +58,21 @@ MIXED = {  # class of the model, its config
 }
 
 
-@pytest.mark.parametrize("asked", [None, ["all-linear"]])
 @pytest.mark.parametrize("kind", MIXED)
-def test_all_linear_layers_are_adapted_but_no_router_and_no_vision_tower(kind, asked):
+def test_all_linear_layers_are_adapted_but_no_router_and_no_vision_tower(kind):
     name, config = MIXED[kind]
+    asked = ["all-linear"] if kind == "a vision tower" else None
     torch.manual_seed(0)
     lm = getattr(transformers, name)(config())
     wanted = {n for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and m is not lm.get_output_embeddings()}
     wanted -= {n for n in wanted if "vision" in n or "router" in n or "shared_expert_gate" in n}
     model = add_lora(CommonArgs(**ARGS, lora_target_modules=asked), SimpleNamespace(lm=lm, padded=False))
-    names = {n.removeprefix("base_model.model.").split(".lora_A")[0] for n, _ in model.lm.named_parameters() if ".lora_A." in n}
-    assert wanted <= names and not [n for n in names if "vision" in n or "gate." in f"{n}." and "gate_proj" not in n or "router" in n]
+    names = {
+        n.removeprefix("base_model.model.").split(".lora_A")[0] for n, _ in model.lm.named_parameters() if ".lora_A." in n
+    }
+    assert wanted <= names and not [
+        n for n in names if "vision" in n or "gate." in f"{n}." and "gate_proj" not in n or "router" in n
+    ]
     if kind == "fused experts":  # as one parameter of the layer, by peft
         assert any(".experts" in n for n in names)
 
@@ -76,7 +80,52 @@ def test_all_linear_layers_are_adapted_but_no_router_and_no_vision_tower(kind, a
 def test_layers_that_are_named_are_adapted_even_a_router():
     lm = transformers.PhimoeForCausalLM(MIXED["a linear router"][1]())
     model = add_lora(CommonArgs(**ARGS, lora_target_modules=["router", "q_proj"]), SimpleNamespace(lm=lm, padded=False))
-    assert {n.split(".lora_A")[0].split(".")[-1] for n, _ in model.lm.named_parameters() if "lora_A" in n} == {"router", "q_proj"}
+    assert {n.split(".lora_A")[0].split(".")[-1] for n, _ in model.lm.named_parameters() if "lora_A" in n} == {
+        "router",
+        "q_proj",
+    }
+
+
+# --- kinds of adapters ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}, {"init_lora_weights": "gaussian"}], ids=str)
+def test_adapters_have_the_gradients_that_peft_gives_them(kind):
+    torch.manual_seed(1)
+    model = add_lora(CommonArgs(**ARGS, **kind), wrap(tiny_lm("llama"))).eval()
+    ids = [3, 9, 5, 4, 7, 1, 2, 11]
+    batch = batch_of(ids)
+    with torch.no_grad():
+        assert torch.allclose(model(batch).logps, wrap(tiny_lm("llama")).eval()(batch).logps, atol=1e-5)  # B is 0
+    disturb(model)
+    plain = peft.PeftModelForCausalLM(tiny_lm("llama"), model.lm.peft_config["default"]).eval()
+    plain.load_state_dict(model.lm.state_dict())
+    out = model(batch, nll_weights=batch["loss_mask"])
+    out.nll.backward()
+    tokens = torch.tensor([ids])
+    plain(tokens, labels=torch.tensor([[-100] * 2 + ids[2:]])).loss.mul(len(ids) - 2).backward()
+    known = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+    assert any("magnitude" in n for n in known) == ("use_dora" in kind)
+    for name, parameter in known.items():
+        found = model.lm.get_parameter(name).grad
+        torch.testing.assert_close(
+            found, parameter.grad, atol=1e-4 * float(parameter.grad.abs().max()) + 1e-6, rtol=1e-3, msg=name
+        )
+    layer = plain.base_model.model.model.layers[0].self_attn.q_proj
+    assert layer.scaling["default"] == (8 / 2 if "use_rslora" in kind else 8 / 4)
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_what_would_change_the_base_is_refused(kind):
+    with pytest.raises(UserError, match="changes the weights of the base.*: true or gaussian"):
+        add_lora(CommonArgs(init_lora_weights=kind), wrap(tiny_lm("llama")))
+
+
+@pytest.mark.parametrize("rate", [2e-5, 1e-4])
+def test_a_learning_rate_that_was_left_at_that_of_full_training_is_said(rate, capsys):
+    advise(CommonArgs(learning_rate=rate))
+    said = capsys.readouterr().out
+    assert ("--learning_rate 0.0002" in said) == (rate == 2e-5) and said.count("\n") == (rate == 2e-5)
 
 
 # --- rows of new tokens ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from common.run.output_dir import (
     replace_text,
     write_manifest,
 )
-from tests.conftest import demo, read_metrics
+from tests.conftest import ROOT, demo, read_metrics
 from tests.run.test_best import best_by
 from tests.run.test_folder import SFT, claim
 from tests.tiny import tiny_pair
@@ -422,15 +422,16 @@ def test_a_compiled_model_is_saved_under_the_names_of_a_plain_one(tmp_path):
             assert torch.equal(logits(folder), plain(torch.arange(3, 40)[None]).logits)
 
 
-def test_a_checkpoint_of_lora_is_the_adapter_and_goes_on_bit_for_bit(launch):
+@pytest.mark.parametrize("kind", [[], pytest.param(["--use_dora", "--use_rslora"], marks=pytest.mark.slow)], ids=str)
+def test_a_checkpoint_of_lora_is_the_adapter_and_goes_on_bit_for_bit(kind, launch):
     pytest.importorskip("peft")
-    words = [*SFT, "--use_peft", "--lora_r", "4", "--lora_dropout", "0.1", "--max_steps", "4", "--save_steps", "2"]
+    words = [*SFT, *kind, "--use_peft", "--lora_r", "4", "--lora_dropout", "0.1", "--max_steps", "4", "--save_steps", "2"]
     words += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--save_total_limit", "0"]
     whole = launch("sft", *words, output="whole")
     names_of = {path.name for path in (whole / "checkpoint-2").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names_of and "model.safetensors" not in names_of
     config = json.loads((whole / "checkpoint-2" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "data/base_model" and config["r"] == 4
+    assert config["base_model_name_or_path"] == str(ROOT / "data" / "base_model") and config["r"] == 4
     assert all("lora_" in name for name in load_file(whole / "checkpoint-2" / "adapter_model.safetensors"))
     launch("sft", *words, "--max_steps", "2", output="resumed")
     resumed = launch("sft", *words, output="resumed")  # the complete run of two steps becomes one of four
