@@ -62,6 +62,8 @@ class ModelArgs:
     init_lora_weights: Literal["true", "gaussian", "pissa", "olora"] = arg(
         "true", help="how A is drawn; B is 0. pissa and olora are refused: they change the base"
     )
+    load_in_4bit: bool = arg(False, help="QLoRA: the frozen base in NF4, under --use_peft (needs bitsandbytes)")
+    load_in_8bit: bool = arg(False, help="the same with 8 bits for each weight")
     merge_lora: bool = arg(
         False, help="export the model with the adapters merged in, instead of the adapters", may_change="execution"
     )

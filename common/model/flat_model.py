@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import first_occurrences, plan_flat_row
+from common.model.quantised import sizes
 
 import torch
 from torch import Tensor, nn
@@ -291,8 +292,9 @@ def disable_dropout(model: FlatModel) -> FlatModel:
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trained, all) parameters."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes)
+    parameters = list(model.parameters())
+    counts = sizes(parameters)
+    return sum(n for n, p in zip(counts, parameters, strict=True) if p.requires_grad), sum(counts)
 
 
 def flops_per_token(model: FlatModel, T: int) -> float:
@@ -304,7 +306,7 @@ def flops_per_token(model: FlatModel, T: int) -> float:
     config = model.config.get_text_config()
     embedding = lm_head.weight_of(base_lm(model.lm).get_input_embeddings())
     tied = embedding is lm_head.weight_of(base_lm(model.lm).get_output_embeddings())
-    N = sum(p.numel() for p in model.parameters()) - (0 if tied else embedding.numel())
+    N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel())
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
     return 6.0 * N + 6.0 * config.num_hidden_layers * width * T

@@ -14,6 +14,7 @@ from common.model import attention
 from common.model.create import DTYPES, create_model
 from common.model.flat_model import FlatModel, base_lm
 from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
+from common.model.quantised import is_quantised, quantisation, use_plain_arithmetic
 from common.model.wrap import wrap
 
 import torch
@@ -71,9 +72,11 @@ def load_model(
     """
     name = checkpoint or args.model_name_or_path
     if args.use_peft:
-        model = _load_adapted(args, tokenizer, checkpoint)
+        model = _load_adapted(args, tokenizer, checkpoint, torch.device("cpu") if args.dry_run else accelerator.device)
     elif name:
         model = load_pretrained(args, name, len(tokenizer))
+        if is_quantised(model):
+            raise UserError(f"the weights of {name} are quantised and cannot be trained, adapters on them can: --use_peft")
     elif config is not None:
         model = create_model(config, dtype=args.dtype, seed=args.seed)
     else:
@@ -89,19 +92,19 @@ def load_model(
     return model
 
 
-def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None) -> FlatModel:
+def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:
     """args.model_name_or_path with a new adapter; where it is one, its base with that adapter, to be trained on."""
     name = args.model_name_or_path
     if not name:
         raise UserError("--use_peft adapts a model that is there: name it with --model_name_or_path")
     advise(args)
     if not is_adapter(name, args.model_revision):
-        model = load_pretrained(args, name, len(tokenizer))
+        model = load_pretrained(args, name, len(tokenizer), device=device)
         return add_lora(args, model, checkpoint, new_tokens=_new_tokens(args, tokenizer, name))
     config = adapter_config(name, args.model_revision)
     base = config.base_model_name_or_path
     say(f"model: training goes on with the adapter {name} (r {config.r}, alpha {config.lora_alpha}), on its base {base}")
-    model = load_pretrained(args, base, len(tokenizer), revision=config.revision)
+    model = load_pretrained(args, base, len(tokenizer), revision=config.revision, device=device)
     return add_lora(args, model, checkpoint, start=name, new_tokens=_new_tokens(args, tokenizer, name))
 
 
@@ -121,17 +124,26 @@ def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
     return sorted(found.values())
 
 
-def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0, *, revision: str | None = None) -> FlatModel:
+def load_pretrained(
+    args: CommonArgs,
+    name: str | Path,
+    vocab_size: int = 0,
+    *,
+    revision: str | None = None,
+    device: torch.device | None = None,
+) -> FlatModel:
     """A causal language model from a folder or the Hub, checked to be callable on flat rows. Of an adapter, its base with
     the adapter merged into it.
 
     Its weights have args.dtype whatever the file holds: small updates vanish in bfloat16 weights. vocab_size: the number of
     token ids that the tokenizer can produce; the embedding grows when it has fewer rows. revision: of a model that is not
-    args.model_name_or_path.
+    args.model_name_or_path. device: where a model is quantised, and stays (--load_in_4bit, --load_in_8bit).
     """
     name = str(name)
     revision = args.model_revision if name == args.model_name_or_path else revision
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
+    if (config := quantisation(args)) is not None:
+        options |= {"quantization_config": config, "device_map": {"": str(device or "cpu")}}
     with hub_errors("model", name):
         if is_adapter(name, revision):  # merged: the starting point and, in DPO and GRPO, the reference
             auto_peft = import_peft(f"the adapter {name}").AutoPeftModelForCausalLM
@@ -145,6 +157,7 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0, *, 
             lm, found = AutoModelForCausalLM.from_pretrained(name, revision=revision, output_loading_info=True, **options)
             _check_weights(name, lm, found)
     grow_embedding(lm, vocab_size)
+    use_plain_arithmetic(lm)
     return wrap(lm)
 
 

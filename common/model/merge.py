@@ -54,26 +54,32 @@ def merged_model(
     return lm.requires_grad_(True), tokenizer
 
 
+def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False) -> str:
+    """Write that model to a folder, with the tokenizer and the extra modules of the adapter; returns its dtype."""
+    lm, tokenizer = merged_model(adapter, base, trust_remote_code=trust_remote_code)
+    lm.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for name in BESIDE:
+        if Path(adapter, name).exists():
+            shutil.copy(Path(adapter, name), folder)
+    return str(lm.dtype).removeprefix("torch.")
+
+
 def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False) -> None:
-    """Write that model to the folder `out`, whole or not at all, with the tokenizer and the extra modules of the adapter."""
+    """Write that model to the folder `out`, whole or not at all."""
     if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
         raise UserError(f"{out} is there already: name a folder that is not")
-    lm, tokenizer = merged_model(adapter, base, trust_remote_code=trust_remote_code)
     temporary = Path(out).with_name(f".{Path(out).name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        lm.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        for name in BESIDE:
-            if Path(adapter, name).exists():
-                shutil.copy(Path(adapter, name), temporary)
+        dtype = write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
         if Path(out).exists():
             Path(out).rmdir()
         temporary.rename(out)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{out} could not be written: {error}") from None
-    dtype = str(lm.dtype).removeprefix("torch.")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     say(f"{adapter}, merged into its base in {dtype}: {out}")

@@ -58,7 +58,7 @@ def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.M
 
 def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer, name: str) -> Reference:
     """A second model beside the one that is trained, by its name or folder: another reference, a teacher."""
-    frozen = load_pretrained(args, name, len(tokenizer))
+    frozen = load_pretrained(args, name, len(tokenizer), device=accelerator.device)
     return Reference(accelerator, frozen.to(accelerator.device).eval())
 
 

@@ -21,6 +21,8 @@ from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, base_lm, gathered
 from common.model.lora import TRAINED
+from common.model.merge import write_merged
+from common.model.quantised import is_quantised
 from common.run.best import Best
 from common.run.inputs import FILE, copy_inputs
 from common.run.output_dir import WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
@@ -95,15 +97,19 @@ def export(
 ) -> None:
     """The final model directly in args.output_dir: that of the checkpoint `best`, or the present one.
 
-    With --merge_lora its adapters are merged into it, so this is the end of the run. Raises UserError where the disk does
-    not take it.
+    With --merge_lora its adapters are merged into it, so this is the end of the run; where it is quantised, into the base
+    loaded anew. Raises UserError where the disk does not take it.
     """
     output_dir = args.output_dir
     wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
     if best is not None and (problem := find_damage(best)) is not None:
         say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
         best = None
-    if args.merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
+    if args.merge_lora and is_quantised(wrapper):
+        write_model = _merger_into_the_base(
+            args, _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
+        )
+    elif args.merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
         write_model = _model_writer(accelerator, model, tokenizer, _merge_adapter(accelerator, wrapper, best))
     else:
         write_model = _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
@@ -206,6 +212,19 @@ def _merge_adapter(accelerator: Accelerator, wrapper: FlatModel, best: Path | No
             return None
         weights = wrapper.state_dict() if accelerator.is_main_process else {}
         return {name: weight.cpu().clone() for name, weight in weights.items()}
+
+
+def _merger_into_the_base(args: CommonArgs, write_adapter: Callable[[Path], None]) -> Callable[[Path], None]:
+    """What writes the model that an adapter stands for, in the dtype of its base, which is quantised in this run."""
+
+    def write(folder: Path) -> None:
+        adapter = folder / "adapter"
+        adapter.mkdir()
+        write_adapter(adapter)
+        write_merged(adapter, folder, trust_remote_code=args.trust_remote_code)
+        shutil.rmtree(adapter)
+
+    return write
 
 
 def _model_writer(

@@ -6,6 +6,7 @@ rows give a, b and c, and these the micro-batch of the run.
 """
 
 import contextlib
+import importlib.util
 import math
 import os
 import platform
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, base_lm
 from common.model.lm_head import head_bytes, weight_of
+from common.model.quantised import scales
 
 import torch
 from accelerate import Accelerator
@@ -65,7 +67,8 @@ def estimate(
     device = device or next(model.parameters()).device
     lengths = lengths or [tokens]
     trained = [p for p in model.parameters() if p.requires_grad]
-    weights, gradients = nbytes([*model.parameters(), *model.buffers()]) / shards, nbytes(trained) / shards
+    tensors = [*model.parameters(), *model.buffers(), *scales(model.parameters())]
+    weights, gradients = nbytes(tensors) / shards, nbytes(trained) / shards
     output = weight_of(base_lm(model.lm).get_output_embeddings())
     tied = output is weight_of(base_lm(model.lm).get_input_embeddings())
 
@@ -122,7 +125,7 @@ def estimate(
                 made += max(of_the_run(*(stretch.made for stretch in stage)) for stage in stages)
                 made += sum(size for size in (nbytes([p]) for p in trained) if size < HEAP_LARGEST) / shards
             parts["heap loss"] = HEAP_LOSS * made
-        loaded = nbytes(t for t in [*model.parameters(), *model.buffers()] if t.device.type == "cpu")
+        loaded = nbytes(t for t in tensors if t.device.type == "cpu")
         parts["process"] = max(0.0, memory(device).current * GIB - loaded)
     parts = {name: size / GIB for name, size in parts.items()}
     return parts | {"total": sum(parts.values())}
@@ -209,6 +212,10 @@ def savings(
     if all(p.requires_grad for p in model.parameters()):  # LoRA's own weights are about a hundredth
         beside = max(0.0, parts["gradients"] + parts["not at once"])  # of the gradients, beside the activations
         found.append(("LoRA (--use_peft)", parts["optimizer"] + beside))
+    matrices = [m.base_layer.weight for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Linear)]
+    wide = [w for w in matrices if w.is_floating_point() and not w.requires_grad]
+    if wide and importlib.util.find_spec("bitsandbytes") is not None:  # 4 bits, and 8 for the scale of 64 of them
+        found.append(("QLoRA (--load_in_4bit)", (nbytes(wide) - sum(w.numel() for w in wide) * (4 + 8 / 64) / 8) / GIB))
     if (options.get("device") or next(model.parameters()).device).type != "cpu":
         shards = 2 * options.get("shards", 1)
         found.append((f"FSDP over {shards} processes", saved(tokens, targets, lengths, shards=shards)))

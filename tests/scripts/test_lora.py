@@ -96,6 +96,39 @@ def test_a_run_from_an_adapter_goes_on_bit_for_bit(name, launch, base):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bits", ["--load_in_4bit", "--load_in_8bit"])
+def test_every_stage_runs_on_a_quantised_base_goes_on_bit_for_bit_and_merges_into_its_own_dtype(bits, launch, base, capsys):
+    pytest.importorskip("bitsandbytes")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    words = [*FEW, bits, "--gradient_checkpointing", "--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+    tuned = [*stage("sft"), *words, "--model_name_or_path", base, "--chat_template", "chatml", "--max_steps", "4"]
+    tuned += ["--eval_steps", "2", "--max_eval_samples", "4", "--eval_max_new_tokens", "4"]
+    whole = launch("sft", *tuned, output="whole")
+    launch("sft", *tuned, "--max_steps", "2", output="resumed")
+    resumed = launch("sft", *tuned, output="resumed")
+    assert read_metrics(resumed) == read_metrics(whole)
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed))
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    assert train_metrics(whole)[-1]["loss"] < train_metrics(whole)[0]["loss"]
+
+    for precomputed in ("false", "true"):
+        flags = ["--precompute_ref_log_probs", precomputed, "--sft_weight", "0", "--model_name_or_path", whole]
+        dpo = launch("dpo", *stage("dpo"), *words, *flags, output=f"dpo-{precomputed}")
+        assert train_metrics(dpo)[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    flags = ["--beta", "0.1", "--model_name_or_path", dpo, "--merge_lora"]
+    merged = launch("grpo", *stage("grpo"), *words, *flags, output="grpo")
+    assert train_metrics(merged)[0]["kl"] == pytest.approx(0, abs=1e-6)
+    adapter = load_file(merged / "checkpoint-2" / "adapter_model.safetensors")
+    weights, plain = load_file(merged / "model.safetensors"), load_file(base / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16} and weights.keys() == plain.keys()
+    name = "model.layers.0.mlp.up_proj"
+    parts = [adapter[f"base_model.model.{name}.lora_{part}.weight"].double() for part in "BA"]
+    wanted = plain[f"{name}.weight"].double() + 8 * parts[0] @ parts[1]  # alpha 32, r 4: the base was not rounded
+    assert ((weights[f"{name}.weight"].double() - wanted).abs() <= (2**-8 + 1e-5) * wanted.abs() + 1e-6).all()
+    assert not (merged / "adapter_model.safetensors").exists() and not (merged / "adapter").exists()
+
+
+@pytest.mark.slow
 def test_from_the_base_to_a_model_that_stops(launch, base):
     """New marks, three stages on one adapter, merged: each form of it ends its turns where the chat does."""
     common = "--use_peft --lora_r 16 --eval_steps 0 --model_name_or_path".split()
