@@ -32,7 +32,7 @@ from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
 from common.losses import REFERENCE_FREE, dpo_loss, segment_sum
-from common.model import adamw, disable_dropout, load_model, load_tokenizer, schedule, set_lr
+from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference, precompute_ref_logps
 from common.run import Run
 
@@ -88,7 +88,7 @@ def main(args: Args) -> None:
 
     # --- model and reference -----------------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
-    optimizer = adamw(args, model)
+    optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     has_second_model = uses_reference and not (args.use_peft or args.precompute_ref_log_probs)
     run.describe(model, tokenizer, windows, held_out, example_name="pair", reference=has_second_model)

@@ -36,7 +36,7 @@ from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, 
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
-from common.model import FlatModel, adamw, disable_dropout, load_model, load_tokenizer, schedule, set_lr
+from common.model import FlatModel, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.processes import gather_lists
 from common.run import Run
@@ -278,7 +278,7 @@ def main(args: Args) -> None:
 
     # --- model and reference -----------------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
-    optimizer = adamw(args, model)
+    optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(rollouts))
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
     if args.dry_run:

@@ -18,6 +18,7 @@ MayChange = Literal[
     "length",  # how long it lasts: with another value a complete run may go on
     "evaluation",  # what evaluations measure; they stay comparable, so not with --save_best
     "execution",  # how the run is carried out and what it writes
+    "no",  # as without a word, where the group of the flag has one
 ]
 
 
@@ -139,6 +140,11 @@ class OptimizerArgs:
 
     MAY_CHANGE = "course"  # where a field says nothing else
 
+    optim: Literal["adamw", "adamw_8bit", "muon"] = arg(
+        "adamw",
+        help="adamw_8bit: by bitsandbytes; muon: for matrices, AdamW for the rest, same rate",
+        may_change="no",
+    )
     learning_rate: float = arg(2e-5, help="peak learning rate of AdamW", within="[0, inf)")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("cosine", help="wsd: flat, then linear")
     warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run", within="[0, 1e12]")
@@ -238,6 +244,7 @@ def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
     for f in dataclasses.fields(args_class):
         cls, first = first_definition(args_class, f.name)
         found[f.name] = first.metadata.get("may_change") or vars(cls).get("MAY_CHANGE")
+        found[f.name] = None if found[f.name] == "no" else found[f.name]
     return found
 
 

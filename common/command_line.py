@@ -98,7 +98,6 @@ ELSEWHERE = {
     "bf16": _PRECISION,
     "fp16": _PRECISION,
     "torch_dtype": "--dtype, of the weights",
-    "optim": "AdamW stands in the script: another optimizer goes in the place of adamw(args, model)",
     "attn_implementation": "it is chosen when the model is loaded, and --dry_run says which",
     "assistant_only_loss": _MASK,
     "completion_only_loss": _MASK,

@@ -50,7 +50,7 @@ class FlatModel(nn.Module):
         """lm: a causal language model of transformers, or peft's wrapper of one."""
         super().__init__()
         self.lm = lm
-        self.extra = nn.ModuleDict()  # a script's own modules, which it adds before `adamw` and `run.prepare`
+        self.extra = nn.ModuleDict()  # a script's own modules, which it adds before `make_optimizer` and `run.prepare`
         self.padded = padded
         self.offload = False  # whether what the body keeps for the backward pass waits in the host's memory
         self.draws_nothing = False  # see disable_dropout

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, base_lm
 from common.model.lm_head import head_bytes, weight_of
+from common.model.optimizer import moments_bytes
 from common.model.quantised import scales
 
 import torch
@@ -52,6 +53,7 @@ def estimate(
     reference: bool = False,
     shards: int = 1,
     ddp: bool = False,
+    optim: str = "adamw",
 ) -> dict[str, float]:
     """The most memory that a training process will hold at once, in GiB by part, and their sum as `total`.
 
@@ -62,7 +64,7 @@ def estimate(
     device: where training takes place (None: where the model is); mixed_precision: as Accelerate names it;
     accumulation: micro-batches per step, of which all but the first find gradients there already; reference: a second,
     frozen model stays beside this one; shards: processes that share weights, gradients and optimizer state (FSDP);
-    ddp: the buckets of DistributedDataParallel, a second copy of the gradients.
+    ddp: the buckets of DistributedDataParallel, a second copy of the gradients; optim: as in --optim.
     """
     device = device or next(model.parameters()).device
     lengths = lengths or [tokens]
@@ -104,7 +106,7 @@ def estimate(
     parts = {
         "weights": weights,
         "gradients": gradients * (2 if ddp else 1),
-        "optimizer": 2 * gradients,  # AdamW's two moments, in the dtype of the parameters; fused: no temporaries
+        "optimizer": moments_bytes(model, optim) / shards,  # in the dtype of the parameters; fused: no temporaries
         "activations": activations,
         "logits chunk": head,
         "not at once": together - gradients - activations - head,
@@ -138,6 +140,7 @@ def needs(
     share: float,
     reference: bool = False,
     always_help: bool = False,
+    optim: str = "adamw",
 ) -> tuple[dict[str, float], list[tuple[str, float]]]:
     """(estimate, savings) for a micro-batch of sequences of these lengths in a run as Accelerate was set up for it.
 
@@ -155,6 +158,7 @@ def needs(
         "reference": reference,
         "shards": accelerator.num_processes if sharded else 1,
         "ddp": accelerator.num_processes > 1 and not sharded,
+        "optim": optim,
     }
     tokens = sum(lengths)
     targets = max(1, round(tokens * share))

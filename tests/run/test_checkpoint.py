@@ -439,6 +439,24 @@ def test_a_checkpoint_of_lora_is_the_adapter_and_goes_on_bit_for_bit(kind, launc
     assert torch.equal(logits(resumed), logits(whole)) and torch.equal(logits(resumed), logits(resumed / "checkpoint-4"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["muon", "adamw_8bit"])
+def test_a_run_with_another_optimizer_goes_on_bit_for_bit_and_only_with_it(optim, launch):
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    words = [*SFT, "--optim", optim, "--learning_rate", "1e-3", "--max_steps", "4", "--save_steps", "2"]
+    words += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--save_total_limit", "0"]
+    whole = launch("sft", *words, output="whole")
+    launch("sft", *words, "--max_steps", "2", output="resumed")
+    with pytest.raises(UserError, match=f"optim {optim} -> adamw"):
+        launch("sft", *words, "--optim", "adamw", output="resumed")
+    resumed = launch("sft", *words, output="resumed")
+    assert read_metrics(resumed) == read_metrics(whole)
+    assert torch.equal(logits(resumed), logits(whole))
+    losses = [row["loss"] for row in read_metrics(whole) if "loss" in row]
+    assert losses[-1] < losses[0] - 0.5
+
+
 def test_an_export_in_another_form_takes_the_place_of_the_one_before(tiny, tmp_path):
     for name in ("adapter_model.safetensors", "adapter_config.json", "model-00001-of-00002.safetensors", "notes.txt"):
         (tmp_path / name).write_text("{}")
