@@ -32,7 +32,7 @@ from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
 from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, SMOOTHED, dpo_loss, segment_sum
-from common.model import adamw, disable_dropout, load_model, load_tokenizer, schedule, set_lr
+from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference, precompute_ref_logps
 from common.run import Run
 
@@ -86,14 +86,14 @@ def main(args: Args) -> None:
 
     # --- model and reference -----------------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
-    optimizer = adamw(args, model)
+    optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     has_second_model = uses_reference and not (args.use_peft or args.precompute_ref_log_probs)
     run.describe(model, tokenizer, windows, held_out, example_name="pair", reference=has_second_model)
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
-    # A frozen second model, or, with LoRA, this one with its adapter off. (Another model: load_frozen.)
+    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
         for data in (train, held_out):

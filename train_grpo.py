@@ -36,7 +36,7 @@ from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, 
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
-from common.model import FlatModel, adamw, disable_dropout, load_model, load_tokenizer, schedule, set_lr
+from common.model import FlatModel, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.processes import gather_lists
 from common.run import Run
@@ -280,14 +280,14 @@ def main(args: Args) -> None:
 
     # --- model and reference -----------------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
-    optimizer = adamw(args, model)
+    optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(rollouts))
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
     unwrapped = accelerator.unwrap_model(model)
-    # A frozen second model, or, with LoRA, this one with its adapter off. (Another model: load_frozen.)
+    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")

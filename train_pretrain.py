@@ -29,7 +29,7 @@ from common.command_line import launch
 from common.data import Row, Tokenizer, as_text, chunk, load_data, pack, text_format, train_tokenizer
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts, unigram_perplexity
-from common.model import adamw, llama_config, load_config, load_model, load_tokenizer, schedule, set_lr
+from common.model import llama_config, load_config, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
 
 import torch  # after common, which sets how CPU threads wait
@@ -117,7 +117,7 @@ def main(args: Args) -> None:
     # --- model -------------------------------------------------------------------------------------------------------
     config = None if args.model_name_or_path else new_model_config(args, tokenizer)
     model = load_model(args, accelerator, tokenizer, run.checkpoint, config)  # LoRA, compilation, ... as the flags say
-    optimizer = adamw(args, model)
+    optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="document")
     if args.dry_run:

@@ -28,7 +28,7 @@ from common.command_line import launch
 from common.data import Row, Sequence, Tokenizer, as_chat, chat_format, drop_turns, load_data, pack, tokenize_chat
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
-from common.model import adamw, load_model, load_tokenizer, schedule, set_lr
+from common.model import load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
 
 import torch  # after common, which sets how CPU threads wait
@@ -71,7 +71,7 @@ def main(args: Args) -> None:
 
     # --- model -------------------------------------------------------------------------------------------------------
     model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
-    optimizer = adamw(args, model)
+    optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="conversation")
     if args.dry_run:

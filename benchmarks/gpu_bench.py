@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.args import CommonArgs  # noqa: E402
 from common.memory import empty_caches  # noqa: E402
-from common.model import adamw  # noqa: E402
+from common.model import make_optimizer  # noqa: E402
 from common.model.flat_model import peak_flops  # noqa: E402
 
 import torch  # noqa: E402
@@ -132,7 +132,7 @@ class Bench:
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return adamw(CommonArgs(learning_rate=1e-5), model)
+    return make_optimizer(CommonArgs(learning_rate=1e-5), model)
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:

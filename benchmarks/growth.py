@@ -29,7 +29,7 @@ from common.args import CommonArgs  # noqa: E402
 from common.collators import flat_batch  # noqa: E402
 from common.data import whole  # noqa: E402
 from common.losses import grpo_loss, segment_ids  # noqa: E402
-from common.model import FlatModel, adamw, create_model  # noqa: E402
+from common.model import FlatModel, create_model, make_optimizer  # noqa: E402
 from common.run.estimate import _Live, nbytes  # noqa: E402
 from common.sampling import sample  # noqa: E402
 
@@ -52,7 +52,7 @@ class Step:
         )  # fmt: skip
         self.V, self.device = V, torch.device(device)
         self.model: FlatModel = create_model(config, seed=0).to(self.device).train()
-        self.optimizer = adamw(CommonArgs(learning_rate=1e-4), self.model)
+        self.optimizer = make_optimizer(CommonArgs(learning_rate=1e-4), self.model)
         self.train(self.row([8]))  # the moments come into being
 
     def row(self, lengths: list[int], seed: int = 0) -> dict[str, Any]:

@@ -18,6 +18,7 @@ MayChange = Literal[
     "length",  # how long it lasts: with another value a complete run may go on
     "evaluation",  # what evaluations measure; they stay comparable, so not with --save_best
     "execution",  # how the run is carried out and what it writes
+    "no",  # as without a word, where the group of the flag has one
 ]
 
 
@@ -59,7 +60,16 @@ class ModelArgs:
     lora_r: int = arg(16, help="rank of the adapters", within="[1, 1e5]")
     lora_alpha: int = arg(32, help="their scale is alpha / r", within="[1, 1e6]")
     lora_dropout: float = arg(0.0, help="dropout in the adapters", within="[0, 1)")
-    lora_target_modules: list[str] | None = arg(help="names of the layers to adapt; unset: all linear layers")
+    lora_target_modules: list[str] | None = arg(
+        help="names of the layers to adapt; unset, or all-linear: all linear layers but the head and the routers of experts"
+    )
+    use_dora: bool = arg(False, help="DoRA: the length of each row is trained beside its direction (slower)")
+    use_rslora: bool = arg(False, help="the adapters' scale is alpha / sqrt(r), for large r")
+    init_lora_weights: Literal["true", "gaussian", "pissa", "olora"] = arg(
+        "true", help="how A is drawn; B is 0. pissa and olora are refused: they change the base"
+    )
+    load_in_4bit: bool = arg(False, help="QLoRA: the frozen base in NF4, under --use_peft (needs bitsandbytes)")
+    load_in_8bit: bool = arg(False, help="the same with 8 bits for each weight")
     merge_lora: bool = arg(
         False, help="export the model with the adapters merged in, instead of the adapters", may_change="execution"
     )
@@ -135,6 +145,11 @@ class OptimizerArgs:
 
     MAY_CHANGE = "course"  # where a field says nothing else
 
+    optim: Literal["adamw", "adamw_8bit", "muon"] = arg(
+        "adamw",
+        help="adamw_8bit: by bitsandbytes; muon: for matrices, AdamW for the rest, same rate",
+        may_change="no",
+    )
     learning_rate: float = arg(2e-5, help="peak learning rate of AdamW", within="[0, inf)")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("cosine", help="wsd: flat, then linear")
     warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run", within="[0, 1e12]")
@@ -234,6 +249,7 @@ def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
     for f in dataclasses.fields(args_class):
         cls, first = first_definition(args_class, f.name)
         found[f.name] = first.metadata.get("may_change") or vars(cls).get("MAY_CHANGE")
+        found[f.name] = None if found[f.name] == "no" else found[f.name]
     return found
 
 

@@ -3,12 +3,12 @@
 from common.model.create import create_model, llama_config
 from common.model.flat_model import FlatModel, Output, disable_dropout
 from common.model.load import load_config, load_model, load_tokenizer
-from common.model.optimizer import adamw, schedule, set_lr
+from common.model.optimizer import make_optimizer, schedule, set_lr
 
 __all__ = [
     "FlatModel",
     "Output",
-    "adamw",
+    "make_optimizer",
     "create_model",
     "disable_dropout",
     "llama_config",

@@ -15,6 +15,7 @@ from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import first_occurrences, plan_flat_row
 from common.model.mixers import dealing
+from common.model.quantised import sizes
 from common.model.rope import following, one_for_all
 
 import torch
@@ -51,7 +52,7 @@ class FlatModel(nn.Module):
         """lm: a causal language model of transformers, or peft's wrapper of one."""
         super().__init__()
         self.lm = lm
-        self.extra = nn.ModuleDict()  # a script's own modules, which it adds before `adamw` and `run.prepare`
+        self.extra = nn.ModuleDict()  # a script's own modules, which it adds before `make_optimizer` and `run.prepare`
         self.padded = padded
         self.rotaries = following(lm)  # what has to know how long each sequence is
         self.offload = False  # whether what the body keeps for the backward pass waits in the host's memory
@@ -323,8 +324,9 @@ def disable_dropout(model: FlatModel) -> FlatModel:
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trained, all) parameters."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes)
+    parameters = list(model.parameters())
+    counts = sizes(parameters)
+    return sum(n for n, p in zip(counts, parameters, strict=True) if p.requires_grad), sum(counts)
 
 
 def flops_per_token(model: FlatModel, T: int) -> float:
@@ -334,9 +336,9 @@ def flops_per_token(model: FlatModel, T: int) -> float:
     Dh, T the length of a sequence. Causal: the attention of a token spans T/2 others on average.
     """
     config = model.config.get_text_config()
-    embedding = base_lm(model.lm).get_input_embeddings().weight
-    tied = embedding is base_lm(model.lm).get_output_embeddings().weight
-    N = sum(p.numel() for p in model.parameters()) - (0 if tied else embedding.numel())
+    embedding = lm_head.weight_of(base_lm(model.lm).get_input_embeddings())
+    tied = embedding is lm_head.weight_of(base_lm(model.lm).get_output_embeddings())
+    N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel())
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
     return 6.0 * N + 6.0 * config.num_hidden_layers * width * T

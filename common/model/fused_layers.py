@@ -40,7 +40,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _is_mlp(module: nn.Module) -> bool:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    return all(type(part) is nn.Linear for part in parts) and len(list(module.parameters(recurse=False))) == 0
+    return all(isinstance(part, nn.Linear) for part in parts) and len(list(module.parameters(recurse=False))) == 0
 
 
 class _Part(nn.Module):
@@ -89,13 +89,14 @@ def _replace(module: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor], 
     weight = next(module.parameters())
     if weight.is_meta:
         return
-    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight)
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32  # quantised
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
     inputs = [x * size for size in (1e-3, 1.0, 1e3)]
     with torch.no_grad():
         expected = [module(x) for x in inputs]
         module.plain_forward = module.forward
         module.forward = MethodType(forward, module)
-        rough = 1e-4 if weight.dtype == torch.float32 else 2e-2  # sums in another order, of the whole row
+        rough = 1e-4 if dtype == torch.float32 else 2e-2  # sums in another order, of the whole row
         if all((module(x) - y).abs().max() <= rough * y.abs().max() for x, y in zip(inputs, expected, strict=True)):
             return
     del module.forward, module.plain_forward  # back to the forward of its class

@@ -113,7 +113,7 @@ def _in_chunks(
     may be `random` draws the same."""
     rows = _rows_at_once(inner, hidden)
     # Each call of the head gathers it where ZeRO-3 shards it: the number of calls must be the same on every process.
-    if len(hidden) <= rows or hasattr(inner.get_output_embeddings().weight, "ds_id"):
+    if len(hidden) <= rows or hasattr(weight_of(inner.get_output_embeddings()), "ds_id"):
         return function(hidden, other)
     chunks = [
         checkpoint(function, h, o, use_reentrant=False, preserve_rng_state=random)
@@ -144,7 +144,7 @@ def weighted_nll(
 
 def head_bytes(inner: nn.Module, N: int, device: torch.device, autocast: torch.dtype | None) -> int:
     """The most bytes that `weighted_nll`, or `log_probs` with its backward pass, hold for N positions, with gradients."""
-    weight = inner.get_output_embeddings().weight
+    weight = weight_of(inner.get_output_embeddings())
     V, D = weight.shape
     dtype = autocast or weight.dtype
     exact = torch.promote_types(dtype, torch.float32)
@@ -179,6 +179,11 @@ def _apply(transform: LogitTransform, logits: Tensor) -> Tensor:
     if transform.cap is not None:
         return transform.cap * torch.tanh(logits * (transform.scale / transform.cap))
     return logits if transform.scale == 1.0 else logits * transform.scale
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of an embedding or a head; without the rows that peft trains beside it, with which it would be a copy."""
+    return getattr(getattr(module, "token_adapter", None), "base_layer", module).weight
 
 
 def _plain_linear(inner: nn.Module) -> nn.Linear | None:

@@ -13,14 +13,15 @@ from common.memory import SHARDED, is_oom
 from common.model import attention, mixers
 from common.model.create import DTYPES, create_model
 from common.model.flat_model import FlatModel, base_lm
-from common.model.lora import add_lora, import_peft
+from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
+from common.model.quantised import is_quantised, quantisation, use_plain_arithmetic
 from common.model.wrap import wrap
 
 import torch
 from accelerate import Accelerator
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 
 def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenizer:
@@ -30,7 +31,7 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
     """
     name = str(name or args.tokenizer_name or args.model_name_or_path)
     revision = args.model_revision if name == args.model_name_or_path else None
-    with _hub_errors("tokenizer", name):
+    with hub_errors("tokenizer", name):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
@@ -45,7 +46,7 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
 
 def load_config(name: str, tokenizer: Tokenizer) -> "PreTrainedConfig":
     """The configuration of a model on the Hub or in a folder, for a new model with this tokenizer."""
-    with _hub_errors("config", name):
+    with hub_errors("config", name):
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -65,21 +66,21 @@ def load_model(
 ) -> FlatModel:
     """The model to train: from the checkpoint, else args.model_name_or_path, else new by the configuration.
 
-    With LoRA the checkpoint holds the adapters only, and the base is args.model_name_or_path. Gradient checkpointing,
-    compilation and the precision of the weights are those of args. On the accelerator's device, but for a dry run or
-    sharded weights, which `accelerator.prepare` puts there piece by piece.
+    With LoRA the checkpoint holds the adapters only; the base is args.model_name_or_path, or what that adapter stands on.
+    Gradient checkpointing, compilation and the precision of the weights are those of args. On the accelerator's device, but
+    for a dry run or sharded weights, which `accelerator.prepare` puts there piece by piece.
     """
-    if args.use_peft and not args.model_name_or_path:
-        raise UserError("--use_peft adapts a model that is there: name it with --model_name_or_path")
-    name = args.model_name_or_path if args.use_peft else checkpoint or args.model_name_or_path
-    if name:
+    name = checkpoint or args.model_name_or_path
+    if args.use_peft:
+        model = _load_adapted(args, tokenizer, checkpoint, torch.device("cpu") if args.dry_run else accelerator.device)
+    elif name:
         model = load_pretrained(args, name, len(tokenizer))
+        if is_quantised(model):
+            raise UserError(f"the weights of {name} are quantised and cannot be trained, adapters on them can: --use_peft")
     elif config is not None:
         model = create_model(config, dtype=args.dtype, seed=args.seed)
     else:
         raise UserError("no model to train: name one with --model_name_or_path")
-    if args.use_peft:
-        model = add_lora(args, model, checkpoint)
     if args.gradient_checkpointing or args.activation_offloading:
         enable_gradient_checkpointing(model, args.activation_offloading)
     if args.torch_compile:
@@ -91,41 +92,90 @@ def load_model(
     return model
 
 
-def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> FlatModel:
-    """A causal language model from a folder or the Hub, checked to be callable on flat rows.
+def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:
+    """args.model_name_or_path with a new adapter; where it is one, its base with that adapter, to be trained on."""
+    name = args.model_name_or_path
+    if not name:
+        raise UserError("--use_peft adapts a model that is there: name it with --model_name_or_path")
+    advise(args)
+    if not is_adapter(name, args.model_revision):
+        model = load_pretrained(args, name, len(tokenizer), device=device)
+        return add_lora(args, model, checkpoint, new_tokens=_new_tokens(args, tokenizer, name))
+    config = adapter_config(name, args.model_revision)
+    base = config.base_model_name_or_path
+    say(f"model: training goes on with the adapter {name} (r {config.r}, alpha {config.lora_alpha}), on its base {base}")
+    model = load_pretrained(args, base, len(tokenizer), revision=config.revision, device=device)
+    return add_lora(args, model, checkpoint, start=name, new_tokens=_new_tokens(args, tokenizer, name))
+
+
+def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
+    """The ids that a tokenizer has and the one of that model or adapter has not: of a chat template's marks, say."""
+    from transformers import AutoTokenizer
+
+    try:
+        options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
+        known = AutoTokenizer.from_pretrained(name, **options).get_vocab()
+    except Exception:  # it has none of its own (--tokenizer_name)
+        return []
+    found = {token: i for token, i in tokenizer.get_vocab().items() if token not in known}
+    if found:
+        shown = ", ".join(sorted(found)[:4]) + f" and {len(found) - 4} more" * (len(found) > 4)
+        say(f"LoRA: beside the adapter the rows of new tokens are trained: {shown}")
+    return sorted(found.values())
+
+
+def load_pretrained(
+    args: CommonArgs,
+    name: str | Path,
+    vocab_size: int = 0,
+    *,
+    revision: str | None = None,
+    device: torch.device | None = None,
+) -> FlatModel:
+    """A causal language model from a folder or the Hub, checked to be callable on flat rows. Of an adapter, its base with
+    the adapter merged into it.
 
     Its weights have args.dtype whatever the file holds: small updates vanish in bfloat16 weights. vocab_size: the number of
-    token ids that the tokenizer can produce; the embedding grows when it has fewer rows.
+    token ids that the tokenizer can produce; the embedding grows when it has fewer rows. revision: of a model that is not
+    args.model_name_or_path. device: where a model is quantised, and stays (--load_in_4bit, --load_in_8bit).
     """
     name = str(name)
+    revision = args.model_revision if name == args.model_name_or_path else revision
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
-    with _hub_errors("model", name):
-        if Path(name, "adapter_config.json").exists():  # merged: the starting point and, in DPO and GRPO, the reference
-            peft = import_peft(name)
-            lm = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options).merge_and_unload()
-            config = _file_config(args, peft.PeftConfig.from_pretrained(name).base_model_name_or_path)
+    if (quantised := quantisation(args)) is not None:
+        options |= {"quantization_config": quantised, "device_map": {"": str(device or "cpu")}}
+    with hub_errors("model", name):
+        if is_adapter(name, revision):  # merged: the starting point and, in DPO and GRPO, the reference
+            auto_peft = import_peft(f"the adapter {name}").AutoPeftModelForCausalLM
+            base = adapter_config(name, revision)
+            lm = auto_peft.from_pretrained(name, revision=revision, **options).merge_and_unload().requires_grad_(True)
+            config = _file_config(args, base.base_model_name_or_path, base.revision)
             lm.config._name_or_path = name
             say(f"model: the adapter {name}, merged into its base")
         else:
             from transformers import AutoModelForCausalLM
 
-            lm, found = AutoModelForCausalLM.from_pretrained(
-                name, revision=args.model_revision, output_loading_info=True, **options
-            )
+            lm, found = AutoModelForCausalLM.from_pretrained(name, revision=revision, output_loading_info=True, **options)
             _check_weights(name, lm, found)
-            config = _file_config(args, name)
+            config = _file_config(args, name, revision)
     lm.base_dtype = _dtype_of(config)  # what is exported has it again
     lm.left_out = ""
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
         lm.left_out = f"what {config.model_type} has beside its text model (it is exported as {lm.config.model_type})"
     _freeze_all_but_text(lm)
+    grow_embedding(lm, vocab_size)
+    use_plain_arithmetic(lm)
+    return wrap(lm)
+
+
+def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
+    """Give the embedding and the head rows for all token ids below vocab_size, where they have fewer."""
     known = lm.get_input_embeddings().weight.shape[0]
     if vocab_size > known:
         say(f"model: the embedding grows from {known} to {vocab_size} tokens")
         with torch.random.fork_rng():  # the new rows are drawn: the same for the model and its reference, on every process
             torch.manual_seed(0)
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
-    return wrap(lm)
 
 
 def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> None:
@@ -157,11 +207,10 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
     make_savable(config)
 
 
-def _file_config(args: CommonArgs, name: str) -> "PreTrainedConfig":
+def _file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":
     """The config.json of a model as it is, where the model that was loaded has a part of it, in another precision."""
     from transformers import AutoConfig
 
-    revision = args.model_revision if name == args.model_name_or_path else None
     return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
@@ -238,7 +287,7 @@ def make_savable(config: "GenerationConfig") -> None:
 
 
 @contextlib.contextmanager
-def _hub_errors(kind: str, name: str) -> Iterator[None]:
+def hub_errors(kind: str, name: str) -> Iterator[None]:
     """Loading without progress bars, and errors of transformers (often ten lines) as one."""
     import transformers
 

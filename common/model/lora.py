@@ -1,36 +1,176 @@
-"""LoRA: a frozen model with small trained adapters (Hu et al. 2021, arXiv 2106.09685), by peft."""
+"""LoRA: a frozen model with small trained adapters (Hu et al. 2021, arXiv 2106.09685), by peft.
 
+A run with --use_peft starts from a model, which gets a new adapter, or from an adapter, which is trained on: its base stays
+the one that it names, so that what is saved can be loaded again. A frozen copy of that adapter stands beside it, by the
+name of START: the reference of DPO and GRPO. Tokens that the tokenizer has and the base does not know are trained, too.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
-from common.errors import UserError
+from common.errors import UserError, say
 from common.model.flat_model import FlatModel
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-def add_lora(args: CommonArgs, model: FlatModel, checkpoint: str | Path | None = None) -> FlatModel:
-    """Freeze the model and put LoRA adapters on it: new ones, or those of a checkpoint.
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
-    Raises UserError without peft, for layers that do not exist, or where the model is itself an adapter: one that stands
-    on another could not be loaded again.
+TRAINED, START = "default", "start"  # adapters of a model by name: the one that is trained, and what it was at the start
+# What of the adapter is its own: going on with it, another value on the command line would not count.
+OWN = ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora")  # of LoraConfig
+# Mixers whose fused kernels read these weights themselves, past any adapter (peft refuses them).
+MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+GATE = r"(.*\.)?(gate|router|shared_expert_gate)(\..*)?"  # what chooses the experts, in models that have some
+
+
+def is_adapter(name: str | Path | None, revision: str | None = None) -> bool:
+    """Whether a folder, or a repository of the Hub, holds an adapter and not a model."""
+    if name is None or Path(name).exists():
+        return name is not None and Path(name, "adapter_config.json").exists()
+    from transformers.utils import find_adapter_config_file
+
+    try:
+        return find_adapter_config_file(str(name), revision=revision) is not None
+    except Exception:  # no such repository, no network: said when it is loaded
+        return False
+
+
+def adapter_config(adapter: str | Path, revision: str | None = None, base: str | None = None) -> "LoraConfig":
+    """The settings of an adapter, its base among them. Raises UserError for what is no LoRA adapter, or names no base.
+
+    base: a model in the place of the one that it names.
+    """
+    peft = import_peft(f"the adapter {adapter}")
+    try:
+        config = peft.PeftConfig.from_pretrained(str(adapter), revision=revision)
+    except Exception as error:  # a damaged file, an unknown kind
+        raise UserError(f"cannot load the adapter {adapter}: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(config, peft.LoraConfig):
+        raise UserError(f"{adapter} is a {config.peft_type} adapter: only LoRA is known here")
+    base = base or config.base_model_name_or_path
+    if not base:
+        raise UserError(f"{adapter}/adapter_config.json names no base model (base_model_name_or_path)")
+    if base.startswith((".", "/")) and not Path(base).exists():
+        raise UserError(f"the adapter {adapter} stands on {base}, which is not here")  # from this folder
+    return config
+
+
+def add_lora(
+    args: CommonArgs,
+    model: FlatModel,
+    checkpoint: str | Path | None = None,
+    *,
+    start: str | Path | None = None,
+    new_tokens: Sequence[int] = (),
+) -> FlatModel:
+    """Freeze the model and put LoRA adapters on it: those of a checkpoint, those of the adapter `start`, or new ones.
+
+    start: the adapter from which the run started, whose base the model is; a frozen copy of it is kept as START.
+    new_tokens: ids that the base does not know, which are trained in the embedding and the head. Raises UserError without
+    peft, for layers that do not exist, and for settings that the adapter `start` does not have.
     """
     peft = import_peft("--use_peft")
     base = model.lm.config._name_or_path
-    if Path(base, "adapter_config.json").exists():
-        raise UserError(f"--use_peft: {base} is an adapter itself; train it with --merge_lora to build on it")
-    if checkpoint is not None:
-        return FlatModel(peft.PeftModel.from_pretrained(model.lm, checkpoint, is_trainable=True), padded=model.padded)
+    if start is not None:
+        config = adapter_config(start, args.model_revision)
+        _compare(args, config, start)
+        if new_tokens:
+            raise UserError(
+                f"the adapter {start} knows nothing of {len(new_tokens)} tokens that the tokenizer was given: merge it "
+                "(python -m tools.merge_lora ADAPTER OUT), and start from OUT"
+            )
+    try:
+        if checkpoint is None and start is None:
+            lm = peft.get_peft_model(model.lm, _new_config(args, model.lm, new_tokens), revision=args.model_revision)
+        else:
+            lm = peft.PeftModel.from_pretrained(model.lm, checkpoint or start, is_trainable=True)
+    except ValueError as error:
+        flag = "--lora_target_modules" if start is None else f"the adapter {start}"
+        raise UserError(f"{flag}: {' '.join(str(error).split())}") from None
+    if start is not None:
+        lm.load_adapter(str(start), START)
+    for config in lm.peft_config.values():  # that of a local base is found from any folder
+        config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+    _use_token_rows(lm)
+    return FlatModel(lm, padded=model.padded)
+
+
+def advise(args: CommonArgs) -> None:
+    """Say what learning rate adapters want, where it was left at that of full fine-tuning."""
+    default = next(f.default for f in dataclasses.fields(args) if f.name == "learning_rate")
+    if args.learning_rate == default <= 1e-4:
+        say(
+            f"LoRA: adapters usually want about ten times the learning rate of full fine-tuning, which {default:g} is: "
+            f"--learning_rate {10 * default:g}"
+        )
+
+
+def _compare(args: CommonArgs, config: "LoraConfig", start: str | Path) -> None:
+    """Raise UserError where a flag that was set differs from what the adapter is made of."""
+    for field in dataclasses.fields(CommonArgs):
+        name = "r" if field.name == "lora_r" else field.name
+        if name in OWN and getattr(args, field.name) not in (field.default, getattr(config, name)):
+            raise UserError(f"--{field.name} {getattr(args, field.name)}: {start} has {getattr(config, name)}, which stays")
+    if args.lora_target_modules is not None:
+        raise UserError(f"--lora_target_modules: {start} has its own, which stay")
+
+
+def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":
+    """The settings of a new adapter, without vision towers and, unless they are named, the routers of experts."""
+    peft = import_peft("--use_peft")
+    if args.init_lora_weights in ("pissa", "olora"):
+        raise UserError(
+            f"--init_lora_weights {args.init_lora_weights} changes the weights of the base, to which the adapter that is "
+            "saved would no longer belong: true or gaussian"
+        )
+    wanted = args.lora_target_modules
+    everything = wanted is None or [name.lower() for name in wanted] == ["all-linear"]
+    left_out = []
+    decoder = lm.get_decoder() if hasattr(lm, "get_decoder") else lm
+    prefix = next((name for name, module in lm.named_modules() if module is decoder), "")
+    head = lm.get_output_embeddings()
+    linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    if not all(name.startswith(prefix) for name in linear):
+        left_out.append(rf"(?!{re.escape(prefix)}\.).*")
+    if everything and any("experts" in name.split(".") for name, _ in lm.named_modules()):
+        left_out.append(GATE)
+    if everything and lm.config.model_type in MAMBA:
+        left_out.append(r".*\.(out_proj|conv1d)")
     config = peft.LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
-        target_modules=args.lora_target_modules or "all-linear",
+        use_dora=args.use_dora,
+        use_rslora=args.use_rslora,
+        init_lora_weights=True if args.init_lora_weights == "true" else args.init_lora_weights,
+        target_modules="all-linear" if everything else wanted,
+        exclude_modules="|".join(left_out) or None,
+        trainable_token_indices=_rows_to_train(lm, new_tokens) if new_tokens else None,
         task_type="CAUSAL_LM",
     )
+    if everything:
+        _without_routers(config, lm)
+    return config
+
+
+def _without_routers(config: "LoraConfig", lm: nn.Module) -> None:
+    """Where peft adapts experts that are one parameter, it would adapt the parameter of the router as well."""
     try:
-        return FlatModel(peft.get_peft_model(model.lm, config), padded=model.padded)
-    except ValueError as error:
-        raise UserError(f"--lora_target_modules: {error}") from None
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    except ImportError:  # before peft 0.19: it adapts modules only
+        return
+    convert(config, lm, None)
+    if config.target_parameters:
+        config.target_parameters = {name for name in config.target_parameters if not re.fullmatch(GATE, name)}
 
 
 def import_peft(needed_for: str) -> ModuleType:
@@ -39,3 +179,70 @@ def import_peft(needed_for: str) -> ModuleType:
     except ImportError:
         raise UserError(f"{needed_for} needs peft: pip install peft") from None
     return peft
+
+
+# --- the adapter at the start ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at_start(lm: nn.Module) -> Iterator[None]:
+    """While it lasts, the model is what it was at the start: with the adapter that it started from, or with none.
+
+    What is trained stays so: peft's own set_adapter would change requires_grad, which DDP and FSDP do not expect.
+    """
+    if START not in lm.peft_config:
+        with lm.disable_adapter():
+            yield
+        return
+    active = [(module, module._active_adapter) for module in lm.modules() if hasattr(module, "_active_adapter")]
+    try:
+        for module, _ in active:
+            module._active_adapter = [START]
+        yield
+    finally:
+        for module, names in active:
+            module._active_adapter = names
+
+
+def is_trained_part(name: str) -> bool:
+    """Whether a tensor, by its name in the state dict, belongs to the adapter that is trained."""
+    return TRAINED in name.split(".")
+
+
+# --- rows of the embedding ------------------------------------------------------------------------------------------
+
+
+def _rows_to_train(lm: nn.Module, new_tokens: Sequence[int]) -> dict[str, list[int]]:
+    """For peft: the ids whose rows are trained, of the embedding and, where that is another matrix, the head."""
+    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UserError(
+            f"{len(new_tokens)} new tokens would have to be trained, and {type(lm).__name__} has a head with a bias, of "
+            "which peft trains no single rows: full fine-tuning, or a --chat_template of tokens that the model knows"
+        )
+    layers = [embedding] if head.weight is embedding.weight else [embedding, head]
+    names = {id(module): name for name, module in lm.named_modules()}
+    return {names[id(layer)]: sorted(new_tokens) for layer in layers}
+
+
+def _use_token_rows(lm: nn.Module) -> None:
+    """Let trained rows take the place of what the layer gives for them: peft copies the whole matrix at every call."""
+    for module in lm.modules():
+        if type(module).__name__ == "TrainableTokensLayer":
+            module.forward_adapters = MethodType(_forward_with_rows, module)
+
+
+def _forward_with_rows(self: nn.Module, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any) -> Tensor:
+    out = self.base_layer(x, *args, **kwargs)
+    if self.disable_adapters or not active_adapters or self.merged:
+        return out
+    (adapter,) = active_adapters
+    rows, ids = self.trainable_tokens_delta[adapter], torch.tensor(self.token_indices[adapter], device=x.device)
+    if isinstance(self.base_layer, nn.Embedding):
+        order = ids.argsort()
+        row = order[torch.searchsorted(ids[order], x).clamp(max=len(ids) - 1)]
+        own = F.embedding(row, rows)
+        if (scale := getattr(self.base_layer, "embed_scale", None)) is not None:  # Gemma
+            own = own * torch.as_tensor(scale).to(own.dtype)
+        return torch.where((ids[row] == x)[..., None], own.to(out.dtype), out)
+    return out.index_copy(-1, ids, F.linear(x, rows.to(x.dtype)).to(out.dtype))

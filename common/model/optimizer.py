@@ -1,31 +1,101 @@
-"""AdamW and the learning rate as a pure function of the step."""
+"""The optimizer, and the learning rate as a pure function of the step."""
 
+import importlib.util
 import math
 from collections.abc import Callable
 
 from common.args import CommonArgs
 from common.errors import UserError
+from common.memory import SHARDED
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
-def adamw(args: CommonArgs, model: nn.Module) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) on the trained parameters, weight decay on matrices only."""
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982, so that the learning rate
+    is that of AdamW), AdamW for the rest: torch's two, as one optimizer with one state."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]):
+        self.parts = parts
+        self.counts = [len(part.param_groups) for part in parts]
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None if closure is None else closure()
+        start = 0
+        for part, count in zip(self.parts, self.counts, strict=True):  # both may have been loaded, or put on a device, since
+            part.param_groups, part.state = self.param_groups[start : start + count], self.state
+            part.step()
+            start += count
+        return loss
+
+
+def make_optimizer(args: CommonArgs, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of --optim on the trained parameters, with weight decay on matrices only.
+
+    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: with moments of 8 bits, by bitsandbytes; muon: see Muon.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
+    for_muon = {id(p) for p in matrices(model)} if args.optim == "muon" else set()
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if p.dim() >= 2 and id(p) not in for_muon], "weight_decay": args.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        fused=all(p.device.type in ("cpu", "cuda") for p in trained),  # one kernel for the whole update, where it exists
-    )
+    groups = [group for group in groups if group["params"]]
+    betas = (args.adam_beta1, args.adam_beta2)
+    if args.optim == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+    fused = all(p.device.type in ("cpu", "cuda") for p in trained)  # one kernel for the whole update, where it exists
+    parts: list[torch.optim.Optimizer] = []
+    if groups:
+        parts.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=fused))
+    if not for_muon:
+        return parts[0]
+    options = {"weight_decay": args.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    parts.append(torch.optim.Muon([p for p in trained if id(p) in for_muon], lr=args.learning_rate, **options))
+    return Muon(parts)
+
+
+def check_optimizer(args: CommonArgs, distributed_type: DistributedType) -> None:
+    """Raise UserError for an optimizer that is not installed, or does not work with what the run is distributed by."""
+    if args.optim == "adamw_8bit":
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise UserError("--optim adamw_8bit needs bitsandbytes: pip install bitsandbytes")
+        if distributed_type in SHARDED:
+            raise UserError("--optim adamw_8bit: its moments are not sharded (FSDP, DeepSpeed): adamw, or muon with FSDP")
+    if args.optim == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise UserError("--optim muon needs torch 2.9 or later")
+        if distributed_type == DistributedType.DEEPSPEED:
+            raise UserError("--optim muon: DeepSpeed hands the optimizer pieces of matrices: FSDP, or --optim adamw")
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained matrices of the language model but for embeddings and head: what Muon is for."""
+    lm = getattr(model, "lm", model)
+    tables = {id(m.weight) for m in lm.modules() if isinstance(m, nn.Embedding)}
+    if hasattr(lm, "get_output_embeddings"):
+        tables |= {id(p) for p in lm.get_output_embeddings().parameters()}
+    return [
+        p
+        for name, p in lm.named_parameters()
+        if p.requires_grad and p.dim() == 2 and id(p) not in tables and "trainable_tokens" not in name
+    ]
+
+
+def moments_bytes(model: nn.Module, optim: str) -> float:
+    """What the optimizer keeps for the trained parameters, once it has taken a step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if optim == "adamw_8bit":  # a byte each, and a scale for 256; small tensors in float32
+        return sum(2 * p.numel() * (1 + 4 / 256 if p.numel() >= 4096 else 4) for p in trained)
+    once = {id(p) for p in matrices(model)} if optim == "muon" else set()
+    return float(sum((1 if id(p) in once else 2) * p.numel() * p.element_size() for p in trained))
 
 
 def schedule(args: CommonArgs, total_steps: int) -> Callable[[int], float]:

@@ -18,6 +18,7 @@ from common.errors import say
 from common.losses import segment_sum
 from common.model.flat_model import FlatModel, Output
 from common.model.load import load_pretrained
+from common.model.lora import START, at_start, is_trained_part
 from common.processes import gather_lists
 
 import numpy as np
@@ -31,7 +32,8 @@ class Reference:
     under the run's autocast."""
 
     def __init__(self, accelerator: Accelerator, model: FlatModel, *, without_adapter: bool = False):
-        """model: a frozen one, or without_adapter the model that is trained, whose LoRA adapters are off here."""
+        """model: a frozen one, or without_adapter the model that is trained, whose LoRA adapter is off here, or what it was
+        where the run started from one."""
         self.accelerator, self.model, self.without_adapter = accelerator, model, without_adapter
 
     @torch.no_grad()
@@ -39,12 +41,13 @@ class Reference:
         with self.accelerator.autocast():
             if not self.without_adapter:
                 return self.model(batch, **options)
-            with self.model.lm.disable_adapter():
+            with at_start(self.model.lm):
                 return self.model(batch, **options)
 
 
 def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.Module, tokenizer: Tokenizer) -> Reference:
-    """A second model with the weights of args.model_name_or_path; with LoRA none, but the model without its adapters.
+    """A second model with the weights of args.model_name_or_path; with LoRA none, but the model without its adapter, or with
+    the one that it started from.
 
     model: the one that is trained, as `run.prepare` gave it.
     """
@@ -55,7 +58,7 @@ def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.M
 
 def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer, name: str) -> Reference:
     """A second model beside the one that is trained, by its name or folder: another reference, a teacher."""
-    frozen = load_pretrained(args, name, len(tokenizer))
+    frozen = load_pretrained(args, name, len(tokenizer), device=accelerator.device)
     return Reference(accelerator, frozen.to(accelerator.device).eval())
 
 
@@ -111,16 +114,18 @@ def _score(args: CommonArgs, accelerator: Accelerator, reference: Reference, exa
 
 
 def fingerprint(reference: Reference, examples: Examples, mixed_precision: str) -> str:
-    """A hash of the weights, the settings of the model, the code of the reference's class, tokens and precision: 16
-    hexadecimal digits. Called on every process.
+    """A hash of the weights, the settings of the model (and of the adapter it started from), the code of the reference's
+    class, tokens and precision: 16 hexadecimal digits. Called on every process.
 
     reference.model: all weights that it depends on, in a FlatModel or a list of several (nn.ModuleList).
     """
     model = reference.model
     configs = [m.config.to_json_string(use_diff=False) for m in model.modules() if isinstance(m, FlatModel)]
+    adapters = [m.peft_config.get(START) for m in model.modules() if hasattr(m, "peft_config")]
+    configs += [str(sorted(vars(adapter).items(), key=lambda item: item[0])) for adapter in adapters if adapter]
     digest = hashlib.sha256(json.dumps([mixed_precision, inspect.getsource(type(reference)), configs]).encode())
     for name, tensor in model.state_dict().items():
-        if "lora_" not in name and not name.startswith("extra."):  # no part of the reference
+        if not is_trained_part(name) and not name.startswith("extra."):  # no part of the reference
             tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

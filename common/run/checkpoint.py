@@ -19,7 +19,10 @@ from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED
-from common.model.flat_model import FlatModel, gathered
+from common.model.flat_model import FlatModel, base_lm, gathered
+from common.model.lora import TRAINED
+from common.model.merge import write_merged
+from common.model.quantised import is_quantised
 from common.run.best import Best
 from common.run.export_dtype import cast_weights
 from common.run.inputs import FILE, copy_inputs
@@ -95,15 +98,19 @@ def export(
 ) -> None:
     """The final model directly in args.output_dir, its weights in dtype: that of the checkpoint `best`, or the present one.
 
-    With --merge_lora its adapters are merged into it, so this is the end of the run. Raises UserError where the disk does
-    not take it.
+    With --merge_lora its adapters are merged into it, so this is the end of the run; where it is quantised, into the base
+    loaded anew. Raises UserError where the disk does not take it.
     """
     output_dir = args.output_dir
     wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
     if best is not None and (problem := find_damage(best)) is not None:
         say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
         best = None
-    if args.merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
+    if args.merge_lora and is_quantised(wrapper):
+        write_model = _merger_into_the_base(
+            args, _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
+        )
+    elif args.merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
         write_model = _model_writer(accelerator, model, tokenizer, _merge_adapter(accelerator, wrapper, best))
     else:
         write_model = _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
@@ -209,6 +216,19 @@ def _merge_adapter(accelerator: Accelerator, wrapper: FlatModel, best: Path | No
         return {name: weight.cpu().clone() for name, weight in weights.items()}
 
 
+def _merger_into_the_base(args: CommonArgs, write_adapter: Callable[[Path], None]) -> Callable[[Path], None]:
+    """What writes the model that an adapter stands for, in the dtype of its base, which is quantised in this run."""
+
+    def write(folder: Path) -> None:
+        adapter = folder / "adapter"
+        adapter.mkdir()
+        write_adapter(adapter)
+        write_merged(adapter, folder, trust_remote_code=args.trust_remote_code)
+        shutil.rmtree(adapter)
+
+    return write
+
+
 def _model_writer(
     accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, merged: dict[str, torch.Tensor] | None = None
 ) -> Callable[[Path], None]:
@@ -227,12 +247,26 @@ def _model_writer(
         extra = {name.removeprefix("extra."): w for name, w in merged.items() if name.startswith("extra.")}
 
     def write(folder: Path) -> None:
-        lm.save_pretrained(folder, state_dict=weights)
+        save_model(lm, folder, weights)
         tokenizer.save_pretrained(folder)
         if extra:
             save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in extra.items()}, folder / EXTRA)
 
     return write
+
+
+def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """A model, or the adapter that is trained, as from_pretrained reads it, with its generation_config.json.
+
+    weights: by name, where the model does not hold them itself.
+    """
+    if not hasattr(lm, "peft_config"):
+        lm.save_pretrained(folder, state_dict=weights)
+        return
+    rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # all that there is new in the embedding
+    options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if rows else "auto"}
+    lm.save_pretrained(folder, state_dict=weights, **options)
+    base_lm(lm).generation_config.save_pretrained(folder)
 
 
 def _model_copier(checkpoint: Path) -> Callable[[Path], None]:

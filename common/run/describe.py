@@ -65,7 +65,7 @@ def describe(
     facts["memory_gib"], helps = None, []
     if args.dry_run or accelerator.distributed_type not in SHARDED:
         shape = plan["largest_micro_batch"], trained_share(facts["sources"])
-        facts["memory_gib"], helps = needs(accelerator, model, *shape, reference)
+        facts["memory_gib"], helps = needs(accelerator, model, *shape, reference, optim=args.optim)
     limit = memory(accelerator.device).limit
     if args.dry_run:
         show(facts, data, tokenizer, limit, helps, args.dataset_streaming)

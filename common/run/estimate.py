@@ -6,6 +6,7 @@ rows give a, b and c, and these the micro-batch of the run.
 """
 
 import contextlib
+import importlib.util
 import math
 import os
 import platform
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple
 
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, base_lm
-from common.model.lm_head import head_bytes
+from common.model.lm_head import head_bytes, weight_of
+from common.model.optimizer import moments_bytes
+from common.model.quantised import scales
 
 import torch
 from accelerate import Accelerator
@@ -50,6 +53,7 @@ def estimate(
     reference: bool = False,
     shards: int = 1,
     ddp: bool = False,
+    optim: str = "adamw",
 ) -> dict[str, float]:
     """The most memory that a training process will hold at once, in GiB by part, and their sum as `total`.
 
@@ -60,14 +64,15 @@ def estimate(
     device: where training takes place (None: where the model is); mixed_precision: as Accelerate names it;
     accumulation: micro-batches per step, of which all but the first find gradients there already; reference: a second,
     frozen model stays beside this one; shards: processes that share weights, gradients and optimizer state (FSDP);
-    ddp: the buckets of DistributedDataParallel, a second copy of the gradients.
+    ddp: the buckets of DistributedDataParallel, a second copy of the gradients; optim: as in --optim.
     """
     device = device or next(model.parameters()).device
     lengths = lengths or [tokens]
     trained = [p for p in model.parameters() if p.requires_grad]
-    weights, gradients = nbytes([*model.parameters(), *model.buffers()]) / shards, nbytes(trained) / shards
-    output = base_lm(model.lm).get_output_embeddings().weight
-    tied = output is base_lm(model.lm).get_input_embeddings().weight
+    tensors = [*model.parameters(), *model.buffers(), *scales(model.parameters())]
+    weights, gradients = nbytes(tensors) / shards, nbytes(trained) / shards
+    output = weight_of(base_lm(model.lm).get_output_embeddings())
+    tied = output is weight_of(base_lm(model.lm).get_input_embeddings())
 
     probes = PROBES["unequal" if len(set(lengths)) > 1 else "equal" if len(lengths) > 1 else "one sequence"]
     extents = torch.tensor([[1, *_extent(model, probe)] for probe in probes], dtype=torch.float64)
@@ -101,7 +106,7 @@ def estimate(
     parts = {
         "weights": weights,
         "gradients": gradients * (2 if ddp else 1),
-        "optimizer": 2 * gradients,  # AdamW's two moments, in the dtype of the parameters; fused: no temporaries
+        "optimizer": moments_bytes(model, optim) / shards,  # in the dtype of the parameters; fused: no temporaries
         "activations": activations,
         "logits chunk": head,
         "not at once": together - gradients - activations - head,
@@ -122,7 +127,7 @@ def estimate(
                 made += max(of_the_run(*(stretch.made for stretch in stage)) for stage in stages)
                 made += sum(size for size in (nbytes([p]) for p in trained) if size < HEAP_LARGEST) / shards
             parts["heap loss"] = HEAP_LOSS * made
-        loaded = nbytes(t for t in [*model.parameters(), *model.buffers()] if t.device.type == "cpu")
+        loaded = nbytes(t for t in tensors if t.device.type == "cpu")
         parts["process"] = max(0.0, memory(device).current * GIB - loaded)
     parts = {name: size / GIB for name, size in parts.items()}
     return parts | {"total": sum(parts.values())}
@@ -135,6 +140,7 @@ def needs(
     share: float,
     reference: bool = False,
     always_help: bool = False,
+    optim: str = "adamw",
 ) -> tuple[dict[str, float], list[tuple[str, float]]]:
     """(estimate, savings) for a micro-batch of sequences of these lengths in a run as Accelerate was set up for it.
 
@@ -152,6 +158,7 @@ def needs(
         "reference": reference,
         "shards": accelerator.num_processes if sharded else 1,
         "ddp": accelerator.num_processes > 1 and not sharded,
+        "optim": optim,
     }
     tokens = sum(lengths)
     targets = max(1, round(tokens * share))
@@ -209,6 +216,10 @@ def savings(
     if all(p.requires_grad for p in model.parameters()):  # LoRA's own weights are about a hundredth
         beside = max(0.0, parts["gradients"] + parts["not at once"])  # of the gradients, beside the activations
         found.append(("LoRA (--use_peft)", parts["optimizer"] + beside))
+    matrices = [m.base_layer.weight for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Linear)]
+    wide = [w for w in matrices if w.is_floating_point() and not w.requires_grad]
+    if wide and importlib.util.find_spec("bitsandbytes") is not None:  # 4 bits, and 8 for the scale of 64 of them
+        found.append(("QLoRA (--load_in_4bit)", (nbytes(wide) - sum(w.numel() for w in wide) * (4 + 8 / 64) / 8) / GIB))
     if (options.get("device") or next(model.parameters()).device).type != "cpu":
         shards = 2 * options.get("shards", 1)
         found.append((f"FSDP over {shards} processes", saved(tokens, targets, lengths, shards=shards)))

@@ -9,6 +9,9 @@ from typing import Any
 
 from common.args import CommonArgs, save_args
 from common.errors import UserError, say
+from common.memory import SHARDED
+from common.model.optimizer import check_optimizer
+from common.model.quantised import check_quantisation
 from common.run.inputs import compare_script, inputs_of, keep
 from common.run.metrics import check_tracker
 from common.run.output_dir import claim_output_dir, delete_run, earlier_args, lock
@@ -52,6 +55,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
             "look for ACCELERATE_*, WORLD_SIZE, RANK and MASTER_ADDR in the environment"
         ) from None
     _refuse_false_launches(accelerator)
+    check_quantisation(args, accelerator.distributed_type in SHARDED)
+    check_optimizer(args, accelerator.distributed_type)
     if args.activation_offloading and accelerator.device.type != "cuda":
         raise UserError(f"--activation_offloading is for a CUDA GPU's memory; this run is on {accelerator.device.type}")
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":

@@ -204,6 +204,11 @@ class Run:
         say(
             f"\nsaved in {args.output_dir}: the {what} and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png"
         )
+        if what == "adapter":
+            say(
+                "it stops where the chat does with the generation_config.json beside it (README); as a model of its own: "
+                f"python -m tools.merge_lora {args.output_dir} {args.output_dir}-merged"
+            )
         say(f"talk to it: python -m tools.chat {args.output_dir}")
         say(f"try next: {try_next}")
         self.accelerator.wait_for_everyone()  # none leaves while another still writes

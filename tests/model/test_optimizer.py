@@ -1,13 +1,19 @@
 """The learning rate step by step, by hand, and AdamW against its formula in float64."""
 
+import copy
+import dataclasses
+import importlib.util
 import math
 
 from common.args import CommonArgs
 from common.errors import UserError
-from common.model.optimizer import SCHEDULES, adamw, schedule, set_lr
+from common.model import FlatModel
+from common.model.optimizer import SCHEDULES, check_optimizer, make_optimizer, matrices, moments_bytes, schedule, set_lr
+from tests.tiny import tiny_lm
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -107,7 +113,7 @@ ARGS = CommonArgs(learning_rate=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_bet
 
 def test_weight_decay_acts_on_matrices_only():
     model = Toy()
-    decay = {id(p): group["weight_decay"] for group in adamw(ARGS, model).param_groups for p in group["params"]}
+    decay = {id(p): group["weight_decay"] for group in make_optimizer(ARGS, model).param_groups for p in group["params"]}
     found = {name: decay[id(p)] for name, p in model.named_parameters() if p.requires_grad}
     assert found == {
         "embed.weight": 0.1,
@@ -122,20 +128,20 @@ def test_weight_decay_acts_on_matrices_only():
 
 def test_every_trained_parameter_is_in_the_optimizer_once_and_no_other():
     model = Toy()
-    listed = [id(p) for group in adamw(ARGS, model).param_groups for p in group["params"]]
+    listed = [id(p) for group in make_optimizer(ARGS, model).param_groups for p in group["params"]]
     assert sorted(listed) == sorted(id(p) for p in set(model.parameters()) if p.requires_grad)
 
 
 def test_a_model_of_vectors_alone_or_matrices_alone_has_an_optimizer():
     for module in (nn.LayerNorm(3), nn.Linear(3, 3, bias=False)):
-        (group,) = adamw(ARGS, module).param_groups
+        (group,) = make_optimizer(ARGS, module).param_groups
         assert len(group["params"]) == sum(1 for _ in module.parameters())
 
 
 def test_adamw_is_its_formula_in_float64():
     """Loshchilov & Hutter 2019, algorithm 2, with a learning rate that changes at every step."""
     model = Toy().double()
-    optimizer = adamw(ARGS, model)
+    optimizer = make_optimizer(ARGS, model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     theta = {name: p.detach().clone() for name, p in trained.items()}
     m = {name: torch.zeros_like(p) for name, p in theta.items()}
@@ -161,6 +167,108 @@ def test_adamw_is_its_formula_in_float64():
 
 
 def test_set_lr_reaches_every_group():
-    optimizer = adamw(ARGS, Toy())
+    optimizer = make_optimizer(ARGS, Toy())
     set_lr(optimizer, math.pi)
     assert [group["lr"] for group in optimizer.param_groups] == [math.pi] * 2
+
+
+# --- Muon and 8 bits ------------------------------------------------------------------------------------------------
+
+
+def muon_direction(momentum: torch.Tensor) -> torch.Tensor:
+    """Five steps of Newton and Schulz by Jordan's coefficients, in float64."""
+    x = momentum.double() / momentum.double().norm()
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if tall else x
+
+
+def test_muon_is_its_formula_on_matrices_and_adamw_on_the_rest():
+    """Embedding (the head, too), norms, biases and the kernel of three dimensions go by AdamW."""
+    model, plain = Toy(), Toy()
+    args = dataclasses.replace(ARGS, optim="muon")
+    optimizer, known = make_optimizer(args, model), make_optimizer(ARGS, plain)
+    buffer, beta, rate = torch.zeros(4, 4).double(), 0.95, 1e-2
+    for step in range(1, 4):
+        set_lr(optimizer, rate * step), set_lr(known, rate * step)
+        before = model.linear.weight.detach().double()
+        ids = torch.arange(6).roll(step)
+        for each in (model, plain):
+            each.zero_grad()
+        nn.functional.cross_entropy(model(ids), ids.roll(1)).backward()
+        torch.manual_seed(step)  # a gradient of small and large directions would show bfloat16's rounding in the small ones
+        model.linear.weight.grad = torch.eye(4) + 0.2 * torch.randn(4, 4)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.clone()
+        gradient = model.linear.weight.grad.double()
+        buffer = beta * buffer + (1 - beta) * gradient
+        direction = muon_direction((1 - beta) * gradient + beta * buffer)
+        wanted = before * (1 - rate * step * 0.1) - rate * step * 0.2 * math.sqrt(4) * direction  # the RMS of AdamW
+        optimizer.step(), known.step()
+        # bfloat16 in five steps of three products each: a percent or two of the update.
+        error = (model.linear.weight.detach().double() - wanted).norm() / (wanted - before).norm()
+        assert error < 0.1, error
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert name == "linear.weight" or torch.equal(p, q), name
+
+
+def test_embedding_head_and_rows_of_tokens_are_no_matrices_for_muon():
+    lm = tiny_lm("llama")
+    model = FlatModel(lm)
+    model.extra["value"] = nn.Linear(32, 1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)] for p in matrices(model)}
+    layers = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    layers += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert found == {f"lm.model.layers.{i}.{layer}.weight" for i in range(2) for layer in layers}
+    listed = [id(p) for group in make_optimizer(CommonArgs(optim="muon"), model).param_groups for p in group["params"]]
+    assert sorted(listed) == sorted(names)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon", "adamw_8bit"])
+def test_an_optimizer_goes_on_from_its_file_bit_for_bit_and_takes_the_memory_that_was_said(optim, tmp_path):
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    args = CommonArgs(optim=optim, learning_rate=1e-2, weight_decay=0.1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
+    optimizer = make_optimizer(args, model)
+
+    def steps(model, optimizer, seeds):
+        for seed in seeds:
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            model(torch.randn(8, 96)).square().mean().add(model[0].weight.sum() * 1e-3).backward()
+            optimizer.step()
+
+    steps(model, optimizer, range(3))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    other = copy.deepcopy(model)
+    again = make_optimizer(args, other)
+    again.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    steps(model, optimizer, range(3, 6)), steps(other, again, range(3, 6))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    tables = ("step", "qmap1", "qmap2")  # 256 numbers that all tensors share
+    kept = [t for s in optimizer.state.values() for k, t in s.items() if isinstance(t, torch.Tensor) and k not in tables]
+    assert sum(t.numel() * t.element_size() for t in kept) == pytest.approx(moments_bytes(model, optim), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("optim", "distributed", "said"),
+    [
+        ("adamw_8bit", "NO", "--optim adamw_8bit needs bitsandbytes: pip install bitsandbytes"),
+        ("muon", "DEEPSPEED", "--optim muon: DeepSpeed hands the optimizer pieces of matrices"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_is_refused_in_a_line(optim, distributed, said, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=said):
+        check_optimizer(CommonArgs(optim=optim), DistributedType[distributed])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    check_optimizer(CommonArgs(optim=optim), DistributedType.MULTI_GPU)
+    if optim == "adamw_8bit":
+        with pytest.raises(UserError, match="not sharded"):
+            check_optimizer(CommonArgs(optim=optim), DistributedType.FSDP)

@@ -4,6 +4,7 @@ The default run kills each stage in a few chosen places; `pytest -m slow tests/r
 cases, up to three times each, and some by the clock.
 """
 
+import importlib.util
 import json
 import os
 import random
@@ -17,6 +18,8 @@ from tests.run.chaos import attempt
 import pytest
 import torch
 import transformers
+
+peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +87,21 @@ CASES = {
         " --save_best eval_reward --eval_steps 2 --gradient_accumulation_steps 2 --per_device_train_batch_size 4",
         3,
     ),
+    "sft, a base in 4 bits, DoRA": (
+        "sft",
+        f"{SFT} --model_name_or_path {{llama}} --dataset_name data/sft --max_train_samples 14 --num_train_epochs 3"
+        " --use_peft --lora_r 4 --lora_dropout 0.2 --use_dora --load_in_4bit --optim adamw_8bit",
+        3,
+    ),
+    "dpo, on with an adapter, Muon": (
+        "dpo",
+        f"{DPO} --model_name_or_path {{adapter}} --dataset_name data/dpo --max_train_samples 14 --num_train_epochs 3"
+        " --use_peft --optim muon",
+        3,
+    ),
 }
+if importlib.util.find_spec("bitsandbytes") is None:
+    del CASES["sft, a base in 4 bits, DoRA"]
 KINDS = ("step", "save", "evaluation", "line", "epoch", "rollout", "prune", "curves")
 DEFAULT = [
     ("pretrain, epochs, dropout", "epoch"),
@@ -95,6 +112,8 @@ DEFAULT = [
     ("dpo, epochs, reference scored once, save_best", "step"),
     ("grpo, rollouts used again, KL", "rollout"),
     ("grpo, LoRA with dropout, save_best", "save"),
+    ("dpo, on with an adapter, Muon", "step"),
+    *(("sft, a base in 4 bits, DoRA", kind) for kind in ["save"] * ("sft, a base in 4 bits, DoRA" in CASES)),
 ]
 STAGES = ("pretrain", "sft", "dpo", "grpo")
 EACH = int(os.environ.get("PLAINLOOP_CHAOS", "20"))  # killed runs of each stage
@@ -120,6 +139,13 @@ def whole(tmp_path_factory, token_cache):
         names[name] = str(folder / name)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(names[name])
         tokenizer.save_pretrained(names[name])
+    names["adapter"] = str(folder / "adapter")
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(names["llama"]), settings).save_pretrained(
+        names["adapter"]
+    )
+    tokenizer.save_pretrained(names["adapter"])
 
     def run_once(case: str):
         if case not in known:

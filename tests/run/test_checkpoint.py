@@ -26,7 +26,7 @@ from common.run.output_dir import (
     replace_text,
     write_manifest,
 )
-from tests.conftest import demo, read_metrics
+from tests.conftest import ROOT, demo, read_metrics
 from tests.run.test_best import best_by
 from tests.run.test_folder import SFT, claim
 from tests.tiny import tiny_pair
@@ -422,20 +422,39 @@ def test_a_compiled_model_is_saved_under_the_names_of_a_plain_one(tmp_path):
             assert torch.equal(logits(folder), plain(torch.arange(3, 40)[None]).logits)
 
 
-def test_a_checkpoint_of_lora_is_the_adapter_and_goes_on_bit_for_bit(launch):
+@pytest.mark.parametrize("kind", [[], pytest.param(["--use_dora", "--use_rslora"], marks=pytest.mark.slow)], ids=str)
+def test_a_checkpoint_of_lora_is_the_adapter_and_goes_on_bit_for_bit(kind, launch):
     pytest.importorskip("peft")
-    words = [*SFT, "--use_peft", "--lora_r", "4", "--lora_dropout", "0.1", "--max_steps", "4", "--save_steps", "2"]
+    words = [*SFT, *kind, "--use_peft", "--lora_r", "4", "--lora_dropout", "0.1", "--max_steps", "4", "--save_steps", "2"]
     words += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--save_total_limit", "0"]
     whole = launch("sft", *words, output="whole")
     names_of = {path.name for path in (whole / "checkpoint-2").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names_of and "model.safetensors" not in names_of
     config = json.loads((whole / "checkpoint-2" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "data/base_model" and config["r"] == 4
+    assert config["base_model_name_or_path"] == str(ROOT / "data" / "base_model") and config["r"] == 4
     assert all("lora_" in name for name in load_file(whole / "checkpoint-2" / "adapter_model.safetensors"))
     launch("sft", *words, "--max_steps", "2", output="resumed")
     resumed = launch("sft", *words, output="resumed")  # the complete run of two steps becomes one of four
     assert read_metrics(resumed) == read_metrics(whole)
     assert torch.equal(logits(resumed), logits(whole)) and torch.equal(logits(resumed), logits(resumed / "checkpoint-4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["muon", "adamw_8bit"])
+def test_a_run_with_another_optimizer_goes_on_bit_for_bit_and_only_with_it(optim, launch):
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    words = [*SFT, "--optim", optim, "--learning_rate", "1e-3", "--max_steps", "4", "--save_steps", "2"]
+    words += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--save_total_limit", "0"]
+    whole = launch("sft", *words, output="whole")
+    launch("sft", *words, "--max_steps", "2", output="resumed")
+    with pytest.raises(UserError, match=f"optim {optim} -> adamw"):
+        launch("sft", *words, "--optim", "adamw", output="resumed")
+    resumed = launch("sft", *words, output="resumed")
+    assert read_metrics(resumed) == read_metrics(whole)
+    assert torch.equal(logits(resumed), logits(whole))
+    losses = [row["loss"] for row in read_metrics(whole) if "loss" in row]
+    assert losses[-1] < losses[0] - 0.5
 
 
 def test_an_export_in_another_form_takes_the_place_of_the_one_before(tiny, tmp_path):

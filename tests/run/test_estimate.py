@@ -33,7 +33,7 @@ from common.run.estimate import estimate
 from common.memory import memory
 from common.model.create import create_model
 from common.model.load import enable_gradient_checkpointing, load_pretrained
-from common.model.optimizer import adamw
+from common.model.optimizer import make_optimizer
 import numpy as np, torch, transformers
 
 size, recompute, lengths = json.loads(sys.argv[1])
@@ -47,7 +47,7 @@ if recompute:
 model.train()
 targets = sum(lengths) - len(lengths)
 parts = estimate(model, sum(lengths), targets, lengths=lengths)
-optimizer = adamw(CommonArgs(learning_rate=1e-4), model)
+optimizer = make_optimizer(CommonArgs(learning_rate=1e-4), model)
 batch = flat_batch([[whole(np.arange(n) % 500)] for n in lengths], torch.device("cpu"))
 for _ in range(3):
     out = model(batch, entropy=True)

@@ -23,8 +23,8 @@ GRPO += "--per_device_train_batch_size 8 --num_generations 4 --max_completion_le
 
 FIXED = {
     "common": "model_name_or_path model_revision tokenizer_name chat_template dtype use_peft lora_r lora_alpha lora_dropout "
-    "lora_target_modules dataset_name dataset_config dataset_train_split dataset_weights dataset_format columns eval_fraction "
-    "max_train_samples dataset_streaming streaming_buffer_size curriculum_column curriculum_fraction seed",
+    "lora_target_modules use_dora use_rslora init_lora_weights load_in_4bit load_in_8bit dataset_name dataset_config dataset_train_split dataset_weights dataset_format columns eval_fraction "
+    "max_train_samples dataset_streaming streaming_buffer_size curriculum_column curriculum_fraction seed optim",
     "pretrain": "dataset_text_field max_length max_tokens_per_batch packing_strategy vocab_size config_name hidden_size "
     "num_layers num_heads num_kv_heads intermediate_size initializer_range tie_word_embeddings",
     "sft": "max_length train_on turn_dropping packing max_tokens_per_batch",

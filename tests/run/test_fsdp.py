@@ -183,9 +183,28 @@ def test_the_first_version_of_fsdp_is_refused():
 @pytest.mark.parametrize("merge", [False, True])
 def test_lora_adapters_are_those_of_one_process(merge, launch, sharded, words):
     lora = ["--use_peft", "--lora_r", "4", "--merge_lora", str(merge)]
+    if not merge:  # from an adapter, which is the reference, too
+        few = ["--max_steps", "2", "--learning_rate", "1e-3", "--eval_steps", "0"]
+        lora += ["--model_name_or_path", str(launch("sft", *words("sft"), *lora, *few, output="start"))]
     one = launch("grpo", *words("grpo"), *lora, "--per_device_train_batch_size", "8", output="one")
     two = sharded("grpo", *words("grpo"), *lora)
     assert_same(losses(one), losses(two), norm_tolerance=1e-4)  # the gradient is what is left of terms that cancel
     for file in ("checkpoint-2/adapter_model.safetensors", "model.safetensors" if merge else "adapter_model.safetensors"):
         a, b = load_file(one / file), load_file(two / file)
         assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], atol=1e-5) for name in a)
+
+
+@pytest.mark.slow
+def test_muon_turns_whole_matrices_and_no_shards_of_them(launch, sharded, words):
+    """Its products are in bfloat16, and in another order: a few percent of an update (of shards it would be half of it)."""
+    argv = [*words("sft"), "--optim", "muon", "--learning_rate", "1e-3"]
+    one, two = launch("sft", *argv, "--per_device_train_batch_size", "8", output="one"), sharded("sft", *argv)
+    assert_same(losses(one), losses(two), tolerance=0.02)
+    first = load_file(ROOT / "data" / "base_model" / "model.safetensors")
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, two))
+    for name in (name for name in a if "proj" in name):
+        update, other = a[name] - first[name], b[name] - first[name]
+        assert (update - other).norm() < 0.1 * update.norm(), name
+    resumed = sharded("sft", *argv, "--max_steps", "2", output="resumed"), sharded("sft", *argv, output="resumed")
+    c = load_file(resumed[1] / "model.safetensors")
+    assert all(torch.allclose(b[name], c[name], atol=1e-5) for name in b)

@@ -238,8 +238,8 @@ def test_logits_are_open_label_smoothing(train, tmp_path):
 
 HEAD = {
     "made": (
-        "    optimizer = adamw(args, model)\n",
-        '    model.extra["value"] = torch.nn.Linear(model.config.hidden_size, 1)\n    optimizer = adamw(args, model)\n',
+        "    optimizer = make_optimizer(args, model)\n",
+        '    model.extra["value"] = torch.nn.Linear(model.config.hidden_size, 1)\n    optimizer = make_optimizer(args, model)\n',
     ),
     "loss": (
         "                out = model(batch, nll_weights=mask / N)\n"

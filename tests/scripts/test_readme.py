@@ -11,6 +11,7 @@ import sys
 from common.errors import UserError
 from tests.conftest import ROOT, read_metrics
 from tests.scripts.test_bad_input import write
+from tests.scripts.test_lora import without_chatml
 
 import pytest
 import yaml
@@ -266,11 +267,15 @@ def test_where_to_go_on_from_is_told_rightly(launch, tmp_path):
     launch("sft", *other, "--model_name_or_path", str(first / "checkpoint-2"), output="other")
 
 
-def test_an_adapter_is_built_on_as_the_message_says(launch, tmp_path):
+def test_an_adapter_gets_new_tokens_as_the_message_says(launch, tmp_path):
     pytest.importorskip("peft")
-    words = ["--config", "data/configs/sft.yaml", *SMALL, "--use_peft"]
-    adapter = launch("sft", *words, "--model_name_or_path", "data/base_model", output="adapter")
-    with pytest.raises(UserError, match="is an adapter itself; train it with --merge_lora to build on it"):
-        launch("sft", *words, "--model_name_or_path", str(adapter), output="next")
-    merged = launch("sft", *words, "--model_name_or_path", "data/base_model", "--merge_lora", output="merged")
-    launch("sft", *words, "--model_name_or_path", str(merged), output="next")
+    from common.model.merge import merge_adapter
+
+    base = without_chatml(tmp_path / "base")
+    words = ["--config", "data/configs/sft.yaml", *SMALL, "--use_peft", "--model_name_or_path"]
+    adapter = launch("sft", *words, base, output="adapter")
+    words.insert(0, "--chat_template=chatml")
+    with pytest.raises(UserError, match="knows nothing of 2 tokens that the tokenizer was given: merge it"):
+        launch("sft", *words, adapter, output="next")
+    merge_adapter(str(adapter), str(tmp_path / "merged"))
+    launch("sft", *words, tmp_path / "merged", output="next")

@@ -118,10 +118,8 @@ def test_lora_and_gradient_checkpointing_run_in_every_stage(launch, tmp_path):
             assert first["loss"] == pytest.approx(0.693147, abs=1e-5)
 
 
-def test_a_merged_adapter_is_a_model_to_build_on_and_a_bare_one_is_not(launch):
-    from common.errors import UserError
-
-    from transformers import AutoModelForCausalLM
+def test_a_merged_adapter_is_a_model_to_build_on_and_a_bare_one_is_merged_without_use_peft(launch, capsys):
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     pytest.importorskip("peft")
     few = [
@@ -136,11 +134,16 @@ def test_a_merged_adapter_is_a_model_to_build_on_and_a_bare_one_is_not(launch):
         "20",
     ]
     bare = launch("sft", *few, "--model_name_or_path", "data/base_model", output="bare")
-    with pytest.raises(UserError, match="is an adapter itself; train it with --merge_lora"):
-        launch("sft", *few, "--model_name_or_path", bare, output="second")
     merged = launch("sft", *few, "--model_name_or_path", "data/base_model", "--merge_lora", output="merged")
     launch("sft", *few, "--model_name_or_path", merged, output="third")
-    one, other = AutoModelForCausalLM.from_pretrained(merged), AutoModelForCausalLM.from_pretrained(bare)
+    full = launch("sft", *few, "--use_peft", "false", "--model_name_or_path", bare, output="full")
+    assert f"model: the adapter {bare}, merged into its base" in capsys.readouterr().out
+    assert not (full / "adapter_model.safetensors").exists()
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (merged, full))
+    assert all(not torch.equal(before[name], after[name]) for name in before)  # all of it is trained
+    settings = {"generation_config": GenerationConfig.from_pretrained(bare)}
+    one, other = AutoModelForCausalLM.from_pretrained(merged), AutoModelForCausalLM.from_pretrained(bare, **settings)
+    assert one.generation_config.eos_token_id == other.generation_config.eos_token_id
     ids = torch.arange(3, 40)[None]
     torch.testing.assert_close(one(ids).logits, other(ids).logits, atol=1e-4, rtol=1e-4)
 

@@ -1,0 +1,85 @@
+"""A finished adapter, merged into its base in the base's own dtype."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.data.types import Tokenizer
+from common.errors import UserError, say
+from common.model.load import grow_embedding, hub_errors, make_savable
+from common.model.lora import adapter_config, import_peft, is_adapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BESIDE = ("extra.safetensors",)  # what a run leaves beside the adapter and belongs to the model
+
+
+def merged_model(
+    adapter: str | Path, base: str | None = None, *, trust_remote_code: bool = False
+) -> tuple["PreTrainedModel", Tokenizer | None]:
+    """The model that an adapter stands for, as transformers has it, and the tokenizer that lies beside the adapter.
+
+    The sums are made in float32; each weight of the result has the dtype that it has in the base's files. base: in the
+    place of the one that the adapter names. Raises UserError for what is no LoRA adapter, or where the base is not here or
+    is quantised itself.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    adapter = str(adapter)
+    if not is_adapter(adapter):
+        raise UserError(f"{adapter} holds no adapter (adapter_config.json)")
+    config, peft = adapter_config(adapter, base=base), import_peft(f"the adapter {adapter}")
+    name, revision = (base, None) if base else (config.base_model_name_or_path, config.revision)
+    code = {"trust_remote_code": trust_remote_code}
+    with hub_errors("model", name):
+        lm = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto", **code)
+    if getattr(lm.config, "quantization_config", None) is not None:
+        raise UserError(f"the base {name} is quantised: name the model that it was made of, in its own dtype, with --base")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(adapter, **code)
+    except Exception:  # none beside it
+        tokenizer = None
+    tensors = dict(lm.named_parameters()) | dict(lm.named_buffers())
+    dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in tensors.items()}
+    lm.float()
+    grow_embedding(lm, len(tokenizer) if tokenizer else 0)
+    with hub_errors("adapter", adapter):
+        lm = peft.PeftModel.from_pretrained(lm, adapter).merge_and_unload()
+        for tensor_name, tensor in (dict(lm.named_parameters()) | dict(lm.named_buffers())).items():
+            tensor.data = tensor.data.to(dtypes[tensor_name])
+        if Path(adapter, "generation_config.json").exists():
+            lm.generation_config = GenerationConfig.from_pretrained(adapter)
+    make_savable(lm.generation_config)
+    return lm.requires_grad_(True), tokenizer
+
+
+def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False) -> str:
+    """Write that model to a folder, with the tokenizer and the extra modules of the adapter; returns its dtype."""
+    lm, tokenizer = merged_model(adapter, base, trust_remote_code=trust_remote_code)
+    lm.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for name in BESIDE:
+        if Path(adapter, name).exists():
+            shutil.copy(Path(adapter, name), folder)
+    return str(lm.dtype).removeprefix("torch.")
+
+
+def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False) -> None:
+    """Write that model to the folder `out`, whole or not at all."""
+    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+        raise UserError(f"{out} is there already: name a folder that is not")
+    temporary = Path(out).with_name(f".{Path(out).name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        dtype = write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
+        if Path(out).exists():
+            Path(out).rmdir()
+        temporary.rename(out)
+    except OSError as error:
+        raise UserError(f"{out} could not be written: {error}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    say(f"{adapter}, merged into its base in {dtype}: {out}")

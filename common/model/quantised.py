@@ -1,0 +1,120 @@
+"""A frozen base in 4 or 8 bits under LoRA adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes.
+
+--load_in_4bit: NF4 in blocks of 64, whose scales are quantised as well; --load_in_8bit: rows of int8 with a scale each.
+Only weights are rounded, in the matrices between the embedding and the head: where they are used they are made numbers of
+the run's dtype again (autocast's under autocast), forward and backward, so that a token's result does not depend on the
+others of its row. bitsandbytes' own 8-bit layer would round the activations, too, and with an eye to all tokens.
+"""
+
+import copy
+import importlib.util
+from collections.abc import Iterable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from common.args import CommonArgs
+from common.errors import UserError
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
+
+
+def check_quantisation(args: CommonArgs, sharded: bool) -> None:
+    """Raise UserError for flags of quantisation that do not go together, and where bitsandbytes is missing."""
+    if not (args.load_in_4bit or args.load_in_8bit):
+        return
+    flag = "--load_in_4bit" if args.load_in_4bit else "--load_in_8bit"
+    if args.load_in_4bit and args.load_in_8bit:
+        raise UserError("--load_in_4bit and --load_in_8bit: one of them")
+    if not args.use_peft:
+        raise UserError(f"{flag}: quantised weights cannot be trained, adapters on them can: with --use_peft")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"{flag} needs bitsandbytes: pip install bitsandbytes")
+    if sharded:
+        raise UserError(f"{flag}: quantised weights are not sharded (FSDP, DeepSpeed): DDP, as in multi_gpu.yaml")
+
+
+def quantisation(args: CommonArgs) -> "BitsAndBytesConfig | None":
+    """What transformers is told when it loads a model; None where the weights stay what they are."""
+    if not (args.load_in_4bit or args.load_in_8bit):
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if args.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def use_plain_arithmetic(lm: nn.Module) -> None:
+    """Let the quantised layers of a model compute as this module's docstring says.
+
+    On a CPU bitsandbytes would also pack 4-bit weights anew for inference, with coarser scales, and keep those.
+    """
+    for module in lm.modules():
+        if _is_quantised(module):
+            module.forward = MethodType(_forward, module)
+
+
+def sizes(parameters: Iterable[Tensor]) -> list[int]:
+    """How many numbers each parameter stands for; two of 4 bits lie in a byte."""
+    return [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
+
+
+def scales(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that quantised parameters have beside them, which are no parameters or buffers of the model."""
+    found: list[Any] = []
+    for p in parameters:
+        states = [s for s in (getattr(p, "quant_state", None),) if s is not None]
+        states += [s.state2 for s in states if s.nested]
+        found += [s.absmax for s in states] + [getattr(p, "SCB", None)]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def is_quantised(lm: nn.Module) -> bool:
+    return any(map(_is_quantised, lm.modules()))
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and type(module).__module__.startswith("bitsandbytes")
+
+
+def _forward(self: nn.Module, x: Tensor) -> Tensor:
+    kind = x.device.type
+    x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    weight = self.weight
+    if hasattr(weight, "quant_state") and kind == "cuda":  # its kernels read 4 bits where there are few tokens
+        import bitsandbytes
+
+        out = bitsandbytes.matmul_4bit(x, weight, quant_state=weight.quant_state)
+    else:
+        out = _Linear.apply(x, weight)
+    return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T for x (..., in); of the weight only its quantised form waits for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, dequantised(weight).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ dequantised(ctx.weight).to(gradient.dtype), None
+
+
+def dequantised(weight: Tensor) -> Tensor:
+    """The numbers (out, in) that a quantised weight stands for."""
+    if hasattr(weight, "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit
+
+        state = copy.copy(weight.quant_state)  # on a CPU, rows that are no multiple of a block come out wrong (0.50.2)
+        blocks, rest = divmod(state.shape.numel(), state.blocksize)
+        state.shape = torch.Size((1, state.shape.numel()) if rest else (blocks, state.blocksize))
+        return dequantize_4bit(weight.data, state).view(weight.quant_state.shape)
+    return weight.data.float() * (weight.SCB[:, None] / 127)

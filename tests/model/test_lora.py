@@ -1,0 +1,267 @@
+"""LoRA: which layers are adapted, what is trained beside them, and what the model was at the start."""
+
+import contextlib
+from types import SimpleNamespace
+
+from common.args import CommonArgs
+from common.collators import flat_batch
+from common.errors import UserError
+from common.model.load import grow_embedding, load_pretrained
+from common.model.lora import START, add_lora, advise, at_start, is_trained_part
+from common.model.reference import Reference, fingerprint
+from common.model.wrap import wrap
+from tests.tiny import SIZE, V, tiny_lm
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+peft = pytest.importorskip("peft")
+ARGS = {"lora_r": 4, "lora_alpha": 8}
+
+
+def batch_of(ids):
+    """A sequence, trained from its third token on."""
+    mask = np.array([0.0, 0.0] + [1.0] * (len(ids) - 2), np.float32)
+    return flat_batch([[{"input_ids": np.array(ids), "loss_mask": mask}]], torch.device("cpu"))
+
+
+def disturb(model, seed=0, scale=0.1):
+    """Adapters that do something, and rows that are not the mean of the others."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn_like(parameter))
+
+
+# --- which layers ---------------------------------------------------------------------------------------------------
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GEMMA = {
+    "text_config": SIZE | {"head_dim": 8},
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28, "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+}  # fmt: skip
+MIXED = {  # class of the model, its config
+    "fused experts": ("Qwen3MoeForCausalLM", lambda: transformers.Qwen3MoeConfig(**SIZE, **EXPERTS)),
+    "a gate before the shared expert": (
+        "Qwen2MoeForCausalLM",
+        lambda: transformers.Qwen2MoeConfig(**SIZE, **EXPERTS, shared_expert_intermediate_size=16),
+    ),
+    "a linear router": ("PhimoeForCausalLM", lambda: transformers.PhimoeConfig(**SIZE, num_local_experts=4)),
+    "a router of its own": ("GptOssForCausalLM", lambda: transformers.GptOssConfig(**SIZE, num_local_experts=4, head_dim=8)),
+    "a vision tower": ("Gemma3ForConditionalGeneration", lambda: transformers.Gemma3Config(**GEMMA)),
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_all_linear_layers_are_adapted_but_no_router_and_no_vision_tower(kind):
+    name, config = MIXED[kind]
+    asked = ["all-linear"] if kind == "a vision tower" else None
+    torch.manual_seed(0)
+    lm = getattr(transformers, name)(config())
+    wanted = {n for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and m is not lm.get_output_embeddings()}
+    wanted -= {n for n in wanted if "vision" in n or "router" in n or "shared_expert_gate" in n}
+    model = add_lora(CommonArgs(**ARGS, lora_target_modules=asked), SimpleNamespace(lm=lm, padded=False))
+    names = {
+        n.removeprefix("base_model.model.").split(".lora_A")[0] for n, _ in model.lm.named_parameters() if ".lora_A." in n
+    }
+    assert wanted <= names and not [
+        n for n in names if "vision" in n or "gate." in f"{n}." and "gate_proj" not in n or "router" in n
+    ]
+    if kind == "fused experts":  # as one parameter of the layer, by peft
+        assert any(".experts" in n for n in names)
+
+
+def test_layers_that_are_named_are_adapted_even_a_router():
+    lm = transformers.PhimoeForCausalLM(MIXED["a linear router"][1]())
+    model = add_lora(CommonArgs(**ARGS, lora_target_modules=["router", "q_proj"]), SimpleNamespace(lm=lm, padded=False))
+    assert {n.split(".lora_A")[0].split(".")[-1] for n, _ in model.lm.named_parameters() if "lora_A" in n} == {
+        "router",
+        "q_proj",
+    }
+
+
+# --- kinds of adapters ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}, {"init_lora_weights": "gaussian"}], ids=str)
+def test_adapters_have_the_gradients_that_peft_gives_them(kind):
+    torch.manual_seed(1)
+    model = add_lora(CommonArgs(**ARGS, **kind), wrap(tiny_lm("llama"))).eval()
+    ids = [3, 9, 5, 4, 7, 1, 2, 11]
+    batch = batch_of(ids)
+    with torch.no_grad():
+        assert torch.allclose(model(batch).logps, wrap(tiny_lm("llama")).eval()(batch).logps, atol=1e-5)  # B is 0
+    disturb(model)
+    plain = peft.PeftModelForCausalLM(tiny_lm("llama"), model.lm.peft_config["default"]).eval()
+    plain.load_state_dict(model.lm.state_dict())
+    out = model(batch, nll_weights=batch["loss_mask"])
+    out.nll.backward()
+    tokens = torch.tensor([ids])
+    plain(tokens, labels=torch.tensor([[-100] * 2 + ids[2:]])).loss.mul(len(ids) - 2).backward()
+    known = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+    assert any("magnitude" in n for n in known) == ("use_dora" in kind)
+    for name, parameter in known.items():
+        found = model.lm.get_parameter(name).grad
+        torch.testing.assert_close(
+            found, parameter.grad, atol=1e-4 * float(parameter.grad.abs().max()) + 1e-6, rtol=1e-3, msg=name
+        )
+    layer = plain.base_model.model.model.layers[0].self_attn.q_proj
+    assert layer.scaling["default"] == (8 / 2 if "use_rslora" in kind else 8 / 4)
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_what_would_change_the_base_is_refused(kind):
+    with pytest.raises(UserError, match="changes the weights of the base.*: true or gaussian"):
+        add_lora(CommonArgs(init_lora_weights=kind), wrap(tiny_lm("llama")))
+
+
+@pytest.mark.parametrize("rate", [2e-5, 1e-4])
+def test_a_learning_rate_that_was_left_at_that_of_full_training_is_said(rate, capsys):
+    advise(CommonArgs(learning_rate=rate))
+    said = capsys.readouterr().out
+    assert ("--learning_rate 0.0002" in said) == (rate == 2e-5) and said.count("\n") == (rate == 2e-5)
+
+
+# --- rows of new tokens ---------------------------------------------------------------------------------------------
+
+
+def grown(kind, **args):
+    """A tiny model of two more tokens with an adapter that trains them, and peft's own of the same numbers."""
+    lm = tiny_lm(kind)
+    grow_embedding(lm, V + 2)
+    for module in lm.modules():  # gpt2
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model = add_lora(CommonArgs(**ARGS, **args), wrap(lm), new_tokens=[V, V + 1])
+    plain = tiny_lm(kind)
+    grow_embedding(plain, V + 2)
+    plain = peft.PeftModelForCausalLM(plain, model.lm.peft_config["default"])
+    disturb(model)
+    found = plain.load_state_dict(model.lm.state_dict(), strict=True)
+    assert not found.missing_keys
+    return model.eval(), plain.eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])  # qwen3 and gpt2 have one matrix for embedding and head
+def test_rows_of_new_tokens_are_trained_as_peft_trains_them(kind):
+    model, plain = grown(kind)
+    ids = [3, V, 5, V + 1, 7, V, V + 1, 2]
+    batch = batch_of(ids)
+    tokens = torch.tensor([ids])
+    logits = plain(tokens).logits[0, 1:-1]
+    wanted = logits.log_softmax(-1).gather(-1, tokens[0, 2:, None])[:, 0]
+    out = model(batch, nll_weights=batch["loss_mask"])
+    torch.testing.assert_close(out.logps[2:], wanted, atol=1e-4, rtol=1e-4)
+    out.nll.backward()
+    (-wanted.sum()).backward()
+    known = {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+    found = {n: p.grad for n, p in model.lm.named_parameters() if p.requires_grad}
+    assert known.keys() == found.keys() and any("trainable_tokens_delta" in n for n in known)
+    for name, grad in known.items():
+        torch.testing.assert_close(found[name], grad, atol=2e-4, rtol=1e-3, msg=name)
+        if "trainable_tokens_delta" in name:
+            assert (grad.abs().sum(-1) > 0).all()
+    with torch.no_grad(), at_start(model.lm):
+        plain_base = plain.base_model.model
+        with plain.disable_adapter():
+            off = plain_base(tokens).logits[0, 1:-1].log_softmax(-1).gather(-1, tokens[0, 2:, None])[:, 0]
+        torch.testing.assert_close(model(batch).logps[2:], off, atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_with_a_bias_cannot_train_single_rows():
+    config = transformers.PhiConfig(**{**SIZE, "num_key_value_heads": 4})
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    grow_embedding(lm, V + 2)
+    with pytest.raises(UserError, match="2 new tokens would have to be trained, and PhiForCausalLM has a head with a bias"):
+        add_lora(CommonArgs(**ARGS), wrap(lm), new_tokens=[V, V + 1])
+
+
+# --- the adapter at the start ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """The folder of a trained adapter of a tiny llama, which lies beside it."""
+    tiny_lm("llama").save_pretrained(tmp_path / "base")
+    model = add_lora(CommonArgs(**ARGS), load_pretrained(CommonArgs(), tmp_path / "base"))
+    disturb(model)
+    model.lm.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def from_adapter(adapter, **options):
+    base = load_pretrained(CommonArgs(), adapter.with_name("base"))
+    return add_lora(CommonArgs(**options), base, start=adapter)
+
+
+def test_a_run_that_starts_from_an_adapter_trains_it_and_compares_with_what_it_was(adapter):
+    model, batch = from_adapter(adapter).eval(), batch_of(range(3, 13))
+    merged = load_pretrained(CommonArgs(), adapter).eval()
+    with torch.no_grad():
+        before = merged(batch).logps
+        torch.testing.assert_close(model(batch).logps, before, atol=1e-4, rtol=1e-4)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {n for n, _ in model.named_parameters() if "lora_" in n and START not in n.split(".")}
+    reference = Reference(SimpleNamespace(autocast=contextlib.nullcontext), model, without_adapter=True)
+    first = reference(batch).logps
+    disturb(model, seed=1)
+    assert torch.equal(reference(batch).logps, first)
+    torch.testing.assert_close(first, before, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        assert not torch.allclose(model(batch).logps, before, atol=1e-2)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == trained  # for DDP and FSDP
+
+
+def test_precomputed_scores_know_the_adapter_at_the_start_and_not_the_trained_one(adapter, tmp_path):
+    examples = SimpleNamespace(files=[])
+
+    def key(model):
+        return fingerprint(Reference(None, model, without_adapter=True), examples, "no")
+
+    model = from_adapter(adapter)
+    first = key(model)
+    disturb(model, seed=1)
+    assert key(model) == first
+    assert any(is_trained_part(n) for n in model.state_dict())
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if f"lora_B.{START}" in n).add_(1.0)
+    assert key(model) != first
+    base = add_lora(CommonArgs(**ARGS), load_pretrained(CommonArgs(), adapter.with_name("base")))
+    assert key(base) != first
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_r": 8}, "--lora_r 8: .* has 4, which stays"),
+        ({"lora_target_modules": ["q_proj"]}, "has its own, which stay"),
+    ],
+)
+def test_settings_that_the_adapter_does_not_have_are_refused(options, said, adapter):
+    with pytest.raises(UserError, match=said):
+        from_adapter(adapter, **options)
+    from_adapter(adapter, lora_r=4, lora_alpha=8)
+
+
+def test_an_adapter_of_another_kind_or_without_its_base_is_refused_in_a_line(adapter, tmp_path):
+    from common.model.lora import adapter_config
+
+    adapter.with_name("base").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="stands on .*/base, which is not here"):
+        adapter_config(adapter)
+    peft.IA3Config(task_type="CAUSAL_LM", base_model_name_or_path="x").save_pretrained(tmp_path / "ia3")
+    with pytest.raises(UserError, match="only LoRA is known here"):
+        adapter_config(tmp_path / "ia3")
+
+
+def test_the_base_of_an_adapter_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_lm("llama").save_pretrained("base")
+    model = add_lora(CommonArgs(**ARGS), load_pretrained(CommonArgs(), "base"))
+    assert model.lm.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")

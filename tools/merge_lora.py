@@ -1,0 +1,27 @@
+"""Merge a finished LoRA adapter into its base: `python -m tools.merge_lora outputs/sft merged`.
+
+The base is the one that the adapter names, loaded in its own dtype; the result is a model that needs no peft. The merged
+folder holds the tokenizer, generation_config.json and extra.safetensors of the adapter's.
+"""
+
+import argparse
+
+from common.errors import UserError, show_and_exit
+from common.model.merge import merge_adapter
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m tools.merge_lora", description="merge a LoRA adapter into its base")
+    parser.add_argument("adapter", help="folder of the adapter, such as the output_dir of a run with --use_peft")
+    parser.add_argument("out", help="folder to write the model to")
+    parser.add_argument("--base", help="base model, where it is no longer where the adapter says")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the base brings along")
+    args = parser.parse_args(argv)
+    merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        show_and_exit(error)
