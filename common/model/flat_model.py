@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import first_occurrences, plan_flat_row
+from common.model.experts import Experts, idle_parameters, routing_size
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class Output(NamedTuple):
     mapped: Tensor | None = None  # (N, ...): what map_logits made of the logits, in the order of batch["targets"]
     router_logits: tuple[Tensor, ...] | None = None  # (T, experts) of each layer with experts
     extra: dict[str, Tensor] | None = None  # what each of the extra modules gave
+    aux_loss: Tensor | float = 0.0  # (): its part of what keeps the load of experts even in a window (experts.py)
 
 
 class FlatModel(nn.Module):
@@ -54,6 +56,7 @@ class FlatModel(nn.Module):
         self.offload = False  # whether what the body keeps for the backward pass waits in the host's memory
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
+        self.experts: Experts | None = None  # of a mixture: what balances them in training; set by load_model
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)  # read by FSDP's wrapping policy
 
     @property
@@ -110,7 +113,11 @@ class FlatModel(nn.Module):
             if name not in self.extra:
                 raise UserError(f"the model has no extra module {name!r}; it has: {', '.join(self.extra) or 'none'}")
         check_positions(self, max(batch["lengths"]))
-        states, routers = self._run_body(batch, router_logits)
+        watched = self.experts is not None and self.experts.watches and (torch.is_grad_enabled() or self.experts.counting)
+        states, routers, chosen = self._run_body(batch, router_logits or watched)
+        aux_loss = self.experts.add(batch, routers, chosen) if watched else 0.0
+        if watched and self.experts.counting:
+            return Output(states.new_zeros(len(states)))
         targets = batch["targets"]
         predicting = base_lm(self.lm), states.index_select(0, batch["previous"])
         tokens = batch["input_ids"][0, targets]
@@ -138,8 +145,9 @@ class FlatModel(nn.Module):
             nll=nll,
             hidden=states if hidden else None,
             mapped=mapped,
-            router_logits=routers,
+            router_logits=routers if router_logits else None,
             extra={name: self._call_extra(name, states) for name in extra} if extra else None,
+            aux_loss=aux_loss,
         )
 
     def _call_extra(self, name: str, states: Tensor) -> Tensor:
@@ -150,19 +158,23 @@ class FlatModel(nn.Module):
         """What the LM head reads, (T, D)."""
         return self._run_body(batch)[0]
 
-    def _run_body(self, batch: Batch, router_logits: bool = False) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Hidden states (T, D), and where asked for the router logits (T, experts) of each layer with experts."""
+    def _run_body(self, batch: Batch, router_logits: bool = False) -> tuple[Tensor, tuple[Tensor, ...] | None, list[Tensor]]:
+        """Hidden states (T, D), and where asked for, of each layer with experts, the router logits (T, experts) and, as far
+        as they can be heard, the experts that were chosen (T, k)."""
         options: dict[str, Any] = {"use_cache": False}  # with a cache, or any attention_mask, sequences see each other
-        if router_logits and hasattr(self.config.get_text_config(), "output_router_logits"):
+        routes = hasattr(self.config.get_text_config(), "output_router_logits") or routing_size(base_lm(self.lm))
+        if router_logits and routes:
             options["output_router_logits"] = True
-        with torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext():
+        listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
+        offload = torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext()
+        with offload, listening as chosen:
             out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
             hidden = to_row(out.last_hidden_state)
         if not router_logits:
-            return hidden, None
+            return hidden, None, []
         if not (routers := getattr(out, "router_logits", None)):
             raise UserError(f"router_logits: {type(base_lm(self.lm)).__name__} is no mixture of experts")
-        return hidden, tuple(to_row(logits) for logits in routers)
+        return hidden, tuple(to_row(logits) for logits in routers), [to_row(indices) for indices in chosen]
 
     def _call_flat(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
         """What transformers gives for the flat row, and how to make (T, ...) of a tensor in it."""
@@ -298,13 +310,14 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def flops_per_token(model: FlatModel, T: int) -> float:
     """Floating-point operations to train on one token: `6 · N + 6 · L · H · Dh · T`.
 
-    N: parameters of the matrix products (all but the input embedding, the LM head included); L layers, H heads of size
-    Dh, T the length of a sequence. Causal: the attention of a token spans T/2 others on average.
+    N: parameters of the matrix products (all but the input embedding, the LM head included; of experts, those that a token
+    meets); L layers, H heads of size Dh, T the length of a sequence. Causal: the attention of a token spans T/2 others on
+    average.
     """
     config = model.config.get_text_config()
     embedding = base_lm(model.lm).get_input_embeddings().weight
     tied = embedding is base_lm(model.lm).get_output_embeddings().weight
-    N = sum(p.numel() for p in model.parameters()) - (0 if tied else embedding.numel())
+    N = sum(p.numel() for p in model.parameters()) - (0 if tied else embedding.numel()) - idle_parameters(base_lm(model.lm))
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
     return 6.0 * N + 6.0 * config.num_hidden_layers * width * T

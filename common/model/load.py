@@ -12,6 +12,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED, is_oom
 from common.model import attention
 from common.model.create import DTYPES, create_model
+from common.model.experts import add_experts
 from common.model.flat_model import FlatModel, base_lm
 from common.model.lora import add_lora, import_peft
 from common.model.wrap import wrap
@@ -84,6 +85,7 @@ def load_model(
         enable_gradient_checkpointing(model, args.activation_offloading)
     if args.torch_compile:
         compile_layers(model)
+    model.experts = add_experts(args, model)
     model.stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, model.stop_ids, tokenizer)
     if not args.dry_run and accelerator.distributed_type not in SHARDED:
