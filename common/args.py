@@ -146,9 +146,7 @@ class OptimizerArgs:
         help="load-balancing loss of experts; unset: the model's own, where its config has output_router_logits",
         within="[0, inf)",
     )
-    router_z_loss_coef: float = arg(
-        0.0, help="a loss on the size of the routers' logits (ST-MoE: 0.001)", within="[0, inf)"
-    )
+    router_z_loss_coef: float = arg(0.0, help="a loss on the size of the routers' logits (ST-MoE: 0.001)", within="[0, inf)")
     router_bias_update_rate: float = arg(
         0.0, help="step of the biases that balance DeepSeek-V3, GLM-4-MoE, ... without a loss (0.001)", within="[0, 1]"
     )

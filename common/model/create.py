@@ -56,6 +56,7 @@ def llama_config(
             raise UserError(f"--num_experts_per_tok {num_experts_per_tok}: there are only {num_experts} (--num_experts)")
         width = moe_intermediate_size or math.ceil(width / num_experts_per_tok / 32) * 32
         experts = {"num_local_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
+        experts |= {"rope_parameters": LlamaConfig().rope_parameters}  # Mixtral's own are made for 32k tokens
     return (MixtralConfig if num_experts else LlamaConfig)(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

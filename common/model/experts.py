@@ -32,7 +32,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # of experts, in a config
+# Names in configs: of the number of experts, and of those that a token goes to.
+NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 BIASES = ("e_score_correction_bias", "expert_bias")
 
 
@@ -45,9 +47,11 @@ def expert_modules(lm: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 def routing_size(lm: nn.Module) -> tuple[int, int] | None:
     """(experts of a layer, experts of a token) of a mixture of experts that shows how it routes; else None."""
     config, recorded = lm.config.get_text_config(), getattr(lm.base_model, "_can_record_outputs", None) or {}
-    experts = next((n for name in NUMBERS if (n := getattr(config, name, None))), None)
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_top_k", None)
-    return (experts, chosen) if experts and chosen and "router_logits" in recorded else None
+    if "router_logits" not in recorded:
+        return None
+    found = (next((n for name in names if (n := getattr(config, name, None))), None) for names in (NUMBERS, CHOSEN))
+    experts, chosen = (max(n) if isinstance(n, list) else n for n in found)  # a list: layer by layer
+    return (experts, chosen) if experts and chosen else None
 
 
 def idle_parameters(lm: nn.Module) -> float:
@@ -71,6 +75,7 @@ class Experts:
             raise UserError(f"{type(lm).__name__} is no mixture of experts, or does not show its routers' logits")
         self.num_experts, self.chosen_experts = size
         self.aux_coef, self.z_coef, self.bias_rate = aux_coef, z_coef, bias_rate
+        self.shows_probabilities: bool | None = None  # of its routers, in place of logits: Gemma 4
         self.watches = False  # the present pass is one of a window
         self.counting = False  # the present pass counts, and has no gradient
         self.calls = 0  # with gradient, of this window
@@ -129,6 +134,13 @@ class Experts:
         logits (T, E) and chosen (T, k) of each layer.
         """
         weights, self.num_experts = token_weights(batch), logits[0].shape[-1]  # (T,)
+        if self.shows_probabilities is None:  # asked once, because it waits for the device
+            sums, least = logits[0].detach().float().sum(-1), logits[0].detach().min()
+            self.shows_probabilities = bool(((sums - 1).abs() < 0.02).all() & (least >= 0))
+            if self.shows_probabilities and self.z_coef:
+                raise UserError("--router_z_loss_coef: this model shows probabilities of its routers, and no logits")
+        if self.shows_probabilities:
+            logits = tuple(x.float().clamp(min=1e-30).log() for x in logits)
         if len(chosen) != len(logits):
             chosen = [x.topk(self.chosen_experts, dim=-1).indices for x in logits]
         with torch.no_grad():
