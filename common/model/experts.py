@@ -1,17 +1,19 @@
 """Mixtures of experts: what keeps their load even, and what is logged of it.
 
-Over the M routings of a window, one for each token and each layer with experts, of all processes, with f_e the share of them
-that chose expert e and P_e the mean of the router's probability of e:
+Over the T tokens of a window, all micro-batches of all processes, with f_e the share of them that a layer sent to expert e
+and P_e the mean of its router's probability of e; both losses are means over the layers:
 
     load-balancing loss   E · Σ_e f_e · P_e         (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6)
-    z-loss                1/M · Σ logsumexp²        (Zoph et al. 2022, arXiv 2202.08906, eq. 5)
+    z-loss                1/T · Σ_t logsumexp_t²    (Zoph et al. 2022, arXiv 2202.08906, eq. 5)
 
-The layers are pooled, as transformers does, whose `router_aux_loss_coef` is the factor of the first: where all experts are
-chosen equally often it is the number of experts of a token. Every token of every sequence counts once, trained or not; a
-start that sequences of a row share counts once for each of them, so that it makes no difference how a window is split.
+The first is scaled as in transformers, whose `router_aux_loss_coef` is its factor: where a layer sends equally many tokens
+to each expert it is the number of experts of a token. There f and P are means over the layers before they are multiplied, so
+that layers may lean to different experts at no cost; here each layer is balanced (benchmarks/moe.py has figures).
 
-f_e has no gradient, and so each micro-batch adds `E/M · Σ f_e · p_e`, a sum over its tokens, once f_e is known of the whole
-window. Of the micro-batch that comes first it is seen on the way; each other one of a process costs a pass without gradient.
+Every token of every sequence counts once, trained or not; a start that sequences of a row share counts once for each of
+them, so that it makes no difference how a window is split. f_e has no gradient, and so each micro-batch adds
+`E/T · Σ f_e · p_e`, a sum over its tokens, once f_e is known of the whole window. Of the micro-batch that comes first it is
+seen on the way; each other one of a process costs a pass without gradient.
 
 Some families have no such loss, but a bias for the choice of each expert, which goes up by a fixed step where the load was
 below the mean and down where it was above (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
@@ -73,7 +75,8 @@ class Experts:
         size = routing_size(lm)
         if size is None:
             raise UserError(f"{type(lm).__name__} is no mixture of experts, or does not show its routers' logits")
-        self.num_experts, self.chosen_experts = size
+        self.chosen_experts = size[1]
+        self.shape = len(expert_modules(lm)) or lm.config.get_text_config().num_hidden_layers, size[0]  # (L, E)
         self.aux_coef, self.z_coef, self.bias_rate = aux_coef, z_coef, bias_rate
         self.shows_probabilities: bool | None = None  # of its routers, in place of logits: Gemma 4
         self.watches = False  # the present pass is one of a window
@@ -114,7 +117,7 @@ class Experts:
         self.agreed = not (self.aux_coef or self.z_coef)
         self.own_tokens, self.tokens = window.own_tokens, None
         self.counts = self.probabilities = self.z_sum = self.load = None
-        self.counted = None  # (E,) of the micro-batches but the first, all layers
+        self.counted = None  # (L, E), of the micro-batches but the first
         self.first = None
         if not self.aux_coef or len(window) == 1:
             return
@@ -133,7 +136,7 @@ class Experts:
 
         logits (T, E) and chosen (T, k) of each layer.
         """
-        weights, self.num_experts = token_weights(batch), logits[0].shape[-1]  # (T,)
+        weights, self.shape = token_weights(batch), (len(logits), logits[0].shape[-1])  # (T,)
         if self.shows_probabilities is None:  # asked once, because it waits for the device
             sums, least = logits[0].detach().float().sum(-1), logits[0].detach().min()
             self.shows_probabilities = bool(((sums - 1).abs() < 0.02).all() & (least >= 0))
@@ -146,46 +149,42 @@ class Experts:
         with torch.no_grad():
             counts = torch.stack([_count(c, weights, x.shape[-1]) for c, x in zip(chosen, logits, strict=True)])  # (L, E)
             if self.counting:
-                self.counted = counts.sum(0) + (0 if self.counted is None else self.counted)
+                self.counted = counts + (0 if self.counted is None else self.counted)
                 return weights.new_zeros(())
         self.calls += 1
         if not self.agreed:
             self._agree(counts, batch)
-        # (E,) and (), sums over tokens and layers
-        probabilities = sum((weights[:, None] * x.float().softmax(-1)).sum(0) for x in logits)
+        probabilities = torch.stack([(weights[:, None] * x.float().softmax(-1)).sum(0) for x in logits])  # (L, E)
         z_sum = sum((weights * x.float().logsumexp(-1).square()).sum() for x in logits)
         now = [counts, probabilities.detach().to(counts.dtype), z_sum.detach().to(counts.dtype)]
         before = [self.counts, self.probabilities, self.z_sum]
         self.counts, self.probabilities, self.z_sum = now if self.counts is None else map(torch.add, before, now)
         loss = weights.new_zeros(())
         if self.aux_coef or self.z_coef:
-            M = (self.tokens * len(logits)).clamp(min=1).float()
+            T, (L, E) = self.tokens.clamp(min=1).float(), counts.shape
         if self.aux_coef:
-            loss = loss + self.aux_coef * len(self.load) * (probabilities * (self.load.float() / M)).sum() / M
+            loss = loss + self.aux_coef * E / L * (self.load.float() / T * probabilities).sum() / T
         if self.z_coef:
-            loss = loss + self.z_coef * z_sum / M
+            loss = loss + self.z_coef * z_sum / (T * L)
         return loss
 
     def _agree(self, counts: Tensor, batch: Batch) -> None:
         """What the losses need to know of all processes, with the counts (L, E) of this process's first micro-batch."""
         if self.first is not None and self.first != batch["lengths"]:
             raise ValueError("the load-balancing loss: the first micro-batch of a window comes first")
-        load = counts.sum(0)
-        if self.counted is not None:
-            load = load + self.counted
-        self._exchange(load)
+        self._exchange(counts if self.counted is None else counts + self.counted)
 
     def _exchange(self, load: Tensor) -> None:
-        both = torch.cat([load, load.new_tensor([self.own_tokens])])
+        both = torch.cat([load.flatten(), load.new_tensor([self.own_tokens])])
         both = self.accelerator.reduce(both, "sum")
-        self.load, self.tokens, self.agreed = both[:-1], both[-1], True
+        self.load, self.tokens, self.agreed = both[:-1].view(load.shape), both[-1], True
 
     def give_up(self) -> None:
         """The window is begun again, because memory has run out: on this process, it may be, before the others have heard
         of its counts, for which they wait."""
         self.watches = False
         if not self.agreed:
-            self._exchange(torch.zeros(self.num_experts, dtype=sum_dtype(self.device), device=self.device))
+            self._exchange(torch.zeros(self.shape, dtype=sum_dtype(self.device), device=self.device))
 
     @torch.no_grad()
     def finish(self) -> dict[str, Tensor]:
@@ -201,18 +200,17 @@ class Experts:
             return {}
         L, E = self.counts.shape
         tokens = self.counts.new_tensor([self.own_tokens])
-        sums = torch.cat([self.counts.flatten(), self.probabilities, self.z_sum[None], tokens])
+        sums = torch.cat([self.counts.flatten(), self.probabilities.flatten(), self.z_sum[None], tokens])
         sums = self.accelerator.reduce(sums, "sum")
-        counts, probabilities = sums[: L * E].view(L, E), sums[L * E : -2]
-        M = (sums[-1] * L).clamp(min=1)
+        (counts, probabilities), T = sums[:-2].view(2, L, E), sums[-1].clamp(min=1)
         self.counts = counts
         mean = counts.mean(-1, keepdim=True).clamp(min=1e-9)
         logged = {
-            "moe/aux_loss": E * (counts.sum(0) / M * probabilities / M).sum(),
+            "moe/aux_loss": E / L * (counts / T * probabilities / T).sum(),
             "moe/max_load": (counts / mean).max(),
             "moe/unused_experts": (counts == 0).double().mean(),
         }
-        return logged | ({"moe/z_loss": sums[-2] / M} if self.z_coef else {})
+        return logged | ({"moe/z_loss": sums[-2] / (T * L)} if self.z_coef else {})
 
     @torch.no_grad()
     def update_biases(self, skip: Tensor | bool) -> None:

@@ -99,22 +99,25 @@ def naive(lm, aux_coef, z_coef):
     for example in examples():
         ids = torch.from_numpy(example[0]["input_ids"])[None]
         logits += lm.base_model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
-    E, M = logits[0].shape[-1], sum(len(x) for x in logits)
-    times, probability, z = [0] * E, [0.0] * E, 0.0
-    for rows, indices in zip(logits, chosen, strict=True):
-        for row, picks in zip(rows, indices.tolist(), strict=True):
-            for e in picks:
-                times[e] += 1
-            exps = [x.exp() for x in row]
-            for e in range(E):
-                probability[e] = probability[e] + exps[e] / sum(exps)
-            z = z + sum(exps).log() ** 2
-    aux = E * sum(times[e] / M * probability[e] / M for e in range(E))
-    loss = aux_coef * aux + z_coef * z / M
+    E, L = logits[0].shape[-1], len(logits) // len(examples())
+    T = sum(len(x) for x in logits[::L])
+    times, aux, z = [[0] * E for _ in range(L)], 0.0, 0.0
+    for layer in range(L):
+        probability = [0.0] * E
+        for rows, indices in zip(logits[layer::L], chosen[layer::L], strict=True):
+            for row, picks in zip(rows, indices.tolist(), strict=True):
+                for e in picks:
+                    times[layer][e] += 1
+                exps = [x.exp() for x in row]
+                for e in range(E):
+                    probability[e] = probability[e] + exps[e] / sum(exps)
+                z = z + sum(exps).log() ** 2 / (T * L)
+        aux = aux + E * sum(times[layer][e] / T * probability[e] / T for e in range(E)) / L
+    loss = aux_coef * aux + z_coef * z
     parameters = dict(lm.named_parameters())
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     gradient = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), found, strict=True)}
-    return loss.item(), gradient, {"moe/aux_loss": aux.item(), "moe/z_loss": z.item() / M}, times
+    return loss.item(), gradient, {"moe/aux_loss": aux.item(), "moe/z_loss": z.item()}, times
 
 
 def assert_close(found, wanted):
@@ -139,7 +142,7 @@ def test_the_losses_of_a_window_and_their_gradient_however_it_is_split(kind, acc
         assert total == pytest.approx(wanted, rel=1e-5)
         assert_close(found, gradient)
         assert {name: shown[name].item() for name in logged} == pytest.approx(logged, rel=1e-5)
-        assert model.experts.counts.sum(0).tolist() == times
+        assert model.experts.counts.tolist() == times
         counts = model.experts.counts
         assert shown["moe/max_load"].item() == pytest.approx((counts.amax(1) / counts.mean(1)).max().item())
         assert shown["moe/unused_experts"].item() == pytest.approx((counts == 0).double().mean().item())
@@ -158,7 +161,7 @@ def test_recomputed_blocks_count_once(accelerator):
     assert all(torch.equal(gradient[name], gradient2[name]) for name in gradient)
 
 
-def test_of_one_batch_without_padding_it_is_the_loss_of_transformers(accelerator):
+def test_of_one_batch_without_padding_it_is_the_loss_of_transformers_layer_by_layer(accelerator):
     lm, ids = make_lm("mixtral"), torch.arange(60).view(4, 15) % 61
     with torch.no_grad():
         logits = lm(input_ids=ids, output_router_logits=True).router_logits
@@ -168,7 +171,9 @@ def test_of_one_batch_without_padding_it_is_the_loss_of_transformers(accelerator
     window = Window(accelerator, window, [[0, 1], [2, 3]])
     model.experts.begin(accelerator, model, window)
     total = sum(model(batch).aux_loss.item() for batch in window)
-    assert total == pytest.approx(load_balancing_loss_func(logits, 4, 2).item(), rel=1e-5)
+    layers = [load_balancing_loss_func((x,), 4, 2).item() for x in logits]
+    assert total == pytest.approx(sum(layers) / 2, rel=1e-5)
+    assert total > load_balancing_loss_func(logits, 4, 2).item()  # of both together
     assert model.experts.finish()["moe/aux_loss"].item() == pytest.approx(total, rel=1e-5)
     assert total > 2.001  # 2 where all are chosen equally often: the number of experts of a token
 

@@ -140,7 +140,8 @@ def test_the_gradient_is_that_of_the_loss_and_of_transformers_own_term_which_the
     loss, wanted = nll_window(exact, sequences)
     logits = [exact(torch.tensor([ids]), output_router_logits=True).router_logits for ids, _ in sequences]
     logits = tuple(torch.cat(parts) for parts in zip(*logits, strict=True))
-    aux = transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func(logits, 4, 2)
+    term = transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func
+    aux = sum(term((layer,), 4, 2) for layer in logits) / len(logits)
     assert_gradient(run.grads[0], gradient_of(exact, loss + 0.3 * aux))
     assert run.rows[0]["moe/aux_loss"] == pytest.approx(aux.item(), rel=1e-4)
     assert run.rows[0]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)  # without the term, as an evaluation's
