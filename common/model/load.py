@@ -89,7 +89,7 @@ def load_model(
     model.stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, model.stop_ids, tokenizer)
     if not args.dry_run and accelerator.distributed_type not in SHARDED:
-        model.to(accelerator.device)
+        align(model.to(accelerator.device))
     return model
 
 
@@ -121,6 +121,17 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> 
             torch.manual_seed(0)
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
     return wrap(lm)
+
+
+def align(model: torch.nn.Module) -> None:
+    """Give weights on a CPU memory of their own that starts at a multiple of 64 bytes, as that of new ones does.
+
+    What was loaded lies where the file has it, and how a matrix product rounds depends on that (MKL): a run that goes on
+    would not be the same as one that was not stopped.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.data_ptr() % 64:
+            tensor.data = tensor.data.clone()
 
 
 def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> None:

@@ -9,7 +9,7 @@ from common.model import FlatModel
 from common.model.create import create_model, llama_config
 from common.model.experts import Experts, add_experts
 from common.model.flat_model import count_parameters, flops_per_token
-from common.model.load import enable_gradient_checkpointing
+from common.model.load import enable_gradient_checkpointing, load_model, load_tokenizer
 from common.model.wrap import wrap
 from tests.tiny import SIZE, tiny_lm
 
@@ -260,6 +260,18 @@ def test_a_flag_that_the_model_cannot_follow_is_refused(kind, flags, words):
     with pytest.raises(UserError, match=words):
         add_experts(CommonArgs(**flags), FlatModel(lm))
     assert (add_experts(CommonArgs(), FlatModel(lm)) is None) == (kind == "llama")
+
+
+# --- exactness of a resumed run --------------------------------------------------------------------------------------
+
+
+def test_loaded_weights_lie_in_memory_as_new_ones_do(accelerator):
+    """At multiples of 64 bytes: else MKL rounds otherwise after a run was resumed."""
+    args = CommonArgs(model_name_or_path="data/base_model")
+    model = load_model(args, accelerator, load_tokenizer(args))
+    assert not [name for name, p in model.named_parameters() if p.data_ptr() % 64]
+    lm = transformers.AutoModelForCausalLM.from_pretrained("data/base_model")
+    assert all(torch.equal(p, model.lm.get_parameter(name)) for name, p in lm.named_parameters())
 
 
 # --- new ones -------------------------------------------------------------------------------------------------------

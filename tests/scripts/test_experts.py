@@ -163,6 +163,26 @@ def test_a_window_that_is_begun_again_in_smaller_micro_batches_is_the_same(launc
     assert_same_routing(whole, parts)
 
 
+@pytest.mark.slow
+def test_one_of_two_processes_may_run_out_before_the_other_has_its_counts(launch, upcycled, tmp_path):
+    words = [*upcycled, *LOSSES, "--auto_micro_batch"]
+    whole = launch("sft", *arguments("sft", 8, 1), *upcycled, *LOSSES)
+    code = (
+        "import os, sys, runpy; sys.path.insert(0, os.getcwd()); from common.model import FlatModel; old = FlatModel.forward\n"
+        "def limited(self, batch, *args, **kwargs):\n"
+        "    if os.environ['RANK'] == '1' and self.experts.watches and len(batch['lengths']) > 1: raise MemoryError\n"
+        "    return old(self, batch, *args, **kwargs)\n"
+        "FlatModel.forward = limited; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    (tmp_path / "limited.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command += [str(tmp_path / "limited.py"), "train_sft.py", *arguments("sft", 4, 1), *words]
+    run = run_script([*command, "--output_dir", str(tmp_path / "two")])
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert "the gradient stays the same" in run.stdout
+    assert_same_routing(whole, tmp_path / "two")
+
+
 # --- biases, checkpoints, new ones ----------------------------------------------------------------------------------
 
 
