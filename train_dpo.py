@@ -32,7 +32,7 @@ from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
 from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, SMOOTHED, dpo_loss, segment_sum
-from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference, precompute_ref_logps
 from common.run import Run
 
@@ -101,9 +101,9 @@ def main(args: Args) -> None:
         reference = None  # no longer needed in memory
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
-    def pair_losses(batch: Batch) -> dict[str, torch.Tensor]:
+    def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
         """The loss of each pair, and what is logged beside it, (B,) each."""
-        logps = segment_sum(model(batch).logps, batch["cu_seqlens"])  # (S,)
+        logps = segment_sum(out.logps, batch["cu_seqlens"])  # (S,)
         if not uses_reference:
             ref_logps = torch.zeros_like(logps)
         elif args.precompute_ref_log_probs:
@@ -131,7 +131,7 @@ def main(args: Args) -> None:
 
     def eval_losses(batch: Batch) -> dict[str, torch.Tensor]:
         """The same with both terms in the loss, the second one by pair."""
-        logged = pair_losses(batch)
+        logged = pair_losses(batch, model(batch))
         return logged | {"loss": logged["loss"] + sft_weight * logged["nll_loss"]}
 
     def gradients(window: Window) -> torch.Tensor:
@@ -140,10 +140,11 @@ def main(args: Args) -> None:
         for batch in window:
             with accelerator.accumulate(model):
                 pair_mask = batch["sequence_mask"][::2]  # (B,) 1; 0 where a process has no pair left
-                logged = pair_losses(batch)
+                out = model(batch)
+                logged = pair_losses(batch, out)
                 sft_loss = -(logged["logps/chosen"] * pair_mask).sum() / chosen_tokens
                 loss = (logged.pop("loss") * pair_mask).sum() / P + sft_weight * sft_loss  # <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # undoes the means that Accelerate and DDP take
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient

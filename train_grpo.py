@@ -317,7 +317,7 @@ def main(args: Args) -> None:
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # undoes the means that Accelerate and DDP take
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
             stats["entropy"] = out.entropy
             if run.step % rollouts.updates_per_rollout == 0:  # the model still is the one that sampled: do they agree?

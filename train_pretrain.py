@@ -56,12 +56,21 @@ class Args(CommonArgs):
     num_heads: int = arg(8, help="attention heads", within="[1, 1e5]")
     num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads", within="[1, 1e5]")
     intermediate_size: int | None = arg(None, help="width of the MLP; unset: 8/3 of hidden_size", within="[1, 1e7]")
+    num_experts: int = arg(0, help="experts in place of each MLP (Mixtral type); 0: none", within="0 or [2, 1e4]")
+    num_experts_per_tok: int = arg(2, help="of them for each token", within="[1, 1e4]")
+    moe_intermediate_size: int | None = arg(
+        None, help="width of an expert; unset: those of a token together are as wide as the MLP", within="[1, 1e7]"
+    )
     initializer_range: float = arg(0.02, help="standard deviation of the initial weights", within="(0, 10]")
     tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")
 
     def __post_init__(self) -> None:
         if self.use_peft and not self.model_name_or_path:
             raise UserError("--use_peft adapts a model that is there: name it with --model_name_or_path")
+        if self.num_experts and (self.model_name_or_path or self.config_name):
+            raise UserError("--num_experts is of a new model: not with --model_name_or_path or --config_name")
+        if self.num_experts and self.router_aux_loss_coef is None:
+            self.router_aux_loss_coef = 0.01  # a new model would soon send all tokens to a few of them
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
@@ -84,6 +93,9 @@ def new_model_config(args: Args, tokenizer: Tokenizer):
         max_position_embeddings=max(args.max_length, 512),
         initializer_range=args.initializer_range,
         tie_word_embeddings=args.tie_word_embeddings,
+        num_experts=args.num_experts,
+        num_experts_per_tok=args.num_experts_per_tok,
+        moe_intermediate_size=args.moe_intermediate_size,
     )
 
 
@@ -133,7 +145,7 @@ def main(args: Args) -> None:
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, nll_weights=mask / N)
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # undoes the means that Accelerate and DDP take
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 

@@ -87,7 +87,7 @@ def main(args: Args) -> None:
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, nll_weights=mask / N)
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
-                accelerator.backward(loss * window.num_micro_batches)  # undoes the means that Accelerate and DDP take
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 

@@ -162,6 +162,14 @@ class OptimizerArgs:
     max_grad_norm: float = arg(
         1.0, help="clip the gradient of the window to this norm; 0 turns clipping off", within="[0, inf)"
     )
+    router_aux_loss_coef: float | None = arg(
+        help="load-balancing loss of experts; unset: the model's own, where its config has output_router_logits",
+        within="[0, inf)",
+    )
+    router_z_loss_coef: float = arg(0.0, help="a loss on the size of the routers' logits (ST-MoE: 0.001)", within="[0, inf)")
+    router_bias_update_rate: float = arg(
+        0.0, help="step of the biases that balance DeepSeek-V3, GLM-4-MoE, ... without a loss (0.001)", within="[0, 1]"
+    )
     max_bad_steps: int = arg(
         3,
         help="end the run after so many steps in a row with a NaN or an infinity; none is taken",

@@ -178,6 +178,11 @@ class Window:
         return len(self) * self._accelerator.num_processes
 
     @property
+    def own_tokens(self) -> int:
+        """Of this process's micro-batches."""
+        return sum(len(sequence["input_ids"]) for atoms in self._micro_batches for atom in atoms for sequence in atom)
+
+    @property
     def num_sequences(self) -> int:
         """Of all processes. Raises ValueError as `total` does."""
         self._require_all("num_sequences")

@@ -35,18 +35,32 @@ def llama_config(
     max_position_embeddings: int,
     initializer_range: float,
     tie_word_embeddings: bool,
+    num_experts: int = 0,
+    num_experts_per_tok: int = 2,
+    moe_intermediate_size: int | None = None,
 ) -> "PreTrainedConfig":
-    """A Llama-type configuration; intermediate_size defaults to 8/3 of hidden_size, rounded up to 32."""
-    from transformers import LlamaConfig
+    """A Llama-type configuration; intermediate_size defaults to 8/3 of hidden_size, rounded up to 32.
+
+    With num_experts the same with experts in place of each MLP (Mixtral), of moe_intermediate_size; by default those of a
+    token are together as wide as the MLP would be.
+    """
+    from transformers import LlamaConfig, MixtralConfig
 
     if hidden_size % num_heads:
         raise UserError(f"--hidden_size {hidden_size} is not divisible by --num_heads {num_heads}")
     if num_heads % (num_kv_heads or num_heads):
         raise UserError(f"--num_heads {num_heads} is not divisible by --num_kv_heads {num_kv_heads}")
-    return LlamaConfig(
+    width, experts = intermediate_size or math.ceil(hidden_size * 8 / 3 / 32) * 32, {}
+    if num_experts:
+        if num_experts_per_tok > num_experts:
+            raise UserError(f"--num_experts_per_tok {num_experts_per_tok}: there are only {num_experts} (--num_experts)")
+        width = moe_intermediate_size or math.ceil(width / num_experts_per_tok / 32) * 32
+        experts = {"num_local_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
+        experts |= {"rope_parameters": LlamaConfig().rope_parameters}  # Mixtral's own are made for 32k tokens
+    return (MixtralConfig if num_experts else LlamaConfig)(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size or math.ceil(hidden_size * 8 / 3 / 32) * 32,
+        intermediate_size=width,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads or num_heads,
@@ -56,4 +70,5 @@ def llama_config(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **experts,
     )

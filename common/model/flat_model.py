@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import first_occurrences, plan_flat_row
+from common.model.experts import Experts, idle_parameters, routing_size
 from common.model.mixers import dealing
 from common.model.quantised import sizes
 from common.model.rope import following, one_for_all
@@ -39,6 +40,16 @@ class Output(NamedTuple):
     mapped: Tensor | None = None  # (N, ...): what map_logits made of the logits, in the order of batch["targets"]
     router_logits: tuple[Tensor, ...] | None = None  # (T, experts) of each layer with experts
     extra: dict[str, Tensor] | None = None  # what each of the extra modules gave
+    aux_loss: Tensor | float = 0.0  # (): its part of what keeps the load of experts even in a window (experts.py)
+
+
+class _States(NamedTuple):
+    """What the body of a model gives for a flat row."""
+
+    hidden: Tensor  # (T, D)
+    predicting: Tensor | None  # (N, D): those that predict the targets
+    routers: tuple[Tensor, ...] | None = None  # where asked for, of each layer with experts, (T, experts)
+    chosen: Sequence[Tensor] = ()  # and the experts that were chosen, (T, k), as far as they can be heard
 
 
 class FlatModel(nn.Module):
@@ -58,6 +69,7 @@ class FlatModel(nn.Module):
         self.offload = False  # whether what the body keeps for the backward pass waits in the host's memory
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
+        self.experts: Experts | None = None  # of a mixture: what balances them in training; set by load_model
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)  # read by FSDP's wrapping policy
 
     @property
@@ -114,7 +126,11 @@ class FlatModel(nn.Module):
             if name not in self.extra:
                 raise UserError(f"the model has no extra module {name!r}; it has: {', '.join(self.extra) or 'none'}")
         check_positions(self, max(batch["lengths"]))
-        states, predicting, routers = self._run_body(batch, router_logits)
+        watched = self.experts is not None and self.experts.watches and (torch.is_grad_enabled() or self.experts.counting)
+        states, predicting, routers, chosen = self._run_body(batch, router_logits or watched)
+        aux_loss = self.experts.add(batch, routers, chosen) if watched else 0.0
+        if watched and self.experts.counting:
+            return Output(states.new_zeros(len(states)))
         targets = batch["targets"]
         predicting = base_lm(self.lm), predicting
         tokens = batch["input_ids"][0, targets]
@@ -142,8 +158,9 @@ class FlatModel(nn.Module):
             nll=nll,
             hidden=states if hidden else None,
             mapped=mapped,
-            router_logits=routers,
+            router_logits=routers if router_logits else None,
             extra={name: self._call_extra(name, states) for name in extra} if extra else None,
+            aux_loss=aux_loss,
         )
 
     def _call_extra(self, name: str, states: Tensor) -> Tensor:
@@ -152,15 +169,12 @@ class FlatModel(nn.Module):
 
     def hidden(self, batch: Batch) -> Tensor:
         """What the LM head reads, (T, D)."""
-        return self._run_body(batch)[0]
+        return self._run_body(batch).hidden
 
-    def _run_body(
-        self, batch: Batch, router_logits: bool = False
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
-        """Hidden states (T, D), those that predict the targets (N, D), and where asked for the router logits (T, experts) of
-        each layer with experts."""
+    def _run_body(self, batch: Batch, router_logits: bool = False) -> "_States":
         options: dict[str, Any] = {"use_cache": False}  # with a cache, or any attention_mask, sequences see each other
-        if router_logits and hasattr(self.config.get_text_config(), "output_router_logits"):
+        routes = hasattr(self.config.get_text_config(), "output_router_logits") or routing_size(base_lm(self.lm))
+        if router_logits and routes:
             options["output_router_logits"] = True
         previous, first = batch.get("previous"), None
         if batch.get("token_map") is not None and not one_for_all(self.rotaries, max(batch["lengths"])):
@@ -168,7 +182,9 @@ class FlatModel(nn.Module):
             previous = None if previous is None else first[batch["targets"]] - 1
         for rotary in self.rotaries:
             rotary.own_lengths = batch["lengths"]
-        with torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext():
+        listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
+        offload = torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext()
+        with offload, listening as chosen:
             out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
             hidden = to_row(out.last_hidden_state)
         for rotary in self.rotaries:
@@ -176,11 +192,11 @@ class FlatModel(nn.Module):
         predicting = None if previous is None else hidden.index_select(0, previous)
         hidden = hidden if first is None else hidden[first]
         if not router_logits:
-            return hidden, predicting, None
+            return _States(hidden, predicting)
         if not (routers := getattr(out, "router_logits", None)):
             raise UserError(f"router_logits: {type(base_lm(self.lm)).__name__} is no mixture of experts")
-        routers = (to_row(logits) for logits in routers)
-        return hidden, predicting, tuple(logits if first is None else logits[first] for logits in routers)
+        routers, chosen = ([to_row(x) if first is None else to_row(x)[first] for x in parts] for parts in (routers, chosen))
+        return _States(hidden, predicting, tuple(routers), chosen)
 
     def _call_flat(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
         """What transformers gives for the flat row, and how to make (T, ...) of a tensor in it."""
@@ -332,13 +348,14 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def flops_per_token(model: FlatModel, T: int) -> float:
     """Floating-point operations to train on one token: `6 · N + 6 · L · H · Dh · T`.
 
-    N: parameters of the matrix products (all but the input embedding, the LM head included); L layers, H heads of size
-    Dh, T the length of a sequence. Causal: the attention of a token spans T/2 others on average.
+    N: parameters of the matrix products (all but the input embedding, the LM head included; of experts, those that a token
+    meets); L layers, H heads of size Dh, T the length of a sequence. Causal: the attention of a token spans T/2 others on
+    average.
     """
     config = model.config.get_text_config()
     embedding = lm_head.weight_of(base_lm(model.lm).get_input_embeddings())
     tied = embedding is lm_head.weight_of(base_lm(model.lm).get_output_embeddings())
-    N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel())
+    N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel()) - idle_parameters(base_lm(model.lm))
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
     return 6.0 * N + 6.0 * config.num_hidden_layers * width * T

@@ -12,6 +12,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED, is_oom
 from common.model import attention, mixers
 from common.model.create import DTYPES, create_model
+from common.model.experts import add_experts
 from common.model.flat_model import FlatModel, base_lm
 from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
 from common.model.quantised import is_quantised, quantisation, use_plain_arithmetic
@@ -85,10 +86,11 @@ def load_model(
         enable_gradient_checkpointing(model, args.activation_offloading)
     if args.torch_compile:
         compile_layers(model)
+    model.experts = add_experts(args, model)
     model.stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, model.stop_ids, tokenizer)
     if not args.dry_run and accelerator.distributed_type not in SHARDED:
-        model.to(accelerator.device)
+        align(model.to(accelerator.device))
     return model
 
 
@@ -176,6 +178,17 @@ def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
         with torch.random.fork_rng():  # the new rows are drawn: the same for the model and its reference, on every process
             torch.manual_seed(0)
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
+
+
+def align(model: torch.nn.Module) -> None:
+    """Give weights on a CPU memory of their own that starts at a multiple of 64 bytes, as that of new ones does.
+
+    What was loaded lies where the file has it, and how a matrix product rounds depends on that (MKL): a run that goes on
+    would not be the same as one that was not stopped.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.data_ptr() % 64:
+            tensor.data = tensor.data.clone()
 
 
 def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> None:

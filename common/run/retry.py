@@ -47,6 +47,7 @@ class Retry:
             )
         self.accelerator, self.model, self.metrics, self.seed = accelerator, model, metrics, args.seed
         self.splits = 1  # parts into which each micro-batch is split
+        self.experts = accelerator.unwrap_model(model).experts
         # DeepSpeed's engine divides by the micro-batches that it was told of, and keeps what it has added up: its windows
         # are neither split nor begun again.
         engine = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -67,18 +68,25 @@ class Retry:
         while True:
             reason = None
             self._seed_dropout(step)
+            window.split(self.splits, self.tokens)
             try:
-                loss = gradients(window.split(self.splits, self.tokens))
+                if self.experts:
+                    self.experts.begin(self.accelerator, self.model, window)
+                loss = gradients(window)
             except Exception as error:
                 if not is_oom(error):
                     raise
                 reason = " ".join(str(error).split())[:160] or type(error).__name__
             # Here the exception is gone, and with it the frames that held the tensors of the failed attempt.
+            if reason is not None and self.experts:
+                self.experts.give_up()
             if not self._anywhere(reason is not None):
                 break
             self._start_again(step, window, reason)
         if self._sums:
             self._sum_gradients()
+        if self.experts:
+            self.metrics.add(**self.experts.finish())
         return loss
 
     def try_largest(self, gradients: Gradients, window: Window, optimizer: torch.optim.Optimizer) -> None:

@@ -72,7 +72,8 @@ def test_only_what_is_asked_for_is_there(options, given):
     model.extra["value"] = nn.Linear(32, 1)
     out = model(batch, **options)
     assert isinstance(out, Output)
-    assert {name for name, value in out._asdict().items() if value is not None} == {"logps"} | given
+    assert {name for name, value in out._asdict().items() if value is not None} == {"logps", "aux_loss"} | given
+    assert out.aux_loss == 0.0  # a loss can be added without asking whether there are experts
     assert torch.allclose(out.logps, model(batch).logps, atol=1e-5)
     assert out.logps.shape == (174,)
     assert has_gradient(out.logps) == ("nll_weights" not in options)

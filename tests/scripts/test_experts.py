@@ -1,0 +1,246 @@
+"""Mixtures of experts through the scripts: the routers' losses of a window are the same however it is split."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from common.model import FlatModel
+from common.run import run as run_module
+from common.run.output_dir import checkpoints
+from tests.conftest import ROOT, read_metrics, run_script, train_metrics
+from tests.run.test_fsdp import sharded  # noqa: F401
+from tests.scripts.one_step import LLAMA, assert_gradient, gradient_of, nll_window, tokenizer, watched, write_rows
+from tests.scripts.test_equivalence import arguments, assert_same, free_port, losses
+from tests.scripts.test_sft import CHATS, encoded
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+LOSSES = ["--router_aux_loss_coef", "20", "--router_z_loss_coef", "2"]
+ROUTERS = ("moe/aux_loss", "moe/z_loss", "moe/max_load", "moe/unused_experts")
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # drawing takes longer than the run
+
+
+@pytest.fixture(scope="module")
+def upcycled(tmp_path_factory):
+    """data/base_model with each MLP six times, which differ a little (Komatsuzaki et al. 2022, arXiv 2212.05055)."""
+    folder, base = tmp_path_factory.mktemp("upcycled"), AutoModelForCausalLM.from_pretrained("data/base_model")
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    same += ("num_key_value_heads", "max_position_embeddings", "rope_parameters", "rms_norm_eps", "tie_word_embeddings")
+    config = {name: getattr(base.config, name) for name in same}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lm = AutoModelForCausalLM.from_config(transformers.MixtralConfig(**config, num_local_experts=6))
+        lm.load_state_dict(base.state_dict(), strict=False)
+        with torch.no_grad():
+            for layer, dense in zip(lm.model.layers, base.model.layers, strict=True):
+                up = torch.cat([dense.mlp.gate_proj.weight, dense.mlp.up_proj.weight])
+                for weight, mlp in (
+                    (layer.mlp.experts.gate_up_proj, up),
+                    (layer.mlp.experts.down_proj, dense.mlp.down_proj.weight),
+                ):
+                    weight.copy_(mlp * (1 + 0.02 * torch.randn_like(weight)))
+                layer.mlp.gate.weight.normal_(std=0.1)
+    lm.generation_config = base.generation_config
+    lm.save_pretrained(folder)
+    AutoTokenizer.from_pretrained("data/base_model").save_pretrained(folder)
+    return ["--model_name_or_path", str(folder)]
+
+
+def assert_same_routing(one, other):
+    """A rounding may send a token to another of two experts that are all but equally good: a change of 1e-4 in a count."""
+    assert_same(losses(one), losses(other), tolerance=1e-4, norm_tolerance=1e-3)
+    for a, b in zip(train_metrics(one), train_metrics(other), strict=True):
+        assert [a[name] for name in ROUTERS] == pytest.approx([b[name] for name in ROUTERS], rel=2e-3)
+
+
+SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("pretrain", "dpo", "grpo")]
+
+
+@pytest.mark.parametrize("stage", ["sft", *SLOW])
+def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stage, launch, upcycled):
+    words = [*upcycled, *LOSSES]
+    whole = launch(stage, *arguments(stage, 8, 1), *words, output="whole")
+    norms = [norm for *_, norm in losses(whole)]
+    plain = [norm for *_, norm in losses(launch(stage, *arguments(stage, 8, 1), *upcycled, output="plain"))]
+    assert all(abs(a - b) > 1e-2 * b for a, b in zip(norms, plain, strict=True))  # the losses make a difference
+    for batch, accumulation in ((2, 4), (1, 8)) if stage != "sft" else ((2, 4),):
+        split = launch(stage, *arguments(stage, batch, accumulation), *words, output=f"{batch}x{accumulation}")
+        assert_same_routing(whole, split)
+
+
+def two_processes(stage, tmp_path, *words, name="two"):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    run = run_script([*command, f"train_{stage}.py", *words, "--output_dir", str(tmp_path / name)])
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert json.loads((tmp_path / name / "summary.json").read_text())["processes"] == 2
+    return tmp_path / name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "grpo"])
+def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stage, launch, upcycled, tmp_path):
+    words = [*upcycled, *LOSSES]
+    whole = launch(stage, *arguments(stage, 8, 1), *words)
+    assert_same_routing(whole, two_processes(stage, tmp_path, *arguments(stage, 2, 2), *words))
+    if stage == "sft":  # one micro-batch on each: no pass of its own counts
+        assert_same_routing(whole, two_processes(stage, tmp_path, *arguments(stage, 4, 1), *words, name="4"))
+        assert_same_routing(
+            whole, two_processes(stage, tmp_path, *arguments(stage, 2, 2), *words, "--auto_micro_batch", name="auto")
+        )
+
+
+@pytest.mark.slow
+def test_sharded_weights_give_the_same(launch, upcycled, sharded):  # noqa: F811
+    words = [*arguments("sft", 8, 1), *upcycled, *LOSSES, "--gradient_checkpointing"]
+    assert_same_routing(launch("sft", *words), sharded("sft", *words))
+
+
+@pytest.mark.slow
+def test_packing_and_lora_and_recomputation_change_nothing_of_it(launch, upcycled):
+    words = [*arguments("sft", 20, 1), *upcycled, *LOSSES]
+    alone = launch("sft", *words, output="alone")
+    assert_same_routing(alone, launch("sft", *words, "--packing", output="packed"))
+    lora = [*words, "--use_peft", "--lora_target_modules", "q_proj", "v_proj"]
+    one = launch("sft", *lora, output="lora")
+    assert train_metrics(one)[0]["moe/aux_loss"] == pytest.approx(train_metrics(alone)[0]["moe/aux_loss"], rel=1e-5)
+    split = [*arguments("sft", 5, 4), *upcycled, *LOSSES, *lora[-4:], "--gradient_checkpointing"]
+    assert_same_routing(one, launch("sft", *split, output="split"))
+
+
+def test_the_gradient_is_that_of_the_loss_and_of_transformers_own_term_which_the_config_asks_for(launch, tmp_path):
+    """In float64, of four conversations in two micro-batches; the sequences one by one, so without padding."""
+    torch.manual_seed(5)
+    config = transformers.Qwen3MoeConfig(**LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.3
+    lm = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p += 0.1 * torch.randn(p.shape)  # no two are alike
+    lm.save_pretrained(tmp_path / "moe")
+    tokenizer().save_pretrained(tmp_path / "moe")
+    rows = write_rows(tmp_path / "chats.jsonl", [{"messages": messages} for messages in CHATS[:4]])
+    flags = ["--dataset_name", rows, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2]
+    run = watched(launch, "sft", str(tmp_path / "moe"), *flags, "--max_steps", 1)
+
+    exact = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "moe", dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    sequences = [encoded(messages) for messages in CHATS[:4]]
+    loss, wanted = nll_window(exact, sequences)
+    logits = [exact(torch.tensor([ids]), output_router_logits=True).router_logits for ids, _ in sequences]
+    logits = tuple(torch.cat(parts) for parts in zip(*logits, strict=True))
+    term = transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func
+    aux = sum(term((layer,), 4, 2) for layer in logits) / len(logits)
+    assert_gradient(run.grads[0], gradient_of(exact, loss + 0.3 * aux))
+    assert run.rows[0]["moe/aux_loss"] == pytest.approx(aux.item(), rel=1e-4)
+    assert run.rows[0]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)  # without the term, as an evaluation's
+
+
+def test_a_window_that_is_begun_again_in_smaller_micro_batches_is_the_same(launch, upcycled, monkeypatch, capsys):
+    words = [*arguments("sft", 8, 1), *upcycled, *LOSSES, "--max_steps", "1"]
+    whole = launch("sft", *words, output="whole")
+    forward = FlatModel.forward
+
+    def limited(self, batch, *args, **kwargs):
+        if self.experts.watches and len(batch["lengths"]) > 4:
+            raise torch.OutOfMemoryError
+        return forward(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(FlatModel, "forward", limited)
+    parts = launch("sft", *words, output="parts")
+    assert "out of memory; again" in capsys.readouterr().out
+    assert_same_routing(whole, parts)
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_may_run_out_before_the_other_has_its_counts(launch, upcycled, tmp_path):
+    words = [*upcycled, *LOSSES, "--auto_micro_batch"]
+    whole = launch("sft", *arguments("sft", 8, 1), *upcycled, *LOSSES)
+    code = (
+        "import os, sys, runpy; sys.path.insert(0, os.getcwd()); from common.model import FlatModel; old = FlatModel.forward\n"
+        "def limited(self, batch, *args, **kwargs):\n"
+        "    if os.environ['RANK'] == '1' and self.experts.watches and len(batch['lengths']) > 1: raise MemoryError\n"
+        "    return old(self, batch, *args, **kwargs)\n"
+        "FlatModel.forward = limited; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    (tmp_path / "limited.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command += [str(tmp_path / "limited.py"), "train_sft.py", *arguments("sft", 4, 1), *words]
+    run = run_script([*command, "--output_dir", str(tmp_path / "two")])
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert "the gradient stays the same" in run.stdout
+    assert_same_routing(whole, tmp_path / "two")
+
+
+# --- biases, checkpoints, new ones ----------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+def test_biases_are_saved_and_a_resumed_run_has_them(launch, tmp_path, monkeypatch):
+    torch.manual_seed(5)
+    few = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    lm = AutoModelForCausalLM.from_config(transformers.Glm4MoeConfig(**LLAMA, **few, head_dim=8, moe_intermediate_size=24))
+    lm.save_pretrained(tmp_path / "glm")
+    tokenizer().save_pretrained(tmp_path / "glm")
+    words = ["--config", "data/configs/sft.yaml", "--model_name_or_path", str(tmp_path / "glm"), "--max_train_samples", "20"]
+    words += ["--router_bias_update_rate", "0.01", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "0"]
+    words += ["--logging_steps", "1", "--per_device_train_batch_size", "4"]
+    whole = launch("sft", *words, output="whole")
+    save = run_module.save_checkpoint
+
+    def save_and_stop(*args, **kwargs):
+        save(*args, **kwargs)
+        raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(run_module, "save_checkpoint", save_and_stop)
+        launch("sft", *words, output="stopped")
+    resumed = launch("sft", *words, output="stopped")
+    assert read_metrics(resumed) == read_metrics(whole)
+    one, other = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    (bias,) = (value for name, value in one.items() if "e_score_correction_bias" in name)
+    steps = bias / 0.01  # four, up, down or not at all
+    assert bias.any() and torch.allclose(steps, steps.round(), atol=1e-4) and steps.abs().max() <= 4
+
+
+NEW = ["--config", "data/configs/pretrain.yaml", "--num_experts", "4", "--num_experts_per_tok", "2", "--max_steps", "12"]
+NEW += ["--moe_intermediate_size", "64", "--max_train_samples", "300", "--save_steps", "2", "--logging_steps", "1"]
+NEW += ["--eval_steps", "12", "--max_eval_samples", "4", "--eval_max_new_tokens", "4"]
+
+
+@pytest.mark.slow
+def test_a_new_mixture_that_was_killed_goes_on_and_is_exported_bit_for_bit(launch, tmp_path):
+    whole = launch("pretrain", *NEW, output="whole")
+    command = [sys.executable, "train_pretrain.py", *NEW, "--output_dir", str(tmp_path / "killed")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    deadline = time.monotonic() + 120
+    while len(checkpoints(tmp_path / "killed")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    resumed = launch("pretrain", *NEW, output="killed")
+    assert read_metrics(resumed) == read_metrics(whole)
+    one, other = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    lm, found = AutoModelForCausalLM.from_pretrained(resumed, output_loading_info=True)
+    assert type(lm).__name__ == "MixtralForCausalLM" and lm.config.num_local_experts == 4
+    assert lm.config.intermediate_size == 64 and not found["missing_keys"] and not found["unexpected_keys"]
+    prompt = AutoTokenizer.from_pretrained(resumed)("Today is", return_tensors="pt")
+    assert lm.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] == prompt.input_ids.shape[1] + 4
+    assert train_metrics(whole)[0]["moe/aux_loss"] > 2 and "router_aux_loss_coef: 0.01" in (whole / "args.yaml").read_text()
