@@ -18,7 +18,8 @@ Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejecte
 loss_mask (T,); cu_seqlens (S+1,), the borders of what each sequence has for itself, which the prompt that it shares with the
 one before is not; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
-request also entropy, hidden states, what a function makes of the logits, modules of one's own.
+request also entropy, hidden states, what a function makes of the logits, modules of one's own. out.aux_loss is 0, or what
+keeps the load of a mixture's experts even (common/model/experts.py).
 """
 
 import math

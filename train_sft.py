@@ -15,7 +15,8 @@ Shapes: T tokens of the flat row, S sequences in it. A start that two neighbours
 holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
 common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, what a function makes of the logits, modules of one's
-own. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free.
+own. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+what keeps the load of a mixture's experts even (common/model/experts.py).
 """
 
 import math

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+from common.errors import UserError
 from common.model import FlatModel
 from common.run import run as run_module
 from common.run.output_dir import checkpoints
@@ -15,6 +16,7 @@ from tests.run.test_fsdp import sharded  # noqa: F401
 from tests.scripts.one_step import LLAMA, assert_gradient, gradient_of, nll_window, tokenizer, watched, write_rows
 from tests.scripts.test_equivalence import arguments, assert_same, free_port, losses
 from tests.scripts.test_sft import CHATS, encoded
+from train_pretrain import Args
 
 import pytest
 import torch
@@ -170,7 +172,7 @@ def test_one_of_two_processes_may_run_out_before_the_other_has_its_counts(launch
     code = (
         "import os, sys, runpy; sys.path.insert(0, os.getcwd()); from common.model import FlatModel; old = FlatModel.forward\n"
         "def limited(self, batch, *args, **kwargs):\n"
-        "    if os.environ['RANK'] == '1' and self.experts.watches and len(batch['lengths']) > 1: raise MemoryError\n"
+        "    if os.environ['RANK'] == '1' and self.experts.watches and len(batch['lengths']) > 2: raise MemoryError\n"
         "    return old(self, batch, *args, **kwargs)\n"
         "FlatModel.forward = limited; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
@@ -216,6 +218,13 @@ def test_biases_are_saved_and_a_resumed_run_has_them(launch, tmp_path, monkeypat
     (bias,) = (value for name, value in one.items() if "e_score_correction_bias" in name)
     steps = bias / 0.01  # four, up, down or not at all
     assert bias.any() and torch.allclose(steps, steps.round(), atol=1e-4) and steps.abs().max() <= 4
+
+
+def test_sizes_of_a_new_mixture_are_not_for_a_model_that_is_there():
+    with pytest.raises(UserError, match="--num_experts is of a new model"):
+        Args(num_experts=4, model_name_or_path="data/base_model")
+    assert Args().router_aux_loss_coef is None and Args(num_experts=4).router_aux_loss_coef == 0.01
+    assert Args(num_experts=4, router_aux_loss_coef=0.0).router_aux_loss_coef == 0.0
 
 
 NEW = ["--config", "data/configs/pretrain.yaml", "--num_experts", "4", "--num_experts_per_tok", "2", "--max_steps", "12"]
