@@ -1,6 +1,7 @@
 """What a FlatModel says of a flat row, against transformers' own logits in float64, sequence by sequence."""
 
 import contextlib
+import copy
 import json
 from types import SimpleNamespace
 
@@ -40,16 +41,18 @@ CONFIGS = {
     "gemma2-soft-capping": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=5),
     "gpt-oss-sinks": lambda: transformers.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4),
     "mamba-state": lambda: transformers.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4),
-    "phimoe-window-in-the-mask": lambda: transformers.PhimoeConfig(
-        **GROUPED, sliding_window=5, num_local_experts=4, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
-    ),
-    "llama4-chunks-in-the-mask": lambda: transformers.Llama4TextConfig(
-        **GROUPED, head_dim=8, intermediate_size_mlp=64, attention_chunk_size=5, num_local_experts=4, num_experts_per_tok=1
-    ),
     "lfm2-convolution": lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
 }
 PADDED = {
     "bloom-alibi": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4),
+}
+MASKED_ONLY = {
+    "phimoe": lambda: transformers.PhimoeConfig(
+        **GROUPED, sliding_window=5, num_local_experts=4, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **GROUPED, head_dim=8, intermediate_size_mlp=64, attention_chunk_size=5, num_local_experts=4, num_experts_per_tok=1
+    ),
 }
 LENGTHS = (7, 40, 2, 13, 13, 64, 5, 30)
 
@@ -163,6 +166,25 @@ def test_no_tensor_of_the_size_of_the_full_logits_or_of_a_full_mask_is_ever_made
     with Largest() as largest:
         model(flat_batch(rows, torch.device("cpu")), entropy=True).logps.sum().backward()
     assert largest.elements < T * big_v / 50 and largest.elements < T * T / 8
+
+
+@pytest.mark.parametrize("name", MASKED_ONLY)
+def test_a_window_that_is_in_a_mask_only_is_found_at_loading(name):
+    """A flat row has no mask: these go through padded batches, though the tokens of the check are fewer than the window."""
+    lm = make(MASKED_ONLY[name]).eval()
+    model, batch = wrap(copy.deepcopy(lm)), flat_batch(examples(), torch.device("cpu"))
+    assert model.padded
+    with torch.no_grad():
+        found = model(batch).logps[batch["targets"]]
+        alone = [lm(input_ids=torch.as_tensor(row["input_ids"])[None], use_cache=False).logits[0] for (row,) in examples()]
+    wanted = []
+    for logits, (row,) in zip(alone, examples(), strict=True):
+        chosen = logits[:-1].log_softmax(-1).gather(-1, torch.as_tensor(row["input_ids"])[1:, None])[:, 0]
+        wanted.append(chosen[torch.as_tensor(row["loss_mask"][1:], dtype=torch.bool)])
+    torch.testing.assert_close(found, torch.cat(wanted), atol=2e-4, rtol=1e-4)
+    assert (
+        getattr(model.config, "sliding_window", None) in (5, None) and getattr(model.config, "attention_chunk_size", 5) == 5
+    )
 
 
 def test_a_sequence_does_not_see_its_neighbours():
