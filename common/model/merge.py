@@ -31,13 +31,12 @@ def merged_model(
         raise UserError(f"{adapter} holds no adapter (adapter_config.json)")
     config, peft = adapter_config(adapter, base=base), import_peft(f"the adapter {adapter}")
     name, revision = (base, None) if base else (config.base_model_name_or_path, config.revision)
-    code = {"trust_remote_code": trust_remote_code}
     with hub_errors("model", name):
-        lm = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto", **code)
+        lm = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto", trust_remote_code=trust_remote_code)
     if getattr(lm.config, "quantization_config", None) is not None:
         raise UserError(f"the base {name} is quantised: name the model that it was made of, in its own dtype, with --base")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(adapter, **code)
+        tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
     except Exception:  # none beside it
         tokenizer = None
     tensors = dict(lm.named_parameters()) | dict(lm.named_buffers())

@@ -12,7 +12,11 @@ from tests.conftest import ROOT, run_script
 
 import pytest
 
-SOURCES = [*sorted(ROOT.glob("train_*.py")), *sorted((ROOT / "common").rglob("*.py"))]
+SOURCES = [
+    *sorted(ROOT.glob("train_*.py")),
+    *sorted((ROOT / "common").rglob("*.py")),
+    *sorted((ROOT / "tools").glob("*.py")),
+]
 SFT = "--config data/configs/sft.yaml --max_train_samples 20 --per_device_train_batch_size 4 --max_steps 2 --save_steps 1"
 SFT += " --logging_steps 1 --eval_steps 1 --max_eval_samples 4 --eval_max_new_tokens 2 --model_name_or_path data/base_model"
 SFT = SFT.split()
@@ -130,7 +134,7 @@ def calls(path: Path) -> list[ast.Call]:
 
 
 def test_nothing_that_is_read_or_sampled_is_run():
-    """No eval, exec or compile, no shell, no pickle, no yaml of arbitrary objects in the scripts and in common."""
+    """No eval, exec or compile, no shell, no pickle, no yaml of arbitrary objects in the scripts, in common and in tools."""
     forbidden = {"eval", "exec", "compile", "__import__"}
     dotted = {"os.system", "os.popen", "pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
     for path in SOURCES:
@@ -142,8 +146,15 @@ def test_nothing_that_is_read_or_sampled_is_run():
             assert name not in ("np.load", "numpy.load") or keywords.get("allow_pickle", "False") == "False", where
             assert "trust_remote_code" not in keywords or keywords["trust_remote_code"] in (
                 "args.trust_remote_code",
+                "trust_remote_code",  # handed on
                 "False",
             ), where
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                defaults = dict(zip((a.arg for a in function.args.kwonlyargs), function.args.kw_defaults, strict=True))
+                assert "trust_remote_code" not in {a.arg for a in function.args.args}, f"{path.name}: {function.name}"
+                if (default := defaults.get("trust_remote_code", False)) is not False:
+                    assert ast.unparse(default) == "False", f"{path.name}: {function.name}"
 
 
 def test_rewards_read_completions_and_never_run_them(tmp_path):
