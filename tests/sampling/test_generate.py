@@ -333,7 +333,7 @@ def test_models_that_keep_a_state_sample_as_transformers_generates_each_prompt_a
     found = ours(model, prompts, keys, stop_ids=stop_ids, temperature=0)
     assert [c.ids for c in found] == wanted
     for c, logps in zip(found, trainer_logps(model, prompts, found), strict=True):
-        torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-3, rtol=0)
+        torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-3, rtol=3e-3)
     assert model.training and model.config._attn_implementation == "flat" and not model.padded
     one, all_together = (ours(model, prompts, keys, stop_ids=stop_ids, batch_size=n) for n in (1, 128))
     assert [c.ids for c in one] == [c.ids for c in all_together]
