@@ -72,7 +72,7 @@ HYBRIDS = {
     "qwen3-next": ("Qwen3NextConfig", {**FOUR, **DELTA, **MOE, "shared_expert_intermediate_size": 24}),
     "lfm2": ("Lfm2Config", {**SIZE, **CONV}),
     "lfm2-moe": ("Lfm2MoeConfig", {**SIZE, **CONV, **MOE, "num_dense_layers": 1}),
-    "lfm3": ("Lfm3Config", SIZE),
+    "lfm3": ("Lfm3Config", {**SIZE, **CONV}),
     "falcon-h1": ("FalconH1Config", {**SIZE, **SSM, "mamba_d_ssm": 64}),
     "nemotron-h": (
         "NemotronHConfig",

@@ -5,31 +5,25 @@ random generator of its own, so that it does not depend on what else is in the b
 """
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from common.errors import UserError, say
 from common.memory import empty_caches, is_oom, to_device
 from common.model.attention import FLAT
 from common.model.flat_model import FlatModel, base_lm, body, gathered
 from common.model.lm_head import logits_of
-from common.model.mixers import own_cache, recurrent_mixers
+from common.model.mixers import recurrent_mixers
 from common.sampling import kv_cache
 from common.sampling.kv_cache import CACHED, KVCache
+from common.sampling.padded import PaddedDecoder, cache_name, joinable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from transformers import Cache
 
 DRAW_BLOCK = 128  # tokens of the vocabulary whose probabilities are summed first: see _invert
 DRAW_AT_ONCE = 1024  # up to this vocabulary size one level is quicker
-# What a layer of transformers' cache holds: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
-PER_TOKEN, STATES = ("keys", "values", "indexer_keys"), ("conv_states", "recurrent_states")
 
 
 class Sampled(NamedTuple):
@@ -65,6 +59,8 @@ def sample(
     completions: list[Sampled] = []
     with generating(model) as lm:
         make_decoder = PaddedDecoder if model.padded or recurrent_mixers(lm) else FlatDecoder
+        if make_decoder is PaddedDecoder and not joinable(lm):
+            batch_size = 1
         while len(completions) < len(prompts):
             part = slice(len(completions), len(completions) + batch_size)
             distinct = list(dict.fromkeys(map(tuple, prompts[part])))
@@ -89,22 +85,9 @@ def sample(
 def why_not_sampled(model: FlatModel) -> str | None:
     """Why this architecture cannot be sampled from; None where it can."""
     lm = base_lm(model.lm)
-    if _cache_name(lm) is not None:
+    if cache_name(lm) is not None:
         return None
     return f"sampling from {type(lm).__name__} is not supported: its cache is not one of transformers' own"
-
-
-def _cache_name(lm: nn.Module) -> str | None:
-    """The argument that takes transformers' cache, which holds all that the layers keep; None where there is none."""
-    from transformers import DynamicCache
-
-    accepted = inspect.signature(lm.forward).parameters
-    layers = DynamicCache(config=lm.config.get_text_config()).layers
-    if any(hasattr(layer, STATES[0]) for layer in layers) != bool(mixers := recurrent_mixers(lm)) or own_cache(mixers):
-        return None  # the layers keep their state elsewhere
-    if "past_key_values" in accepted:
-        return "past_key_values"
-    return "cache_params" if "cache_params" in accepted and mixers else None
 
 
 @contextlib.contextmanager
@@ -243,86 +226,6 @@ class FlatDecoder:
                     self.logits = logits_of(base_lm(self.lm), self._hidden(self.tokens, self.position)).float()
                 self.graph = graph
         return logits
-
-
-class PaddedDecoder:
-    """The same for architectures whose attention cannot be replaced, or whose layers keep a state: transformers' own cache
-    and masks.
-
-    Prompts are read in groups of equal length, because padding would enter a state. Then their caches are joined: keys and
-    values are padded on the left, where the mask hides them; a state has no length.
-    """
-
-    def __init__(self, lm: nn.Module, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
-        inner = base_lm(lm)
-        self.lm, self.prompts, self.device = lm, prompts, inner.device
-        self.owner = torch.tensor(owner, device=self.device)
-        self.accepted = inspect.signature(inner.forward).parameters
-        self.cache_name = _cache_name(inner)
-
-    def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: "Cache") -> Tensor:
-        """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, of the last token."""
-        optional = {"position_ids": position_ids, "logits_to_keep": 1}
-        optional = {name: value for name, value in optional.items() if name in self.accepted}
-        if self.cache_name == "past_key_values":  # the others have no attention, and would multiply the new token by it
-            optional["attention_mask"] = mask
-        out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)
-        return out.logits[:, -1].float()
-
-    def read_prompts(self) -> Tensor:
-        from transformers import DynamicCache
-
-        config = base_lm(self.lm).config.get_text_config()
-        lengths = np.array([len(prompt) for prompt in self.prompts])
-        order, logits, caches = np.argsort(lengths, kind="stable"), [], []
-        for length in np.unique(lengths):
-            ids = torch.tensor([self.prompts[i] for i in np.flatnonzero(lengths == length)], device=self.device)
-            position_ids = torch.arange(length, device=self.device).expand_as(ids)
-            caches.append(DynamicCache(config=config))
-            logits.append(self._call(ids, torch.ones_like(ids), position_ids, caches[-1]))
-        self.cache = _joined(caches, int(lengths.max()))
-        in_order = to_device(lengths[order], self.device)[:, None]
-        self.mask = (torch.arange(lengths.max(), device=self.device) >= lengths.max() - in_order).long()
-        self.position = in_order[:, 0] - 1  # of the newest token
-        rows = to_device(np.argsort(order), self.device)[self.owner]
-        self._select(rows)
-        return torch.cat(logits)[rows]
-
-    def _select(self, rows: Tensor) -> None:
-        self.cache.reorder_cache(rows)
-        self.mask, self.position = self.mask[rows], self.position[rows]
-
-    def keep(self, keep: np.ndarray) -> Tensor:
-        kept = to_device(keep.nonzero()[0], self.device)
-        self._select(kept)
-        return kept
-
-    def next_logits(self, tokens: Tensor) -> Tensor:
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
-        self.position = self.position + 1
-        return self._call(tokens[:, None], self.mask, self.position[:, None], self.cache)
-
-
-def _joined(caches: "list[Cache]", length: int) -> "Cache":
-    """One cache for the rows of all, which hold prompts of increasing lengths; `length` is that of the last one.
-
-    What has an entry per token is padded on the left by zeros; a layer with a sliding window holds its last ones only.
-    """
-    cache = caches[-1]
-    for layer, *others in zip(*(c.layers for c in reversed(caches)), strict=True):
-        others = others[::-1]  # shortest prompts first
-        for name, value in vars(layer).items():
-            if name in PER_TOKEN and torch.is_tensor(value):
-                parts = [getattr(other, name) for other in others]
-                shape = value.shape[-2]
-                parts = [F.pad(part, (0, 0, shape - part.shape[-2], 0)) for part in parts]
-                setattr(layer, name, torch.cat([*parts, value]))
-            elif name in STATES:
-                states = [getattr(other, name) for other in others]
-                for i, state in value.items():
-                    if state is not None:
-                        value[i] = torch.cat([*(other[i] for other in states), state])
-    return cache
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:

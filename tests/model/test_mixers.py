@@ -57,6 +57,7 @@ def flat_logits(model, batch):
 
 def assert_near(found, wanted, tolerance):
     """Of numbers that are sums of others: relative to the largest."""
+    found, wanted = ([x if x is None else x.detach() for x in numbers] for numbers in (found, wanted))
     largest = max(float(w.abs().max()) for w in wanted if w is not None)
     for f, w in zip(found, wanted, strict=True):
         if w is not None:

@@ -38,7 +38,9 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=5),
     "granite-scaled-logits": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=3.0),
     "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
-    "gemma2-soft-capping": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=5),
+    "gemma2-soft-capping": lambda: transformers.Gemma2Config(
+        **GROUPED, head_dim=8, sliding_window=5, attn_implementation="eager"
+    ),
     "gpt-oss-sinks": lambda: transformers.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4),
     "mamba-state": lambda: transformers.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4),
     "lfm2-convolution": lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),

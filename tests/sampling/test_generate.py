@@ -279,12 +279,26 @@ UNUSUAL = {
     "gpt_oss": lambda: transformers.GptOssConfig(**WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "bloom": lambda: transformers.BloomConfig(**PLAIN, n_layer=2, n_head=4),
     "falcon": lambda: transformers.FalconConfig(**PLAIN, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+    # Its layers choose four of the tokens before: among those of one prompt, sampled by itself.
+    "deepseek_v32": lambda: transformers.DeepseekV32Config(
+        **SIZE | {"num_key_value_heads": 4},
+        **LATENT,
+        index_topk=4,
+        index_n_heads=16,
+        index_head_dim=8,
+        first_k_dense_replace=2,
+    ),
 }
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 
 
-@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize(
+    "kind", ["gemma2", "gpt_oss", "bloom", *(pytest.param(k, marks=pytest.mark.slow) for k in ("falcon", "deepseek_v32"))]
+)
 def test_models_of_unusual_attention_sample_as_transformers_generates_each_prompt_alone(kind):
     """Soft-capping and sinks over our cache; where attention cannot be replaced, over transformers' own."""
+    if kind == "deepseek_v32" and not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip("transformers does not have it")
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_config(UNUSUAL[kind](), attn_implementation="eager").eval()
     with torch.no_grad():
@@ -292,7 +306,7 @@ def test_models_of_unusual_attention_sample_as_transformers_generates_each_promp
             if "sinks" in name:
                 p.normal_(0, 1)
     model = wrap(copy.deepcopy(lm))
-    assert model.padded == (kind in ("bloom", "falcon"))
+    assert model.padded == (kind not in ("gemma2", "gpt_oss"))
     stop_ids = [theirs(lm, PROMPTS[0], [])[3]]
     found = ours(model, stop_ids=stop_ids, temperature=0)
     assert [c.ids for c in found] == [theirs(lm, p, stop_ids) for p in PROMPTS]
@@ -319,7 +333,7 @@ def test_models_that_keep_a_state_sample_as_transformers_generates_each_prompt_a
     found = ours(model, prompts, keys, stop_ids=stop_ids, temperature=0)
     assert [c.ids for c in found] == wanted
     for c, logps in zip(found, trainer_logps(model, prompts, found), strict=True):
-        torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-3, rtol=0)
+        torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-3, rtol=3e-3)
     assert model.training and model.config._attn_implementation == "flat" and not model.padded
     one, all_together = (ours(model, prompts, keys, stop_ids=stop_ids, batch_size=n) for n in (1, 128))
     assert [c.ids for c in one] == [c.ids for c in all_together]

@@ -1,0 +1,129 @@
+"""Sampling from models that need the cache of transformers: attention that cannot be replaced, layers that keep a state."""
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from common.memory import to_device
+from common.model.flat_model import base_lm
+from common.model.mixers import own_cache, recurrent_mixers
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+# What a layer of transformers' cache holds: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
+PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
+JOINABLE = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+}
+
+
+def joinable(lm: nn.Module) -> bool:
+    """Whether all layers of the cache are of the kinds that _joined knows; others pick or compress what they keep."""
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=base_lm(lm).config.get_text_config()).layers
+    return all(type(layer).__name__ in JOINABLE for layer in layers)
+
+
+def cache_name(lm: nn.Module) -> str | None:
+    """The argument that takes transformers' cache, which holds all that the layers keep; None where there is none."""
+    from transformers import DynamicCache
+
+    accepted = inspect.signature(lm.forward).parameters
+    layers = DynamicCache(config=lm.config.get_text_config()).layers
+    if any(hasattr(layer, STATES[0]) for layer in layers) != bool(mixers := recurrent_mixers(lm)) or own_cache(mixers):
+        return None  # the layers keep their state elsewhere
+    if "past_key_values" in accepted:
+        return "past_key_values"
+    return "cache_params" if "cache_params" in accepted and mixers else None
+
+
+class PaddedDecoder:
+    """Logits of the next tokens, as FlatDecoder gives them, over transformers' own cache and masks.
+
+    Prompts are read in groups of equal length, because padding would enter a state. Then their caches are joined: keys and
+    values are padded on the left, where the mask hides them; a state has no length. Where that cannot be (`joinable`),
+    prompts are given one at a time.
+    """
+
+    def __init__(self, lm: nn.Module, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
+        inner = base_lm(lm)
+        self.lm, self.prompts, self.device = lm, prompts, inner.device
+        self.owner = torch.tensor(owner, device=self.device)
+        self.accepted = inspect.signature(inner.forward).parameters
+        self.cache_name = cache_name(inner)
+
+    def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: "Cache") -> Tensor:
+        """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, of the last token."""
+        optional = {"position_ids": position_ids, "logits_to_keep": 1}
+        optional = {name: value for name, value in optional.items() if name in self.accepted}
+        if self.cache_name == "past_key_values":  # the others have no attention, and would multiply the new token by it
+            optional["attention_mask"] = mask
+        out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)
+        return out.logits[:, -1].float()
+
+    def read_prompts(self) -> Tensor:
+        from transformers import DynamicCache
+
+        config = base_lm(self.lm).config.get_text_config()
+        lengths = np.array([len(prompt) for prompt in self.prompts])
+        order, logits, caches = np.argsort(lengths, kind="stable"), [], []
+        for length in np.unique(lengths):
+            ids = torch.tensor([self.prompts[i] for i in np.flatnonzero(lengths == length)], device=self.device)
+            position_ids = torch.arange(length, device=self.device).expand_as(ids)
+            caches.append(DynamicCache(config=config))
+            logits.append(self._call(ids, torch.ones_like(ids), position_ids, caches[-1]))
+        self.cache = _joined(caches, int(lengths.max()))
+        in_order = to_device(lengths[order], self.device)[:, None]
+        self.mask = (torch.arange(lengths.max(), device=self.device) >= lengths.max() - in_order).long()
+        self.position = in_order[:, 0] - 1  # of the newest token
+        rows = to_device(np.argsort(order), self.device)[self.owner]
+        self._select(rows)
+        return torch.cat(logits)[rows]
+
+    def _select(self, rows: Tensor) -> None:
+        self.cache.reorder_cache(rows)
+        self.mask, self.position = self.mask[rows], self.position[rows]
+
+    def keep(self, keep: np.ndarray) -> Tensor:
+        kept = to_device(keep.nonzero()[0], self.device)
+        self._select(kept)
+        return kept
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        self.position = self.position + 1
+        return self._call(tokens[:, None], self.mask, self.position[:, None], self.cache)
+
+
+def _joined(caches: "list[Cache]", length: int) -> "Cache":
+    """One cache for the rows of all, which hold prompts of increasing lengths; `length` is that of the last one.
+
+    What has an entry per token is padded on the left by zeros; a layer with a sliding window holds its last ones only.
+    """
+    cache = caches[-1]
+    for layer, *others in zip(*(c.layers for c in reversed(caches)), strict=True):
+        others = others[::-1]  # shortest prompts first
+        for name, value in vars(layer).items():
+            if name in PER_TOKEN and torch.is_tensor(value):
+                parts = [getattr(other, name) for other in others]
+                shape = value.shape[-2]
+                parts = [F.pad(part, (0, 0, shape - part.shape[-2], 0)) for part in parts]
+                setattr(layer, name, torch.cat([*parts, value]))
+            elif name in STATES:
+                states = [getattr(other, name) for other in others]
+                for i, state in value.items():
+                    if state is not None:
+                        value[i] = torch.cat([*(other[i] for other in states), state])
+    return cache
