@@ -23,7 +23,7 @@ from common.data.tokens import tokenize_row
 from common.data.types import BadRow, Row, Tokenizer
 from common.errors import UserError
 from common.processes import gather_lists
-from common.sampling import Reward, Scorer, load_rewards, sample, scorer, why_not_sampled
+from common.sampling import Reward, Scorer, load_rewards, sample, scorer
 
 import numpy as np
 import torch
@@ -176,13 +176,12 @@ def complete_prompts(
     """Complete fixed prompts at each of args.eval_temperatures and score the completions.
 
     Returns the means, `eval_<name>` at temperature 0 (or the first one) and `eval_<name>_t<T>` at the others, and the
-    samples, on all processes. Each process samples its share. Without prompts, or for a model that cannot be sampled:
-    nothing.
+    samples, on all processes. Each process samples its share. Without prompts: nothing.
     """
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
     rows, flat_model = prompts.rows, accelerator.unwrap_model(model)
-    if not rows or why_not_sampled(flat_model):
+    if not rows:
         return metrics, samples
     mine = range(accelerator.process_index, len(rows), accelerator.num_processes)
     ids = [rows[i]["prompt_ids"] for i in mine]

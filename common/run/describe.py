@@ -16,7 +16,7 @@ from common.model.flat_model import FlatModel, check_positions
 from common.run.estimate import needs, show_memory, show_size
 from common.run.load_report import in_a_line, load_report
 from common.run.output_dir import writing
-from common.sampling import RolloutSchedule, why_not_sampled
+from common.sampling import RolloutSchedule, why_no_cache
 
 import numpy as np
 from accelerate import Accelerator
@@ -42,8 +42,8 @@ def describe(
     """
     plan, train = windows.plan(), windows.train
     check_positions(model, max(windows.longest, held_out.longest))
-    if reason := why_not_sampled(model):
-        say(f"no samples at the evaluations: {reason}")
+    if reason := why_no_cache(model):
+        say(f"sampling is slow, each token costs a pass over all before it: {reason}")
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)
     report = load_report(args, accelerator, model, tokenizer)
     say(in_a_line(report))

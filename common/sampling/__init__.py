@@ -1,7 +1,8 @@
 """Prompts to completions, and what these are worth."""
 
-from common.sampling.generate import Sampled, sample, why_not_sampled
+from common.sampling.generate import Sampled, sample
 from common.sampling.rewards import Reward, Scorer, load_rewards, score, scorer
 from common.sampling.schedule import RolloutSchedule
+from common.sampling.whole import why_no_cache
 
-__all__ = ["Reward", "RolloutSchedule", "Sampled", "Scorer", "load_rewards", "sample", "score", "scorer", "why_not_sampled"]
+__all__ = ["Reward", "RolloutSchedule", "Sampled", "Scorer", "load_rewards", "sample", "score", "scorer", "why_no_cache"]

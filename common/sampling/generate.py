@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from common.errors import UserError, say
+from common.errors import say
 from common.memory import empty_caches, is_oom, to_device
 from common.model.attention import FLAT
 from common.model.flat_model import FlatModel, base_lm, body, gathered
@@ -16,7 +16,8 @@ from common.model.lm_head import logits_of
 from common.model.mixers import recurrent_mixers
 from common.sampling import kv_cache
 from common.sampling.kv_cache import CACHED, KVCache
-from common.sampling.padded import PaddedDecoder, cache_name, joinable
+from common.sampling.padded import PaddedDecoder, joinable
+from common.sampling.whole import WholeDecoder, why_no_cache
 
 import numpy as np
 import torch
@@ -51,16 +52,16 @@ def sample(
     keys: one tuple of non-negative integers per prompt, the seed of its completion. stop_ids: the tokens that end a
     completion; None: the model's own. temperature 0 takes the most probable token. top_k 0 and top_p 1 leave the
     distribution as it is. batch_size: completions sampled at a time, which bounds the memory and changes nothing else.
-    Where memory runs out it is halved. Raises UserError for an architecture that cannot be sampled from.
+    Where memory runs out it is halved.
     """
-    if (reason := why_not_sampled(model)) is not None:
-        raise UserError(reason)
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
     completions: list[Sampled] = []
-    with generating(model) as lm:
+    cached = why_no_cache(model, max(map(len, prompts), default=0) + max_new_tokens) is None
+    with generating(model, cached) as lm:
         make_decoder = PaddedDecoder if model.padded or recurrent_mixers(lm) else FlatDecoder
-        if make_decoder is PaddedDecoder and not joinable(lm):
+        if cached and make_decoder is PaddedDecoder and not joinable(lm):
             batch_size = 1
+        make_decoder, model_or_lm = (make_decoder, lm) if cached else (WholeDecoder, model)
         while len(completions) < len(prompts):
             part = slice(len(completions), len(completions) + batch_size)
             distinct = list(dict.fromkeys(map(tuple, prompts[part])))
@@ -68,7 +69,7 @@ def sample(
             owner = [number[tuple(prompt)] for prompt in prompts[part]]
             batch = None
             try:
-                decoder = make_decoder(lm, distinct, owner, max_new_tokens)
+                decoder = make_decoder(model_or_lm, distinct, owner, max_new_tokens)
                 batch = _sample_batch(decoder, keys[part], stop_ids, max_new_tokens, temperature, top_k, top_p)
             except Exception as error:
                 if not is_oom(error) or len(owner) == 1:
@@ -82,17 +83,10 @@ def sample(
     return completions
 
 
-def why_not_sampled(model: FlatModel) -> str | None:
-    """Why this architecture cannot be sampled from; None where it can."""
-    lm = base_lm(model.lm)
-    if cache_name(lm) is not None:
-        return None
-    return f"sampling from {type(lm).__name__} is not supported: its cache is not one of transformers' own"
-
-
 @contextlib.contextmanager
-def generating(model: FlatModel) -> Iterator[nn.Module]:
-    """The language model ready to sample: in eval mode, with attention over the cache, not compiled. All is put back.
+def generating(model: FlatModel, cached: bool = True) -> Iterator[nn.Module]:
+    """The language model ready to sample: in eval mode, with attention over the cache if there is one, not compiled. All is
+    put back.
 
     Where weights are sharded, all processes enter it together.
     """
@@ -101,7 +95,7 @@ def generating(model: FlatModel) -> Iterator[nn.Module]:
     inner = base_lm(lm)
     was_training, implementation = lm.training, inner.config._attn_implementation
     lm.eval()
-    if implementation == FLAT:
+    if implementation == FLAT and cached:
         inner.set_attn_implementation(inner.stock_attention if recurrent_mixers(inner) else CACHED)
     try:
         # Compiled blocks would be compiled again for every number of rows. Weights are gathered outside of inference mode,
@@ -115,7 +109,7 @@ def generating(model: FlatModel) -> Iterator[nn.Module]:
 
 
 def _sample_batch(
-    decoder: "FlatDecoder | PaddedDecoder",
+    decoder: "FlatDecoder | PaddedDecoder | WholeDecoder",
     keys: Sequence[tuple[int, ...]],
     stop_ids: Sequence[int],
     max_new_tokens: int,

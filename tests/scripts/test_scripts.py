@@ -186,7 +186,7 @@ def test_without_prompts_the_first_rows_are_completed_at_each_evaluation(stage, 
     )
 
 
-def test_an_architecture_that_cannot_be_packed_or_sampled_still_trains(launch, tmp_path, capsys):
+def test_an_architecture_that_cannot_be_packed_and_has_no_cache_trains_and_is_sampled_from(launch, tmp_path, capsys):
     from transformers import AutoTokenizer, RwkvConfig, RwkvForCausalLM
 
     torch.manual_seed(0)
@@ -203,9 +203,10 @@ def test_an_architecture_that_cannot_be_packed_or_sampled_still_trains(launch, t
         "--max_train_samples",
         "24",
     ]
-    launch("sft", *words, "--eval_steps", "0", "--learning_rate", "1e-2", "--logging_steps", "1")
+    words += ["--eval_steps", "3", "--max_eval_samples", "2", "--eval_max_new_tokens", "4"]
+    launch("sft", *words, "--learning_rate", "1e-2", "--logging_steps", "1")
     said = capsys.readouterr().out
-    assert "padded batches instead" in said and "no samples at the evaluations" in said
+    assert "padded batches instead" in said and "sampling is slow" in said and (tmp_path / "out" / "samples.jsonl").exists()
     losses = [row["loss"] for row in read_metrics(tmp_path / "out") if "loss" in row]
     assert losses[-1] < losses[0]
 
