@@ -1,6 +1,6 @@
 """The path of the data, beside `datasets.map` and a padding collator, in one run.
 
-    python benchmarks/data.py                  # the table of the README, a few minutes
+    python benchmarks/data.py                  # the table of docs/data.md, a few minutes
     python benchmarks/data.py --corpus_mb 500  # and a large corpus: time, resident memory, start from the cache
 
 Both sides read the same file, tokenise it with two processes, and make every micro-batch of one epoch; rounds alternate, the

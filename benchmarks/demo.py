@@ -1,4 +1,4 @@
-"""The embedded demo, all four stages, several seeds: what the README's table of results is made of.
+"""The embedded demo, all four stages, several seeds: what the table of docs/demo.md is made of.
 
     python benchmarks/demo.py --seeds 0 1 2
 

@@ -11,7 +11,7 @@ import sys
 
 from compare import HERE, RESULTS, ROOT, markdown
 
-START, END = "<!-- benchmarks: written by run_all.py -->", "<!-- end -->"  # the short table of the README
+START, END = "<!-- benchmarks: written by run_all.py -->", "<!-- end -->"  # the short table of docs/benchmarks.md
 STAGES = ("sft", "dpo", "grpo", "pretrain", "head", "startup")
 # What is aimed at: (result, table, side, figure, direction, floor, words). See LOG.md for what was tried to reach it.
 FLOORS = (
@@ -96,8 +96,10 @@ def report() -> None:
         load = ", ".join(f"{value:.1f}" for value in where["load"])
         parts += [f"{where['cpu']}, {where['cores']} cores, {where['threads']} thread(s) a side, load at the end {load}; {versions}; commit {where['commit']}, {where['date']}.", ""]  # fmt: skip
     (HERE / "RESULTS.md").write_text("\n".join(parts))
-    before, rest = (ROOT / "README.md").read_text(encoding="utf-8").split(START)
-    (ROOT / "README.md").write_text("\n".join([before + START, *floors(), END + rest.split(END)[1]]), encoding="utf-8")
+    before, rest = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").split(START)
+    (ROOT / "docs" / "benchmarks.md").write_text(
+        "\n".join([before + START, *floors(), END + rest.split(END)[1]]), encoding="utf-8"
+    )
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ class DataArgs:
     dataset_weights: list[float] | None = arg(
         help="share of each source among the samples; unset: each row once per epoch", within="(0, inf)"
     )
-    dataset_format: str | None = arg(help="insist on a format, by name (see README); unset: recognised by the columns")
+    dataset_format: str | None = arg(help="insist on a format, by name (see docs/data.md); unset: recognised by the columns")
     columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
     eval_dataset_name: list[str] | None = arg(help="a dataset of its own for evaluation", may_change="evaluation")
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row", within="[0, 1)")

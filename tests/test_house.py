@@ -211,8 +211,8 @@ def test_the_demo_configs_name_flags_that_exist(path):
     assert yaml.safe_load(path.read_text()).keys() <= known
 
 
-def test_the_readme_speaks_of_things_that_exist():
-    readme = (ROOT / "README.md").read_text()
+def test_the_pages_speak_of_things_that_exist():
+    readme = "\n".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     for script, flags in re.findall(r"(train_\w+)\.py((?: +[^\n`|]*)?)", readme):
         if script in SCRIPTS:
             known = {field.name for field in fields_of(script)} | {"config", "help"}

@@ -7,6 +7,7 @@ name of START: the reference of DPO and GRPO. Tokens that the tokenizer has and 
 
 import contextlib
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -174,6 +175,7 @@ def _without_routers(config: "LoraConfig", lm: nn.Module) -> None:
 
 
 def import_peft(needed_for: str) -> ModuleType:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns of a kernel that is not needed
     try:
         import peft
     except ImportError:

@@ -208,7 +208,7 @@ class Run:
         )
         if what == "adapter":
             say(
-                "it stops where the chat does with the generation_config.json beside it (README); as a model of its own: "
+                "it stops where the chat does with the generation_config.json beside it (docs/models.md); as a model: "
                 f"python -m tools.merge_lora {args.output_dir} {args.output_dir}-merged"
             )
         say(f"talk to it: python -m tools.chat {args.output_dir}")

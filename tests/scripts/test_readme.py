@@ -1,4 +1,4 @@
-"""The README's commands run as they stand, with small local copies of what they name; what an error advises works."""
+"""The commands of the pages run as they stand, with small local copies of what they name; what an error advises works."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.scripts.test_lora import without_chatml
 import pytest
 import yaml
 
-README = (ROOT / "README.md").read_text()
+PAGES = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
 SMALL = "--max_steps 2 --per_device_train_batch_size 2 --eval_max_new_tokens 4 --num_samples 1 --logging_steps 1".split()
 STAGE = {
     "pretrain": "--hidden_size 32 --num_layers 1 --num_heads 2 --max_length 64".split(),
@@ -28,9 +28,9 @@ TALK = "\n\nHuman: What is {0}+1?\n\nAssistant: It is {1}.\n\nHuman: Sure?\n\nAs
 
 
 def documented():
-    """Every `accelerate launch train_X.py` of the README's blocks that names data of one's own: (stage, flags)."""
+    """Every `accelerate launch train_X.py` of the pages' blocks that names data of one's own: (stage, flags)."""
     found = []
-    for block in re.findall(r"```bash\n(.*?)```", README, re.S):
+    for block in re.findall(r"```bash\n(.*?)```", PAGES, re.S):
         for command in block.replace("\\\n", " ").splitlines():
             if match := re.match(r"accelerate launch train_(\w+)\.py (.*--dataset_name .*)", command):
                 found.append((match[1], shlex.split(match[2])))
@@ -39,7 +39,7 @@ def documented():
 
 @pytest.fixture
 def local(tmp_path, monkeypatch):
-    """A folder in which the names that the README's commands use are local."""
+    """A folder in which the names that the pages' commands use are local."""
     for name in ("data", "accelerate_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "tinyshakespeare.txt").write_text("\n\n".join(f"Speak {i}, and be still. " * 4 for i in range(90)))
@@ -78,11 +78,33 @@ def test_every_file_and_flag_that_the_readme_names_exists():
         module = __import__(f"train_{stage}")
         flags |= set(module.Args.__dataclass_fields__)
     others = {"config", "config_file", "help", "index", "mixed_precision", "only", "quick", "device", "rounds", "chats"}
-    others |= {"text_mb", "corpus_mb", "seeds", "tiny", "url"}
-    for name in re.findall(r"--([a-z]\w+)", README):
+    others |= {"text_mb", "corpus_mb", "seeds", "tiny", "url", "experts", "coefficients", "prompt"}
+    for name in re.findall(r"--([a-z]\w+)", PAGES):
         assert name in flags | others, name
-    for path in re.findall(r"`((?:tests|benchmarks|accelerate_configs|data|common)/[\w/.]+\.\w+)`", README):
+    for path in re.findall(r"`((?:tests|benchmarks|accelerate_configs|data|common)/[\w/.]+\.\w+)`", PAGES):
         assert (ROOT / path).exists(), path
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), (page.name, target)
+
+
+@pytest.mark.slow
+def test_the_chain_of_lora_and_the_lines_that_use_its_result_run_as_written(local, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    page = (ROOT / "docs" / "models.md").read_text()
+    (commands,) = (block for block in re.findall(r"```bash\n(.*?)```", page, re.S) if "tools.merge_lora" in block)
+    shutil.rmtree("outputs")
+    for command in commands.strip().splitlines():
+        words = shlex.split(command)
+        words = [sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in words[1:])]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, (command, done.stderr[-2000:])
+        assert "Warning" not in done.stderr, done.stderr
+    assert done.stdout.strip()
+    shutil.copytree("outputs/merged", "outputs/sft")
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, (block, done.stderr[-2000:])
 
 
 def test_with_data_named_nothing_in_outputs_changes_what_is_trained(launch, local):
