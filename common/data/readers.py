@@ -54,7 +54,7 @@ def _read_json_lines(path: Path, at: int, number: int) -> Iterator[Position]:
         at, number = at + len(line), number + 1
         text = _decode(line, path, number)
         try:
-            columns = json.loads(text)
+            columns = json.loads(text, object_pairs_hook=_once_each)
         except (ValueError, RecursionError) as error:
             if not text.strip():
                 continue
@@ -66,13 +66,22 @@ def _read_json_lines(path: Path, at: int, number: int) -> Iterator[Position]:
 def _read_json_array(path: Path, at: int) -> Iterator[Position]:
     text = "".join(_decode(line, path, number) for number, line in enumerate(_lines(path, 0), 1))
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(values, list):
         raise UserError(f"{path}: expected a list of rows, [{{...}}, ...], found {type(values).__name__}")
     for row in range(at, len(values)):
         yield _object(f"{path} row {row + 1}", values[row]), row + 1, row + 1
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, which would take the last of two values of a key, and drop the first in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return found
 
 
 def _is_json_array(path: Path) -> bool:

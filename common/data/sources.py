@@ -51,7 +51,7 @@ class Source:
 # --- which sources --------------------------------------------------------------------------------------------------
 
 ITEM = {  # what an item of --dataset_name may say: a check, and what is expected
-    "path": (lambda value: isinstance(value, str) and value, "a file, a folder or a Hub name"),
+    "path": (lambda value: isinstance(value, str) and value and _can_be_a_name(value), "a file, a folder or a Hub name"),
     "name": (lambda value: isinstance(value, str), "the name of a configuration"),
     "split": (lambda value: isinstance(value, str), "the name of a split"),
     "weight": (lambda value: _is_number(value) and value > 0, "a number above 0"),
@@ -231,6 +231,10 @@ def _checked(what: str, key: str, value: Any) -> Any:
     if value is not None and not valid(value):
         raise UserError(f"{what}: expected {expected}, not {value!r}")
     return value
+
+
+def _can_be_a_name(path: str) -> bool:
+    return "\0" not in path and len(path) < 4096 and all(len(part.encode()) < 256 for part in path.split("/"))
 
 
 def _is_number(value: Any) -> bool:

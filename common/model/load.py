@@ -28,12 +28,15 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
 
     Raises UserError where it cannot be loaded, or has no token that ends a text.
     """
+    if args.model_revision and args.model_name_or_path and Path(args.model_name_or_path).exists():
+        raise UserError(f"--model_revision {args.model_revision}: {args.model_name_or_path} is a folder, not a Hub model")
     name = str(name or args.tokenizer_name or args.model_name_or_path)
     revision = args.model_revision if name == args.model_name_or_path else None
     with _hub_errors("tokenizer", name):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+        tokenizer("a Test 1")  # some fail at their first text only
     if tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer {name}: it has no end-of-text token (eos_token): a model would never stop")
     if args.chat_template is not None:
@@ -110,10 +113,11 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> 
             from transformers import AutoModelForCausalLM
 
             lm, found = AutoModelForCausalLM.from_pretrained(
-                name, revision=args.model_revision, output_loading_info=True, **options
+                name, revision=args.model_revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
             _check_weights(name, lm, found)
             config = _file_config(args, name)
+        _check_probabilities(name, lm.config)
     lm.base_dtype = _dtype_of(config)  # what is exported has it again
     lm.left_out = ""
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
@@ -180,8 +184,12 @@ def _freeze_all_but_text(lm: torch.nn.Module) -> None:
 
 
 def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> None:
-    """Raise UserError for tensors that the files lack, which would be random, and for a NaN or an infinity in one; say which
-    of theirs have no place in the model."""
+    """Raise UserError for tensors that the files lack, or have in another size, which would be random, and for a NaN or an
+    infinity in one; say which of theirs have no place in the model."""
+    for tensor, in_file, wanted in sorted(found.get("mismatched_keys") or []):
+        raise UserError(
+            f"cannot load the model {name}: {tensor} is {tuple(in_file)} in its files and {tuple(wanted)} by its config.json"
+        )
     if missing := sorted(found["missing_keys"]):
         shown = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
         raise UserError(f"cannot load the model {name}: its files lack {shown}")
@@ -192,6 +200,13 @@ def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> Non
         if parameter.is_floating_point() and not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
             if not torch.isfinite(parameter.detach()).all():
                 raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
+
+
+def _check_probabilities(name: str, config: "PreTrainedConfig") -> None:
+    """Raise UserError for a dropout that is none; torch would at the first step."""
+    for key, value in config.get_text_config().to_dict().items():
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise UserError(f"cannot load the model {name}: {key} {value} of its config.json is no probability")
 
 
 def _damaged_file(name: str) -> Path | None:
@@ -237,10 +252,12 @@ def make_savable(config: "GenerationConfig") -> None:
 
 @contextlib.contextmanager
 def _hub_errors(kind: str, name: str) -> Iterator[None]:
-    """Loading without progress bars, and errors of transformers (often ten lines) as one."""
+    """Loading without progress bars and reports, and errors of transformers (often ten lines) as one."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # a report of many lines, with names of tensors as they are in the file
     try:
         yield
     except UserError:
@@ -253,3 +270,5 @@ def _hub_errors(kind: str, name: str) -> Iterator[None]:
             reason = f"{file} is no whole safetensors file ({reason})"
         hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
         raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
