@@ -60,7 +60,9 @@ class Args(CommonArgs):
     reward_funcs: list[str] = arg(
         ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
     )
-    reward_weights: list[float] | None = arg(None, help="one for each function; unset: 1", goes_with="reward_funcs")
+    reward_weights: list[float] | None = arg(
+        None, help="one for each function; unset: 1", within="(-inf, inf)", goes_with="reward_funcs"
+    )
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="whose standard deviation divides advantages")
 
     # Sampling

@@ -140,7 +140,7 @@ def stop_token_ids(tokenizer: Tokenizer, generation_config: "GenerationConfig") 
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     for token in ids:
         if type(token) is not int or token < 0:
-            raise UserError(f"generation_config.json: eos_token_id {token!r} is not the number of a token")
+            raise UserError(f"the model's generation_config.json: eos_token_id {token!r} is not the number of a token")
     stops = {*ids, tokenizer.eos_token_id}
     if (mark := end_of_turn(tokenizer)) is not None:
         stops.add(tokenizer.convert_tokens_to_ids(mark))

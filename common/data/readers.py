@@ -214,7 +214,7 @@ def read_dataset(path: str, name: str | None, split: str, streaming: bool, at: i
         for number, columns in enumerate(table.skip(at) if at else table, at + 1):
             yield Row(dict(columns), f"{path} row {number}"), number, number
     except Exception as error:  # the library and the network raise many kinds, with texts of many lines
-        raise UserError(f"--dataset_name {path}: cannot be read: {_short(error)}") from None
+        raise UserError(f"dataset {path}: cannot be read: {_short(error)}") from None
 
 
 @functools.lru_cache(maxsize=16)  # the library looks at the Hub and verifies files at each load
@@ -223,7 +223,7 @@ def load_table(path: str, name: str | None, split: str, streaming: bool, optiona
     try:
         import datasets
     except ImportError:
-        raise UserError(f"--dataset_name {path}: reading it needs the datasets library: pip install datasets") from None
+        raise UserError(f"dataset {path}: reading it needs the datasets library: pip install datasets") from None
     folder = Path(path).expanduser()
     try:
         if not folder.is_dir():
@@ -239,7 +239,7 @@ def load_table(path: str, name: str | None, split: str, streaming: bool, optiona
         if optional and ("nknown split" in reason or "Bad split" in reason):
             return None
         hint = "" if folder.exists() else " (no such file or folder here; as a Hub name it cannot be loaded)"
-        raise UserError(f"--dataset_name {path}{hint}: {reason}") from None
+        raise UserError(f"dataset {path}{hint}: {reason}") from None
 
 
 def _short(error: Exception) -> str:

@@ -101,6 +101,11 @@ def _training_sources(args: CommonArgs) -> list[Source]:
     """The training sources as the arguments name them, before a row of them is read."""
     train = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
     train = _labelled(_weighed(train, args.dataset_weights))
+    local = [source for source in train if _is_saved(source) or _files(source) is not None]
+    if named := [source for source in local if source.name and (source.name != args.dataset_config or local == train)]:
+        raise UserError(
+            f"--dataset_config {named[0].name}: {named[0].path} lies here, and only a dataset of the Hub has configurations"
+        )
     if args.eval_fraction:
         if args.eval_dataset_name:
             raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
@@ -319,6 +324,8 @@ def _files(source: Source) -> list[Path] | None:
     path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{source.path}: is a pipe or a device, which cannot be read twice: write it to a file")
     if path.is_dir():
         if _is_saved(source):
             return None

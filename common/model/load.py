@@ -1,6 +1,7 @@
 """Models and tokenizers from a folder or the Hub, made ready to train."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,7 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> 
             )
             _check_weights(name, lm, found)
             config = _file_config(args, name)
-        _check_probabilities(name, lm.config)
+        _check_numbers(name, lm)
     lm.base_dtype = _dtype_of(config)  # what is exported has it again
     lm.left_out = ""
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
@@ -202,23 +203,40 @@ def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> Non
                 raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
 
 
-def _check_probabilities(name: str, config: "PreTrainedConfig") -> None:
-    """Raise UserError for a dropout that is none; torch would at the first step."""
-    for key, value in config.get_text_config().to_dict().items():
+def _check_numbers(name: str, lm: torch.nn.Module) -> None:
+    """Raise UserError for a dropout that is no probability, and for rotary frequencies that are no numbers: the one is seen
+    at the first step, the other hardly ever."""
+    for key, value in lm.config.get_text_config().to_dict().items():
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
             raise UserError(f"cannot load the model {name}: {key} {value} of its config.json is no probability")
+    for key, buffer in lm.named_buffers():
+        if key.endswith("inv_freq") and not buffer.is_meta and not buffer.isfinite().all():
+            raise UserError(f"cannot load the model {name}: {key} is not finite: look at rope_theta in its config.json")
 
 
-def _damaged_file(name: str) -> Path | None:
-    """A safetensors file of a folder that cannot be opened."""
+def _damage(name: str) -> str | None:
+    """Which file of a model folder cannot be read at all, and why."""
     from safetensors import safe_open
 
+    for file in sorted(Path(name).glob("*config.json")):
+        try:
+            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+                return f"{file} holds no JSON object"
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{file} is not valid JSON ({error})"
+    adapter = Path(name, "adapter_config.json")
+    if adapter.exists():
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not isinstance(base, str) or Path(base).resolve() == Path(name).resolve():
+            return f"{adapter} names no other model as its base (base_model_name_or_path {base})"
+        if base.startswith((".", "/")) and not Path(base).exists():
+            return f"{adapter} names the base {base}, which is not there"
     for file in sorted(Path(name).glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
                 pass
-        except Exception:  # SafetensorError, OSError
-            return file
+        except Exception as error:  # SafetensorError, OSError
+            return f"{file} is no whole safetensors file ({error})"
     return None
 
 
@@ -266,8 +284,12 @@ def _hub_errors(kind: str, name: str) -> Iterator[None]:
         if is_oom(error):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if (file := _damaged_file(name)) is not None:
-            reason = f"{file} is no whole safetensors file ({reason})"
+        if kind == "tokenizer" and Path(name, "config.json").exists():  # it reads the configuration, too
+            try:
+                transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            except Exception:
+                kind = "config"
+        reason = _damage(name) or reason
         hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
         raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
     finally:

@@ -140,7 +140,7 @@ def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | 
         return
     # With args.yaml, a run was begun here, which has left nothing that is worth keeping, and no model.
     patterns = WEIGHTS if _read_args(folder) else ours
-    found = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
     if script and patterns is ours and (copy := folder / Path(script).name).exists() and not copy.samefile(script):
         found.append(copy)
     if found:

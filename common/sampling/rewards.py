@@ -246,8 +246,8 @@ def _score(
                 values = asyncio.run(values)
             if hasattr(values, "tolist"):  # of numpy or torch
                 values = values.tolist()
-            if isinstance(values, Iterator | tuple):  # a generator may never end
-                values = list(itertools.islice(values, len(completions) + 1))
+            if isinstance(values, Iterator | tuple):
+                values = list(itertools.islice(values, 2 * len(completions)))  # a generator may never end
             if isinstance(values, list):
                 values = [v.item() if hasattr(v, "item") and getattr(v, "ndim", 1) == 0 else v for v in values]
     except UserError:
