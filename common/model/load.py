@@ -107,6 +107,7 @@ def load_pretrained(args: CommonArgs, name: str | Path, vocab_size: int = 0) -> 
         if Path(name, "adapter_config.json").exists():  # merged: the starting point and, in DPO and GRPO, the reference
             peft = import_peft(name)
             lm = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options).merge_and_unload()
+            lm.requires_grad_(True)  # peft froze the base
             config = _file_config(args, peft.PeftConfig.from_pretrained(name).base_model_name_or_path)
             lm.config._name_or_path = name
             say(f"model: the adapter {name}, merged into its base")

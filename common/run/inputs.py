@@ -40,16 +40,22 @@ def inputs_of(args: CommonArgs, script: str) -> dict[str, Any]:
     return {"script": Path(script).name, "files": files}
 
 
-def loaded_code() -> dict[str, str]:
-    """{path: hash} of the Python files that this process has loaded, and that are of no library and not of this project:
-    what the file of a reward function imports."""
+def loaded_code(script: str) -> dict[str, str]:
+    """{path: hash} of the Python files that this process has loaded, and that are of no library and not of this project,
+    but for the script: what the file of a reward function imports."""
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[2] / "common"))
     found = {}
     for name, module in list(sys.modules.items()):
         path = str(getattr(module, "__file__", None) or "")
-        if name == "__main__" or not path.endswith(".py") or path.startswith(libraries) or "-packages" in path:
+        if (
+            name == "__main__"
+            or path == script
+            or not path.endswith(".py")
+            or path.startswith(libraries)
+            or "-packages" in path
+        ):
             continue
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # built in, or deleted
             found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return found
 

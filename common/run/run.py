@@ -70,7 +70,7 @@ class Run:
         args, accelerator = self.args, self.accelerator
         self.inputs: dict[str, Any] = {}
         if accelerator.is_main_process:
-            self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests(), "code": loaded_code()}
+            self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests(), "code": loaded_code(self.script)}
             compare_rest(args, self.inputs, self.checkpoint)
             with writing(args.output_dir):
                 keep(Path(args.output_dir), self.script, self.inputs)

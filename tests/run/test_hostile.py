@@ -151,7 +151,7 @@ BROKEN = {
         "cannot load the tokenizer",
     ),
     "no angle": (lambda f: edit_config(f, rope_parameters={"rope_theta": 0, "rope_type": "default"}), "look at rope_theta"),
-    "NaN in config": (lambda f: edit_config(f, rms_norm_eps=float("nan")), "a few tokens give NaN: look at"),
+    "NaN in config": (lambda f: edit_config(f, rms_norm_eps=float("nan")), "a few tokens give NaN: look at *_eps"),
     "heads are text": (lambda f: edit_config(f, num_attention_heads="four"), "cannot load the config"),
     "config is empty": (lambda f: (f / "config.json").write_text(""), "config.json is not valid JSON"),
     "no base": (lambda f: adapter(f, "/no/such"), "adapter_config.json names the base /no/such, which is not there"),
