@@ -58,9 +58,11 @@ class Args(CommonArgs):
 
     # Rewards
     reward_funcs: list[str] = arg(
-        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, or a reward model"
+        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
     )
-    reward_weights: list[float] | None = arg(None, help="one for each function; unset: 1", within="(-inf, inf)")
+    reward_weights: list[float] | None = arg(
+        None, help="one for each function; unset: 1", within="(-inf, inf)", goes_with="reward_funcs"
+    )
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="whose standard deviation divides advantages")
     advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
 

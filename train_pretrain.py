@@ -51,7 +51,7 @@ class Args(CommonArgs):
     )
     vocab_size: int = arg(8192, help="of the byte-level BPE that is trained where no tokenizer is named", within="[1, 1e7]")
     # --model_name_or_path goes on with a model; else a new one, from --config_name or from these sizes (Llama type)
-    config_name: str | None = arg(None, help="Hub name or folder with a config.json")
+    config_name: str | None = arg(None, help="Hub name or folder with a config.json", is_path=True)
     hidden_size: int = arg(512, help="of the new model", within="[1, 1e6]")
     num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]")
     num_heads: int = arg(8, help="attention heads", within="[1, 1e5]")

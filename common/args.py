@@ -22,13 +22,24 @@ MayChange = Literal[
 ]
 
 
-def arg(default: Any = None, *, help: str = "", within: str | None = None, may_change: MayChange | None = None) -> Any:
+def arg(
+    default: Any = None,
+    *,
+    help: str = "",
+    within: str | None = None,
+    may_change: MayChange | None = None,
+    is_path: bool = False,
+    goes_with: str | None = None,
+) -> Any:
     """A field of the arguments, with the text that --help shows.
+
+    is_path: it names a file, a folder or something on the Hub. goes_with: another argument; where that is given, the demo's
+    value of this one does not fit it.
 
     within: what a number, or each number of a list, may be: an interval like "[0, 1)", or several values and intervals,
     "-1 or [1, 1e12]". Unset: any finite number. A script that gives a shared argument another default need not repeat it.
     """
-    metadata = {"help": help, "within": within, "may_change": may_change}
+    metadata = {"help": help, "within": within, "may_change": may_change, "is_path": is_path, "goes_with": goes_with}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -38,9 +49,13 @@ def arg(default: Any = None, *, help: str = "", within: str | None = None, may_c
 class ModelArgs:
     """Model"""
 
-    model_name_or_path: str | None = arg(help="Hub name or folder; unset: the last stage's output, else data/base_model")
+    model_name_or_path: str | None = arg(
+        help="Hub name or folder; unset: the last stage's output, else data/base_model", is_path=True
+    )
     model_revision: str | None = arg(help="branch, tag or commit of a Hub model")
-    tokenizer_name: str | None = arg(help="Hub name or folder of the tokenizer, where it is not the model's own")
+    tokenizer_name: str | None = arg(
+        help="Hub name or folder of the tokenizer, where it is not the model's own", is_path=True
+    )
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     trust_remote_code: bool = arg(False, help="run Python code that a Hub model brings along", may_change="execution")
     dtype: Literal["float32", "bfloat16"] = arg("float32", help="of the weights; autocast comes from accelerate config")
@@ -79,7 +94,9 @@ class ModelArgs:
 class DataArgs:
     """Data"""
 
-    dataset_name: list[str] | None = arg(help="Hub name, file (json, jsonl, parquet, csv, txt) or folder; one or several")
+    dataset_name: list[str] | None = arg(
+        help="Hub name, file (json, jsonl, parquet, csv, txt) or folder; one or several", is_path=True
+    )
     dataset_config: str | None = arg(help="configuration of a Hub dataset")
     dataset_train_split: str = arg("train", help="split to train on")
     dataset_eval_split: str = arg(
@@ -90,7 +107,9 @@ class DataArgs:
     )
     dataset_format: str | None = arg(help="insist on a format, by name (see docs/data.md); unset: recognised by the columns")
     columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
-    eval_dataset_name: list[str] | None = arg(help="a dataset of its own for evaluation", may_change="evaluation")
+    eval_dataset_name: list[str] | None = arg(
+        help="a dataset of its own for evaluation", may_change="evaluation", is_path=True
+    )
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row", within="[0, 1)")
     max_train_samples: int | None = arg(help="use the first N rows of each source only", within="[1, inf)")
     max_eval_samples: int | None = arg(
@@ -100,7 +119,10 @@ class DataArgs:
         False, help="a row that cannot be used ends the run, instead of being left out and counted", may_change="execution"
     )
     dataset_cache_dir: str = arg(
-        "outputs/token_cache", help="folder of tokenised datasets, which later runs use again", may_change="execution"
+        "outputs/token_cache",
+        help="folder of tokenised datasets, which later runs use again",
+        may_change="execution",
+        is_path=True,
     )
     dataset_num_proc: int | None = arg(
         help="processes that tokenise; unset: one for each core", within="[1, 1e3]", may_change="execution"
@@ -188,10 +210,12 @@ class EvalArgs:
         100, help="evaluate every N steps, and before the first and after the last; 0: never", within="[0, 1e12]"
     )
     eval_prompts: str | None = arg(
-        help="file of rows {prompt, ...}: completed at each evaluation, scored by eval_reward_funcs", may_change="evaluation"
+        help="file of rows {prompt, ...}: completed at each evaluation, scored by eval_reward_funcs",
+        may_change="evaluation",
+        is_path=True,
     )
     eval_reward_funcs: list[str] | None = arg(
-        help="scores of the completions: names as for reward_funcs of train_grpo.py", may_change="evaluation"
+        help="scores of the completions: names as for reward_funcs of train_grpo.py", may_change="evaluation", is_path=True
     )
     reward_timeout: float = arg(600.0, help="seconds that one call of a reward function may take; 0: any", within="[0, 1e9]")
     eval_temperatures: list[float] = arg(
@@ -228,7 +252,9 @@ class EvalArgs:
 class RunArgs:
     """Run"""
 
-    output_dir: str = arg("outputs/run", help="folder of everything that the run leaves behind", may_change="execution")
+    output_dir: str = arg(
+        "outputs/run", help="folder of everything that the run leaves behind", may_change="execution", is_path=True
+    )
     overwrite_output_dir: bool = arg(
         False, help="start over in a folder that holds an earlier run (which is deleted)", may_change="execution"
     )
@@ -236,7 +262,10 @@ class RunArgs:
         False, help="go on with a run though its script, its data or a file with code was changed", may_change="execution"
     )
     resume_from_checkpoint: str = arg(
-        "auto", help="auto (newest whole checkpoint of this same run), none, or a folder", may_change="execution"
+        "auto",
+        help="auto (newest whole checkpoint of this same run), none, or a folder",
+        may_change="execution",
+        is_path=True,
     )
     seed: int = arg(0, help="order of the data, initial weights, dropout, sampling: everything random", within="[0, 1e9]")
 

@@ -10,13 +10,15 @@ import json
 import os
 import re
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from common.args import CommonArgs, first_definition, is_within
-from common.errors import UserError, say, show_and_exit
+from common.errors import UserError, keep_talking, say, show_and_exit
 from common.memory import is_oom
 
 import yaml
@@ -35,15 +37,15 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
     config, words = _split_config(words)
     if config:
         words = _yaml_as_flags(config, args_class) + words
-    args = _parse(words, args_class)
-    if args.dataset_name is None and args.model_name_or_path is None:
+    values = _parse(words, args_class)
+    if values["dataset_name"] is None and values["model_name_or_path"] is None:
         say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
-        args = _parse(_yaml_as_flags(demo, args_class) + words, args_class)
-    if args.dataset_name is None:
-        args.dataset_name = _parse(_yaml_as_flags(demo, args_class), args_class).dataset_name
-    if args.model_name_or_path is None and default_model is not None:
-        args.model_name_or_path = _last_stage(default_model)
-    return args
+        values = _parse(_yaml_as_flags(demo, args_class, beneath=words) + words, args_class)
+    if values["dataset_name"] is None:
+        values["dataset_name"] = _parse(_yaml_as_flags(demo, args_class), args_class)["dataset_name"]
+    if values["model_name_or_path"] is None and default_model is not None:
+        values["model_name_or_path"] = _last_stage(default_model)
+    return args_class(**values)  # what fits together is looked at when all of it is known
 
 
 def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, default_model: str | None = None) -> None:
@@ -51,6 +53,9 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
 
     A UserError becomes one line and exit code 1; so does running out of memory outside of the training steps.
     """
+    keep_talking()
+    if not sys.warnoptions:  # of libraries about each other: nobody who trains can do anything about them
+        warnings.simplefilter("ignore", FutureWarning)
     code: str | int | None = 0
     try:
         main(parse_args(args_class, demo, default_model))
@@ -76,6 +81,19 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
     sys.stderr.flush()
     if code or os.environ.get("WORLD_SIZE", "1") != "1":  # nothing is destroyed: see KEPT in common/run/launch.py
         os._exit(int(code))
+    _leave_within(60)
+
+
+def _leave_within(seconds: float) -> None:
+    """Python waits for all threads at its end; one of a reward function may never end."""
+
+    def leave() -> None:
+        say(f"a thread of this process still runs after {seconds:g} s: it is not waited for")
+        os._exit(0)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
 
 
 def _last_stage(output_dir: str) -> str:
@@ -120,7 +138,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def _parse(words: list[str], args_class: type[Args]) -> Args:
+def _parse(words: list[str], args_class: type[CommonArgs]) -> dict[str, Any]:
+    """The values of all arguments, each checked by itself."""
     parser = _Parser(allow_abbrev=False, usage="%(prog)s [--config FILE] [--flag value ...]")
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")  # taken out before
     parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")  # -1e-3, too
@@ -159,8 +178,11 @@ def _parse(words: list[str], args_class: type[Args]) -> Args:
     values = vars(parsed)
     del values["config"]
     for name, value in values.items():
-        _check_range(name, value, first_definition(args_class, name)[1].metadata.get("within") or "(-inf, inf)")
-    return args_class(**values)
+        declared = first_definition(args_class, name)[1].metadata
+        _check_range(name, value, declared.get("within") or "(-inf, inf)")
+        if declared.get("is_path"):
+            _check_path(name, value)
+    return values
 
 
 def _check_range(name: str, value: Any, within: str) -> None:
@@ -168,6 +190,16 @@ def _check_range(name: str, value: Any, within: str) -> None:
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, int | float) and not isinstance(number, bool) and not is_within(number, within):
             raise UserError(f"--{name} {number} is out of range, which is {within}")
+
+
+def _check_path(name: str, value: Any) -> None:
+    """Raise UserError for what no file can be called: the system would, wherever it is first looked for."""
+    for word in value if isinstance(value, list) else [value]:
+        if word is None or word.startswith(("{", "regex:")):  # a source with its settings; a pattern
+            continue
+        sizes = [len(part.encode("utf-8", "surrogateescape")) for part in (word, *word.split("/"))]
+        if "\0" in word or sizes[0] >= 4096 or max(sizes[1:]) > 255:
+            raise UserError(f"--{name} {word[:60]}… cannot be the name of a file or a folder: it has {len(word)} characters")
 
 
 def _without_none(kind: Any) -> Any:
@@ -214,13 +246,18 @@ def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
     return None, argv
 
 
-def _yaml_as_flags(path: str, args_class: type) -> list[str]:
-    """A YAML mapping as command-line words, so that both go through the same conversion and checks."""
+def _yaml_as_flags(path: str, args_class: type[CommonArgs], beneath: list[str] | None = None) -> list[str]:
+    """A YAML mapping as command-line words, so that both go through the same conversion and checks.
+
+    beneath: other words, which leave out what belongs to an argument that they give (see goes_with of `arg`).
+    """
+    _check_path("config", path)
+    given = {word.removeprefix("--").split("=")[0] for word in beneath or []}
     try:
         values = _NoKeyTwice(Path(path).read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         raise UserError(f"--config {path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or 5,000 digits
         raise UserError(f"--config {path}: cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: expected `name: value` lines")
@@ -233,8 +270,14 @@ def _yaml_as_flags(path: str, args_class: type) -> list[str]:
             raise UserError(f"--config {path}: {name} takes a value or a list, not a mapping")
         if isinstance(value, list) and get_origin(_without_none(types[name])) is not list:
             raise UserError(f"--config {path}: {name} takes one value, not a list")
+        if beneath and first_definition(args_class, name)[1].metadata.get("goes_with") in given:
+            continue
         if isinstance(value, list):  # a mapping in a list is a source with its settings
-            words += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in value)] if value else []
+            words += (
+                [f"--{name}", *(json.dumps(v, default=str) if isinstance(v, dict) else str(v) for v in value)]
+                if value
+                else []
+            )
         elif value is not None:
             words.append(f"--{name}={value}")
     return words

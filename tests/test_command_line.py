@@ -131,6 +131,8 @@ def test_a_flag_of_ones_own_need_not_say_what_it_may_be():
         ("3: 4\n", "unknown key 3"),
         ("- a\n", "expected `name: value` lines"),
         ("beta: .nan\n", "--beta nan is out of range"),
+        (f"seed: {'9' * 5000}\n", "cannot be read as YAML"),
+        (f"dataset_name: {'[' * 5000}{']' * 5000}\n", "cannot be read as YAML"),
     ],
 )
 def test_yaml_that_means_something_else_than_it_says_is_one_line(tmp_path, text, expected):
@@ -139,6 +141,54 @@ def test_yaml_that_means_something_else_than_it_says_is_one_line(tmp_path, text,
         words = ["--config", str(tmp_path / "run.yaml"), "--model_name_or_path", "m"]
         parse_args(importlib.import_module("train_dpo").Args, DEMO["train_dpo"], argv=words)
     assert "\n" not in str(error.value)
+
+
+def bare(script, *words):
+    """As `parse`, without --config."""
+    return parse_args(importlib.import_module(script).Args, DEMO[script], argv=list(words))
+
+
+def test_a_date_in_a_source_is_text(tmp_path):
+    (tmp_path / "run.yaml").write_text("dataset_name:\n  - {path: d, split: 2024-01-01}\n")
+    assert bare("train_sft", "--config", str(tmp_path / "run.yaml")).dataset_name == ['{"path": "d", "split": "2024-01-01"}']
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(CommonArgs) if f.metadata["is_path"]] + ["config"])
+def test_what_no_file_can_be_called_is_one_line_that_names_the_flag(name, tmp_path):
+    for word in ("x" * 256, f"a/{'é' * 200}.jsonl", "x/" * 3000):
+        with pytest.raises(UserError, match=f"--{name} .*… cannot be the name of a file or a folder"):
+            bare("train_sft", f"--{name}", word)
+
+
+def test_longer_patterns_and_sources_are_no_names():
+    assert bare("train_grpo", "--dataset_name", "d", "--reward_funcs", f"regex:{'a|' * 200}b").reward_funcs[0].endswith("b")
+    source = '{"path": "d", "columns": ["' + "a" * 300 + '=b"]}'
+    assert bare("train_grpo", "--dataset_name", source, "--reward_funcs", "mine.py:f").dataset_name == [source]
+
+
+def test_the_demos_weights_are_for_the_demos_rewards():
+    """The README's own `--reward_funcs my.py:f`, and weights for the rewards that the demo has."""
+    demo = bare("train_grpo")
+    assert len(demo.reward_weights) == len(demo.reward_funcs) == 2
+    mine = bare("train_grpo", "--reward_funcs", "my.py:f")
+    assert (mine.reward_funcs, mine.reward_weights) == (["my.py:f"], None)
+    assert bare("train_grpo", "--reward_funcs=my.py:f").reward_weights is None
+    assert bare("train_grpo", "--reward_weights", "0", "2").reward_weights == [0, 2]
+    with pytest.raises(UserError, match="--reward_weights: 3 weights for 2 --reward_funcs"):
+        bare("train_grpo", "--reward_weights", "1", "2", "3")
+
+
+@pytest.mark.slow
+def test_threads_that_never_end_are_not_waited_for_and_libraries_warnings_are_theirs(tmp_path):
+    code = """import threading, time, warnings, common.command_line as c
+leave = c._leave_within
+c._leave_within = lambda seconds: leave(0.5)
+def main(args):
+    warnings.warn("of a library", FutureWarning)
+    threading.Thread(target=time.sleep, args=(60,)).start()
+c.launch(main, c.CommonArgs, "no.yaml")"""
+    run = run_script([sys.executable, "-c", code, "--dataset_name", "d"], timeout=50)
+    assert (run.returncode, run.stderr) == (0, "") and "a thread of this process still runs" in run.stdout
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -155,7 +205,11 @@ def test_a_flag_of_other_libraries_says_what_there_is_here_and_that_exists(name)
 
 @pytest.mark.parametrize(
     "variables",
-    [{"ACCELERATE_MIXED_PRECISION": "int3"}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}],
+    [
+        {"ACCELERATE_MIXED_PRECISION": "int3"},
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},
+    ],
 )
 def test_an_environment_that_accelerate_cannot_use_is_one_line(variables, tmp_path):
     words = ["--max_steps", "1", "--output_dir", str(tmp_path / "out")]

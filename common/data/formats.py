@@ -125,7 +125,9 @@ def _is_verl(columns: Columns) -> bool:
 
 
 def _names(columns: Columns) -> str:
-    return ", ".join(name if value is not None else f"{name} (null)" for name, value in columns.items()) or "none"
+    shown = [name if name and name == name.strip() else repr(name) for name in columns]  # a space would not be seen
+    nulls = ["" if value is not None else " (null)" for value in columns.values()]
+    return ", ".join(map("".join, zip(shown, nulls, strict=True))) or "none"
 
 
 def _refuse_labels(columns: Columns) -> None:

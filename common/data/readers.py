@@ -54,7 +54,7 @@ def _read_json_lines(path: Path, at: int, number: int) -> Iterator[Position]:
         at, number = at + len(line), number + 1
         text = _decode(line, path, number)
         try:
-            columns = json.loads(text)
+            columns = json.loads(text, object_pairs_hook=_once_each)
         except (ValueError, RecursionError) as error:
             if not text.strip():
                 continue
@@ -66,13 +66,22 @@ def _read_json_lines(path: Path, at: int, number: int) -> Iterator[Position]:
 def _read_json_array(path: Path, at: int) -> Iterator[Position]:
     text = "".join(_decode(line, path, number) for number, line in enumerate(_lines(path, 0), 1))
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(values, list):
         raise UserError(f"{path}: expected a list of rows, [{{...}}, ...], found {type(values).__name__}")
     for row in range(at, len(values)):
         yield _object(f"{path} row {row + 1}", values[row]), row + 1, row + 1
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, which would take the last of two values of a key, and drop the first in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return found
 
 
 def _is_json_array(path: Path) -> bool:
@@ -205,7 +214,7 @@ def read_dataset(path: str, name: str | None, split: str, streaming: bool, at: i
         for number, columns in enumerate(table.skip(at) if at else table, at + 1):
             yield Row(dict(columns), f"{path} row {number}"), number, number
     except Exception as error:  # the library and the network raise many kinds, with texts of many lines
-        raise UserError(f"--dataset_name {path}: cannot be read: {_short(error)}") from None
+        raise UserError(f"dataset {path}: cannot be read: {_short(error)}") from None
 
 
 @functools.lru_cache(maxsize=16)  # the library looks at the Hub and verifies files at each load
@@ -214,7 +223,7 @@ def load_table(path: str, name: str | None, split: str, streaming: bool, optiona
     try:
         import datasets
     except ImportError:
-        raise UserError(f"--dataset_name {path}: reading it needs the datasets library: pip install datasets") from None
+        raise UserError(f"dataset {path}: reading it needs the datasets library: pip install datasets") from None
     folder = Path(path).expanduser()
     try:
         if not folder.is_dir():
@@ -230,7 +239,7 @@ def load_table(path: str, name: str | None, split: str, streaming: bool, optiona
         if optional and ("nknown split" in reason or "Bad split" in reason):
             return None
         hint = "" if folder.exists() else " (no such file or folder here; as a Hub name it cannot be loaded)"
-        raise UserError(f"--dataset_name {path}{hint}: {reason}") from None
+        raise UserError(f"dataset {path}{hint}: {reason}") from None
 
 
 def _short(error: Exception) -> str:

@@ -51,7 +51,7 @@ class Source:
 # --- which sources --------------------------------------------------------------------------------------------------
 
 ITEM = {  # what an item of --dataset_name may say: a check, and what is expected
-    "path": (lambda value: isinstance(value, str) and value, "a file, a folder or a Hub name"),
+    "path": (lambda value: isinstance(value, str) and value and _can_be_a_name(value), "a file, a folder or a Hub name"),
     "name": (lambda value: isinstance(value, str), "the name of a configuration"),
     "split": (lambda value: isinstance(value, str), "the name of a split"),
     "weight": (lambda value: _is_number(value) and value > 0, "a number above 0"),
@@ -101,6 +101,11 @@ def _training_sources(args: CommonArgs) -> list[Source]:
     """The training sources as the arguments name them, before a row of them is read."""
     train = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
     train = _labelled(_weighed(train, args.dataset_weights))
+    local = [source for source in train if _is_saved(source) or _files(source) is not None]
+    if named := [source for source in local if source.name and (source.name != args.dataset_config or local == train)]:
+        raise UserError(
+            f"--dataset_config {named[0].name}: {named[0].path} lies here, and only a dataset of the Hub has configurations"
+        )
     if args.eval_fraction:
         if args.eval_dataset_name:
             raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
@@ -233,6 +238,10 @@ def _checked(what: str, key: str, value: Any) -> Any:
     return value
 
 
+def _can_be_a_name(path: str) -> bool:
+    return "\0" not in path and len(path) < 4096 and all(len(part.encode()) < 256 for part in path.split("/"))
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -315,6 +324,8 @@ def _files(source: Source) -> list[Path] | None:
     path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{source.path}: is a pipe or a device, which cannot be read twice: write it to a file")
     if path.is_dir():
         if _is_saved(source):
             return None

@@ -247,15 +247,15 @@ def without_gradient(values: Tensor, anchor: Tensor, why: str) -> Tensor:
     return _WithoutGradient.apply(values.detach(), anchor, why)
 
 
-def check_positions(model: FlatModel, longest: int) -> None:
-    """Raise UserError where the longest sequence has more tokens than the model has positions."""
+def check_positions(model: FlatModel, longest: int, limits: str = "the length limits") -> None:
+    """Raise UserError where the longest sequence has more tokens than the model has positions. limits: the flags for it."""
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if most is not None and rope.get("rope_type") == "dynamic":  # what it stretches is the original length
         most = int(most * rope.get("factor", 1.0))
     if most is not None and longest > most:
-        raise UserError(f"a sequence may have {longest} tokens, the model has {most} positions: lower the length limits")
+        raise UserError(f"a sequence may have {longest} tokens, the model has {most} positions: lower {limits}")
 
 
 # --- the parts of a transformers model ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Models and tokenizers from a folder or the Hub, made ready to train."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,15 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
 
     Raises UserError where it cannot be loaded, or has no token that ends a text.
     """
+    if args.model_revision and args.model_name_or_path and Path(args.model_name_or_path).exists():
+        raise UserError(f"--model_revision {args.model_revision}: {args.model_name_or_path} is a folder, not a Hub model")
     name = str(name or args.tokenizer_name or args.model_name_or_path)
     revision = args.model_revision if name == args.model_name_or_path else None
     with hub_errors("tokenizer", name):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+        tokenizer("a Test 1")  # some fail at their first text only
     if tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer {name}: it has no end-of-text token (eos_token): a model would never stop")
     if args.chat_template is not None:
@@ -157,9 +161,12 @@ def load_pretrained(
         else:
             from transformers import AutoModelForCausalLM
 
-            lm, found = AutoModelForCausalLM.from_pretrained(name, revision=revision, output_loading_info=True, **options)
+            lm, found = AutoModelForCausalLM.from_pretrained(
+                name, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
             _check_weights(name, lm, found)
             config = _file_config(args, name, revision)
+        _check_numbers(name, lm)
     lm.base_dtype = _dtype_of(config)  # what is exported has it again
     lm.left_out = ""
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
@@ -244,8 +251,12 @@ def _freeze_all_but_text(lm: torch.nn.Module) -> None:
 
 
 def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> None:
-    """Raise UserError for tensors that the files lack, which would be random, and for a NaN or an infinity in one; say which
-    of theirs have no place in the model."""
+    """Raise UserError for tensors that the files lack, or have in another size, which would be random, and for a NaN or an
+    infinity in one; say which of theirs have no place in the model."""
+    for tensor, in_file, wanted in sorted(found.get("mismatched_keys") or []):
+        raise UserError(
+            f"cannot load the model {name}: {tensor} is {tuple(in_file)} in its files and {tuple(wanted)} by its config.json"
+        )
     if missing := sorted(found["missing_keys"]):
         shown = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
         raise UserError(f"cannot load the model {name}: its files lack {shown}")
@@ -258,16 +269,40 @@ def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> Non
                 raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
 
 
-def _damaged_file(name: str) -> Path | None:
-    """A safetensors file of a folder that cannot be opened."""
+def _check_numbers(name: str, lm: torch.nn.Module) -> None:
+    """Raise UserError for a dropout that is no probability, and for rotary frequencies that are no numbers: the one is seen
+    at the first step, the other hardly ever."""
+    for key, value in lm.config.get_text_config().to_dict().items():
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise UserError(f"cannot load the model {name}: {key} {value} of its config.json is no probability")
+    for key, buffer in lm.named_buffers():
+        if key.endswith("inv_freq") and not buffer.is_meta and not buffer.isfinite().all():
+            raise UserError(f"cannot load the model {name}: {key} is not finite: look at rope_theta in its config.json")
+
+
+def _damage(name: str) -> str | None:
+    """Which file of a model folder cannot be read at all, and why."""
     from safetensors import safe_open
 
+    for file in sorted(Path(name).glob("*config.json")):
+        try:
+            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+                return f"{file} holds no JSON object"
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{file} is not valid JSON ({error})"
+    adapter = Path(name, "adapter_config.json")
+    if adapter.exists():
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not isinstance(base, str) or Path(base).resolve() == Path(name).resolve():
+            return f"{adapter} names no other model as its base (base_model_name_or_path {base})"
+        if base.startswith((".", "/")) and not Path(base).exists():
+            return f"{adapter} names the base {base}, which is not there"
     for file in sorted(Path(name).glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
                 pass
-        except Exception:  # SafetensorError, OSError
-            return file
+        except Exception as error:  # SafetensorError, OSError
+            return f"{file} is no whole safetensors file ({error})"
     return None
 
 
@@ -301,10 +336,12 @@ def make_savable(config: "GenerationConfig") -> None:
 
 @contextlib.contextmanager
 def hub_errors(kind: str, name: str) -> Iterator[None]:
-    """Loading without progress bars, and errors of transformers (often ten lines) as one."""
+    """Loading without progress bars and reports, and errors of transformers (often ten lines) as one."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # a report of many lines, with names of tensors as they are in the file
     try:
         yield
     except UserError:
@@ -313,7 +350,13 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         if is_oom(error):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if (file := _damaged_file(name)) is not None:
-            reason = f"{file} is no whole safetensors file ({reason})"
+        if kind == "tokenizer" and Path(name, "config.json").exists():  # it reads the configuration, too
+            try:
+                transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            except Exception:
+                kind = "config"
+        reason = _damage(name) or reason
         hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
         raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)

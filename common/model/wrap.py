@@ -44,6 +44,8 @@ def wrap(lm: nn.Module) -> FlatModel:
     lm.eval()
     with torch.no_grad(), _narrow_windows(lm):
         alone = _logits_alone(lm, row)  # by the untouched model
+        if alone.isnan().any():
+            raise UserError(f"the model ({type(lm).__name__}): a few tokens give NaN: look at *_eps in its config.json")
         use_fused_layers(lm)
         try:
             lm.set_attn_implementation(FLAT)

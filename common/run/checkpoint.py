@@ -127,6 +127,9 @@ def export(
             flush(file)
         for file in files:
             target = Path(output_dir, file.name)
+            if file.name == "README.md" and target.exists():  # peft's model card; that which is there may be the user's
+                file.unlink()
+                continue
             if target.is_dir():
                 shutil.rmtree(target)
             os.replace(file, target)

@@ -41,7 +41,8 @@ def describe(
     longer than the model has positions.
     """
     plan, train = windows.plan(), windows.train
-    check_positions(model, max(windows.longest, held_out.longest))
+    limits = " and ".join(f"--{name}" for name in vars(args) if name.startswith("max_") and name.endswith("_length"))
+    check_positions(model, max(windows.longest, held_out.longest), limits)
     if reason := why_no_cache(model):
         say(f"sampling is slow, each token costs a pass over all before it: {reason}")
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)

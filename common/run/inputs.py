@@ -1,14 +1,17 @@
-"""What a run is made of besides its arguments: the script, the files that arguments name, the training data.
+"""What a run is made of besides its arguments: the script, the files and models that arguments name, the training data.
 
 It is written to `inputs.json`, in the output folder and in each checkpoint, with a copy of the script beside it. A run that
 goes on is compared with it: where something else has been put in its place, the two halves would be of different runs.
 """
 
 import ast
+import contextlib
 import hashlib
 import json
 import re
 import shutil
+import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,72 @@ from common.args import CommonArgs
 from common.errors import UserError, say
 
 FILE = "inputs.json"
+OUTPUTS = ("output_dir", "resume_from_checkpoint", "dataset_cache_dir")  # arguments whose folders change in a run
+MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".py", ".txt")
+MODEL_JSON = ("config", "adapter_config", "generation_config", "tokenizer", "special_tokens", "added_tokens", "vocab")
 
 
 def inputs_of(args: CommonArgs, script: str) -> dict[str, Any]:
-    """What is known at the start: {"script": its name, "files": {path: hash} of the files with code that arguments name}."""
+    """What is known at the start: {"script": its name, "files": {path: hash}}, of the files with code that arguments name,
+    and of the model folders, which may be the reference, the base under an adapter, or a reward."""
     files = {}
-    for value in vars(args).values():
+    for name, value in vars(args).items():
         for word in value if isinstance(value, list) else [value]:
             path = Path(re.sub(r"\.py:\w+$", ".py", str(word)))  # file.py:function
-            if path.suffix in (".py", ".jinja") and path.is_file():
-                files[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+            with contextlib.suppress(OSError):  # no name of a file at all, or one that cannot be read: others say so
+                if path.suffix in (".py", ".jinja") and path.is_file():
+                    files[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+                elif name not in OUTPUTS and path.is_dir() and (found := _model_digest(path)):
+                    files[str(path)] = found
     return {"script": Path(script).name, "files": files}
+
+
+def loaded_code(script: str) -> dict[str, str]:
+    """{path: hash} of the Python files that this process has loaded, and that are of no library and not of this project,
+    but for the script: what the file of a reward function imports."""
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[2] / "common"))
+    found = {}
+    for name, module in list(sys.modules.items()):
+        path = str(getattr(module, "__file__", None) or "")
+        if (
+            name == "__main__"
+            or path == script
+            or not path.endswith(".py")
+            or path.startswith(libraries)
+            or "-packages" in path
+        ):
+            continue
+        with contextlib.suppress(OSError):  # built in, or deleted
+            found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return found
+
+
+def _model_digest(folder: Path, depth: int = 0) -> str | None:
+    """A hash of what makes a model: weights, configuration, tokenizer, the base of an adapter; None for another folder."""
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json", "tokenizer.json")):
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in MODEL_FILES and path.is_file()):
+        if path.suffix != ".json" or path.name.startswith(MODEL_JSON):
+            digest.update(f"{path.name} {path.stat().st_size} ".encode())
+            _update(digest, path)
+    try:
+        base = Path(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
+        if base.is_dir() and depth < 3:
+            digest.update(str(_model_digest(base, depth + 1)).encode())
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return digest.hexdigest()
+
+
+def _update(digest: Any, path: Path) -> None:
+    """Add a file to a hash: all of it, and of a large one the first MB and 4 KB of each further one. Another training has
+    other numbers in every tensor."""
+    whole, size = 2**26, path.stat().st_size
+    with open(path, "rb") as file:
+        for at in range(0, size, 2**20):
+            file.seek(at)
+            digest.update(file.read(2**20 if at == 0 or size <= whole else 2**12))
 
 
 def compare_script(args: CommonArgs, script: str, earlier: Path | None) -> None:
@@ -43,18 +101,22 @@ def compare_script(args: CommonArgs, script: str, earlier: Path | None) -> None:
     copy, name = earlier / str(before.get("script")), Path(script).name
     if copy.is_file() and _code(copy) != _code(Path(script)):
         changes.append(f"{name} has been edited" if copy.name == name else f"it is a run of {copy.name}, and this is {name}")
-    files = before.get("files", {})
-    for path, digest in inputs_of(args, script)["files"].items():
-        if files.get(path, digest) != digest:
-            changes.append(f"{path} has been edited")
-    _refuse(args, earlier, changes)
+    _refuse(args, earlier, changes + _changed(inputs_of(args, script), before, "files", "{} has been edited"))
 
 
-def compare_data(args: CommonArgs, data: Mapping[str, str], checkpoint: Path | None) -> None:
-    """The same for the training data. data: a hash of what each source gives, by its label."""
-    before = _read(checkpoint).get("data", {})
-    changed = [label for label, digest in data.items() if before.get(label, digest) != digest]
-    _refuse(args, checkpoint, [f"the rows of {label} are not those that it had" for label in changed])
+def compare_rest(args: CommonArgs, inputs: Mapping[str, Any], checkpoint: Path | None) -> None:
+    """The same for what is known when everything is loaded: the training data, and code that rewards import.
+
+    inputs: "data", a hash of what each source gives, by its label; "code", see loaded_code.
+    """
+    before = _read(checkpoint)
+    changes = _changed(inputs, before, "data", "the rows of {} are not those that it had")
+    _refuse(args, checkpoint, changes + _changed(inputs, before, "code", "{} has been edited"))
+
+
+def _changed(now: Mapping[str, Any], before: Mapping[str, Any], kind: str, said: str) -> list[str]:
+    known = before.get(kind, {})
+    return [said.format(name) for name, digest in now[kind].items() if known.get(name, digest) != digest]
 
 
 def keep(folder: Path, script: str, inputs: Mapping[str, Any]) -> None:

@@ -14,11 +14,25 @@ from common.model.optimizer import check_optimizer
 from common.model.quantised import check_quantisation
 from common.run.inputs import compare_script, inputs_of, keep
 from common.run.metrics import check_tracker
-from common.run.output_dir import claim_output_dir, delete_run, earlier_args, lock
+from common.run.output_dir import (
+    claim_output_dir,
+    delete_run,
+    earlier_args,
+    is_held,
+    lock,
+    refuse_what_is_not_ours,
+    writing,
+)
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    set_seed,
+)
 
 # DistributedDataParallel holds torch's process group, whose destructor waits for its threads while it has the GIL, for
 # which one of them may be waiting to let go of its last tensor: a deadlock (seen with gloo). So it is kept, and
@@ -34,7 +48,14 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     in it.
     """
     check_tracker(args.report_to)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and importlib.util.find_spec("deepspeed") is None:
+    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        value = os.environ.get(f"ACCELERATE_USE_{kind}", "false")
+        if value.lower() not in ("true", "false", "") or (kind == "MEGATRON_LM" and value.lower() == "true"):
+            raise UserError(
+                f"ACCELERATE_USE_{kind}={value}: "
+                + ("Megatron-LM is not supported" if kind == "MEGATRON_LM" else "Accelerate knows true and false")
+            )
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and importlib.util.find_spec("deepspeed") is None:
         raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
     if (precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in PRECISIONS:  # Accelerate lets it pass
         raise UserError(f"ACCELERATE_MIXED_PRECISION={precision}: one of {', '.join(PRECISIONS)}")
@@ -70,6 +91,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     saved_args = earlier_args(output_dir)
     checkpoint = None
     if not args.dry_run:
+        refuse_what_is_not_ours(args, saved_args, script)  # before a lock lies in a folder of somebody else's
         lock(accelerator, output_dir)
         complete = (output_dir / "summary.json").exists() and not args.overwrite_output_dir
         compare_script(args, script, output_dir if complete else None)
@@ -77,14 +99,13 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         compare_script(args, script, checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and not args.dry_run:
+        inputs = inputs_of(args, script)
         try:
             if args.overwrite_output_dir and saved_args is not None:
                 delete_run(output_dir)
             output_dir.mkdir(parents=True, exist_ok=True)
             (output_dir / "summary.json").unlink(missing_ok=True)  # it stands for a complete run
-            save_args(args, output_dir / ".args.yaml.tmp")
-            os.replace(output_dir / ".args.yaml.tmp", output_dir / "args.yaml")
-            keep(output_dir, script, inputs_of(args, script))
+            leave_settings(args, script, inputs)
         except OSError as error:
             raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
     accelerator.wait_for_everyone()
@@ -97,6 +118,30 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         f"mixed precision {accelerator.mixed_precision}, output in {output_dir}"
     )
     return accelerator, checkpoint
+
+
+def leave_settings(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
+    """args.yaml, inputs.json and a copy of the script, in the output folder."""
+    output_dir = Path(args.output_dir)
+    save_args(args, output_dir / ".args.yaml.tmp")
+    os.replace(output_dir / ".args.yaml.tmp", output_dir / "args.yaml")
+    keep(output_dir, script, inputs)
+
+
+def hold_on(accelerator: Accelerator, args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
+    """Before something is saved: where the output folder was deleted, it is made anew. Called on every process.
+
+    Raises UserError where another run has it meanwhile.
+    """
+    output_dir = Path(args.output_dir)
+    gone = accelerator.is_main_process and not is_held(output_dir)
+    if not broadcast_object_list([gone])[0]:
+        return
+    lock(accelerator, output_dir)
+    say(f"{output_dir} was deleted: it is made anew, without what lay in it")
+    if accelerator.is_main_process:
+        with writing(output_dir):
+            leave_settings(args, script, inputs)
 
 
 def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:

@@ -1,8 +1,11 @@
 """What a run tells: metrics.jsonl, a line on the console, trackers, samples, summary.json and curves.png."""
 
+import contextlib
+import errno
 import importlib.util
 import json
 import math
+import os
 import platform
 import statistics
 import sys
@@ -14,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.errors import UserError, say
+from common.errors import UserError, quoted, say
 from common.memory import memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
-from common.run.output_dir import LINES, replace_text, writing
+from common.run.output_dir import LINES, is_held, replace_text, writing
 
 import torch
 from accelerate import Accelerator
@@ -241,18 +244,24 @@ class Metrics:
         """Add rows to a JSON-lines file of the run (main process).
 
         JSON knows no NaN and no infinity: such a value is null, and not_finite says which it was. Where the disk does not
-        take a line, that is said once, counted, and training goes on.
+        take a line, that is said once, counted, and training goes on; so it is where the folder has become another run's.
         """
         if not self.accelerator.is_main_process or not rows:
             return
+        lines = [json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+        path, size = self.output_dir / file, None
         try:
-            with open(self.output_dir / file, "a", encoding="utf-8") as out:
-                if self.lost_lines and out.tell():  # what was written last may be half a line
-                    out.write("\n")
-                out.writelines(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+            if not is_held(self.output_dir):
+                raise FileNotFoundError(errno.ENOENT, "the folder was deleted")
+            with open(path, "ab") as out:
+                size = out.tell()
+                out.write("".join(lines).encode("utf-8", "backslashreplace"))
         except OSError as error:
+            if size is not None:
+                with contextlib.suppress(OSError):  # no half line stays
+                    os.truncate(path, size)
             if not self.lost_lines:
-                say(f"{self.output_dir / file} cannot be written ({error.strerror}): training goes on, lines are lost")
+                say(f"{path} cannot be written ({error.strerror}): training goes on, lines are lost")
             self.lost_lines += len(rows)
 
     def finish(self, best: dict[str, Any] | None = None) -> None:
@@ -260,7 +269,10 @@ class Metrics:
         self.flush()
         if not self.accelerator.is_main_process:
             return
-        draw_curves(self.output_dir)
+        try:
+            draw_curves(self.output_dir)
+        except Exception as error:  # the disk, or matplotlib as it is configured: a picture is not worth a run
+            say(f"curves.png was not drawn: {quoted(error, 200, str)}", sys.stderr)
         summary = {
             "final": self.last,
             "before": self.first_eval,
@@ -304,12 +316,15 @@ def draw_curves(output_dir: Path) -> None:
     try:
         from matplotlib.figure import Figure  # pyplot takes longer to load, and would look for a screen
     except ImportError:
-        print("curves.png was not drawn: pip install matplotlib", file=sys.stderr)
+        say("curves.png was not drawn: pip install matplotlib", sys.stderr)
         return
     curves: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
     metrics = output_dir / "metrics.jsonl"
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
         for name, value in row.items():
             if name not in NOT_DRAWN and isinstance(value, int | float):
                 curves[name][0].append(row["step"])
@@ -336,10 +351,7 @@ def draw_curves(output_dir: Path) -> None:
         if len(names) > 1:
             axis.legend(fontsize=7)
     figure.tight_layout()
-    try:
-        figure.savefig(output_dir / "curves.png", dpi=110)
-    except OSError as error:
-        print(f"curves.png was not drawn: {error}", file=sys.stderr)
+    figure.savefig(output_dir / "curves.png", dpi=110)
 
 
 def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:

@@ -3,11 +3,13 @@
 A checkpoint is listed in its `manifest.json` with sizes and hashes, and taken for whole only where they agree.
 """
 
+import atexit
 import contextlib
 import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -24,6 +26,9 @@ from accelerate.utils import broadcast_object_list
 
 LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
+MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
+MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and what lies beside them, by the kind of tokenizer
+NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "curves.png")
 _LOCKS: dict[Path, TextIO] = {}  # that this process holds, kept open: to close any handle of a file lets go of its lock
 
 
@@ -73,11 +78,8 @@ def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, p
     args, allowed = vars(arguments), may_change(type(arguments))
     output_dir, resume_from = args["output_dir"], args["resume_from_checkpoint"]
     here, again = Path(output_dir).resolve(), "--overwrite_output_dir starts over, or choose another --output_dir"
-    if args["model_name_or_path"] and Path(args["model_name_or_path"]).resolve().is_relative_to(here):
-        raise UserError(f"--output_dir {output_dir} holds the model to start from: choose another")
+    refuse_what_is_not_ours(arguments, saved_args)
     named = None if resume_from in ("auto", "none") else Path(resume_from)
-    if saved_args is None and (foreign := [f.name for pattern in WEIGHTS for f in Path(output_dir).glob(pattern)]):
-        raise UserError(f"--output_dir {output_dir} holds {foreign[0]}, which no run has left there: choose another")
     inside = named is not None and named.resolve().is_relative_to(here)
     if named and (problem := find_damage(named)) is not None:
         raise UserError(f"--resume_from_checkpoint {resume_from}: {problem}")
@@ -116,6 +118,35 @@ def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, p
     return checkpoint
 
 
+def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | None, script: str = "") -> None:
+    """Raise UserError where this run would write over what it starts from, or over what no run has left.
+
+    saved_args: see earlier_args. script: a copy of which is left.
+    """
+    folder, here = Path(arguments.output_dir), Path(arguments.output_dir).resolve()
+    if not arguments.output_dir.strip():
+        raise UserError("--output_dir is empty: it names the folder of everything that the run leaves behind")
+    if arguments.model_name_or_path and Path(arguments.model_name_or_path).resolve().is_relative_to(here):
+        raise UserError(f"--output_dir {folder} holds the model to start from: choose another")
+    ours = (*WEIGHTS, *LINES, *NOTES, *MODEL)
+    for flag in ("dataset_name", "eval_dataset_name", "eval_prompts"):
+        words = getattr(arguments, flag) or []
+        for word in [words] if isinstance(words, str) else words:
+            path = re.search(r'"path"\s*:\s*"([^"]*)"', word) if word.lstrip().startswith("{") else None
+            data = Path(path[1] if path else word).expanduser().resolve()
+            if data == here or (data.parent == here and any(data.match(pattern) for pattern in ours)):
+                raise UserError(f"--output_dir {folder} holds the data of --{flag} {word}: choose another")
+    if saved_args is not None:
+        return
+    # With args.yaml, a run was begun here, which has left nothing that is worth keeping, and no model.
+    patterns = WEIGHTS if _read_args(folder) else ours
+    found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
+    if script and patterns is ours and (copy := folder / Path(script).name).exists() and not copy.samefile(script):
+        found.append(copy)
+    if found:
+        raise UserError(f"--output_dir {folder} holds {found[0].name}, which no run has left there: choose another")
+
+
 def lock(accelerator: Accelerator, output_dir: Path) -> None:
     """Hold the folder for as long as this run lives. Called on every process. Raises UserError where another run holds it.
 
@@ -136,9 +167,13 @@ def _lock(output_dir: Path) -> str | None:
     path = output_dir.resolve() / ".lock"
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
+        if not is_held(output_dir):  # of a folder that is no longer there
+            _LOCKS.pop(path).close()
         file = _LOCKS.get(path) or open(path, "a+", encoding="utf-8")
     except OSError as error:
         return f"--output_dir {output_dir}: cannot be written: {error}"
+    if path not in _LOCKS:
+        atexit.register(file.close)
     _LOCKS[path] = file
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,11 +189,23 @@ def _lock(output_dir: Path) -> str | None:
     return None
 
 
+def is_held(output_dir: Path) -> bool:
+    """Whether the lock that this process has taken is that of the folder as it is now: it may have been deleted, and be
+    another run's. True where none was taken."""
+    path = output_dir.resolve() / ".lock"
+    if path not in _LOCKS:
+        return True
+    try:
+        return os.path.samestat(os.fstat(_LOCKS[path].fileno()), path.stat())
+    except OSError:
+        return False
+
+
 def delete_run(output_dir: Path) -> None:
     """Delete what a run has left in its folder, and nothing else that may lie there."""
     for folder in [*checkpoints(str(output_dir)), *output_dir.glob(".checkpoint-*.tmp"), *output_dir.glob(".export.tmp")]:
         shutil.rmtree(folder)
-    for pattern in (*LINES, "summary.json", "curves.png", "args.yaml", "tracker.json", *WEIGHTS):
+    for pattern in (*LINES, *NOTES, *WEIGHTS):
         for file in output_dir.glob(pattern):
             file.unlink()
 

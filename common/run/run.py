@@ -5,7 +5,6 @@ script in one place (`retry_smaller`), to begin a window again that has run out 
 """
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +13,15 @@ from typing import Any
 from common.args import CommonArgs
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
-from common.errors import UserError, printable, say
+from common.errors import UserError, is_first, printable, say
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.run.best import Best
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
-from common.run.inputs import compare_data, inputs_of, keep
-from common.run.launch import KEPT, start
+from common.run.inputs import compare_rest, inputs_of, keep, loaded_code
+from common.run.launch import KEPT, hold_on, start
 from common.run.metrics import Metrics
 from common.run.nonfinite import NonFinite
 from common.run.output_dir import writing
@@ -69,11 +68,12 @@ class Run:
         """Accelerate's `prepare`, and everything as the checkpoint has it: optimizer, modules in `model.extra`, metrics,
         the place in the data. Returns the model and the optimizer to train with."""
         args, accelerator = self.args, self.accelerator
+        self.inputs: dict[str, Any] = {}
         if accelerator.is_main_process:
-            data = windows.train.digests()
-            compare_data(args, data, self.checkpoint)
+            self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests(), "code": loaded_code(self.script)}
+            compare_rest(args, self.inputs, self.checkpoint)
             with writing(args.output_dir):
-                keep(Path(args.output_dir), self.script, inputs_of(args, self.script) | {"data": data})
+                keep(Path(args.output_dir), self.script, self.inputs)
         flops = flops_per_token(model, typical_length(windows))
         load_extra(model, self.checkpoint)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
@@ -119,7 +119,7 @@ class Run:
             desc=printable(self.name),
             initial=self.first_step,
             total=last_step,
-            disable=os.environ.get("RANK", "0") != "0",
+            disable=not is_first(),
             mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines where the output is a file
             dynamic_ncols=True,
         )
@@ -148,6 +148,7 @@ class Run:
     def save(self, step: int) -> None:
         """Write checkpoint-<step>, and delete those that are no longer kept. A full disk is said; training goes on."""
         self.nonfinite.check_weights(self.model, step)
+        hold_on(self.accelerator, self.args, self.script, self.inputs)
         state = self.metrics.state() | self.retry.state() | {"weight_norms": self.nonfinite.begun}
         state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
         state |= {"base_dtype": self.base_dtype}
@@ -192,6 +193,7 @@ class Run:
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
+        hold_on(self.accelerator, args, self.script, self.inputs)
         dtype = export_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save

@@ -11,18 +11,21 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import itertools
 import math
+import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data.types import Tokenizer
-from common.errors import UserError
+from common.errors import UserError, quoted
 from common.losses import combine_rewards
+from common.sampling.guard import undisturbed
 from common.time_limit import TimeLimitReached, time_limit
 
 import torch
@@ -45,7 +48,8 @@ class Reward(NamedTuple):
 def load_rewards(
     specs: list[str] | None, device: torch.device, timeout: float = 0.0, flag: str = "--reward_funcs"
 ) -> list[Reward]:
-    """Reward functions by name. timeout: seconds that a call may take; 0: any. flag: that named them, for the user.
+    """Reward functions by name. timeout: seconds that a call, or an import, may take; 0: any. flag: that named
+    them, for the user.
 
     exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or
     Hub name of an AutoModelForSequenceClassification with one label). Raises UserError for what cannot be loaded.
@@ -53,7 +57,7 @@ def load_rewards(
     rewards = []
     for spec in specs or []:
         try:
-            rewards.append(_load(spec, device))
+            rewards.append(_load(spec, device, timeout))
         except UserError as error:
             raise UserError(f"{flag} {spec}: {error}") from None
     names = [reward.name for reward in rewards]
@@ -62,7 +66,7 @@ def load_rewards(
     return [reward._replace(timeout=timeout) for reward in rewards]
 
 
-def _load(spec: str, device: torch.device) -> Reward:
+def _load(spec: str, device: torch.device, timeout: float) -> Reward:
     kind, _, argument = spec.partition(":")
     if kind == "exact_number":
         return Reward("exact_number", functools.partial(exact_number, mark=argument))
@@ -71,8 +75,8 @@ def _load(spec: str, device: torch.device) -> Reward:
     if kind == "length":
         return Reward("length", length(argument))
     if ".py:" in spec or spec.endswith(".py"):
-        return _from_file(spec)
-    if near := difflib.get_close_matches(kind, () if Path(spec).exists() else READY_MADE, n=1):
+        return _from_file(spec, timeout)
+    if near := difflib.get_close_matches(kind, () if os.path.exists(spec) else READY_MADE, n=1):
         raise UserError(f"did you mean {near[0]}?")
     return _from_model(spec, device)
 
@@ -145,18 +149,20 @@ def text_of(completion: Completion) -> str:
 # --- a user's own ---------------------------------------------------------------------------------------------------
 
 
-def _from_file(spec: str) -> Reward:
+def _from_file(spec: str, timeout: float) -> Reward:
     path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UserError(f"there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(f"plainloop_reward_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # where dataclasses and pickle look for the module of a class
     try:
-        module_spec.loader.exec_module(module)
+        with undisturbed(), time_limit(timeout):
+            module_spec.loader.exec_module(module)
+    except TimeLimitReached:
+        raise UserError(f"importing it took more than {timeout:g} s (--reward_timeout)") from None
     except BaseException as error:  # whatever the user's file raises while it is imported
-        raised = f"{type(error).__name__}: {error} ({_line_of(error)})"
-        raise UserError(f"importing it failed: {raised}") from None
+        raise UserError(f"importing it failed: {_raised(error)} ({_line_of(error)})") from None
     if not name:
         found = [f"{path}:{f}" for f, value in vars(module).items() if inspect.isfunction(value) and not f.startswith("_")]
         raise UserError(f"name the function: {' or '.join(found) or 'it has none'}")
@@ -224,19 +230,26 @@ def _score(
     ids: list[list[int]],
     columns: dict[str, list[Any]],
 ) -> list[float | None]:
-    """One function on every completion. It gets copies, and what it sets of torch is set back."""
+    """One function on every completion. It gets copies, and what it sets of this process is set back."""
     where, first = f"reward function {reward.name}", str(prompts[0])[:120]
     given = copy.deepcopy({"prompts": prompts, "completions": completions, "completion_ids": ids, **columns})
-    dtype, gradients = torch.get_default_dtype(), torch.is_grad_enabled()
+    about = f"columns: {', '.join(columns)}; first prompt: {first}"
+    if (misfit := _misfit(reward.function, given)) is not None:
+        raise UserError(
+            f"{where} ({_line_of(None, reward.function)}) cannot be called: {misfit}; expected "
+            f"{reward.name}(prompts, completions, **columns) ({about})"
+        )
     try:
-        with time_limit(reward.timeout):
+        with undisturbed(), time_limit(reward.timeout):
             values = reward.function(**given)
             if inspect.isawaitable(values):
                 values = asyncio.run(values)
             if hasattr(values, "tolist"):  # of numpy or torch
                 values = values.tolist()
-            if inspect.isgenerator(values) or isinstance(values, tuple):
-                values = list(values)
+            if isinstance(values, Iterator | tuple):
+                values = list(itertools.islice(values, 2 * len(completions)))  # a generator may never end
+            if isinstance(values, list):
+                values = [v.item() if hasattr(v, "item") and getattr(v, "ndim", 1) == 0 else v for v in values]
     except UserError:
         raise
     except TimeLimitReached:
@@ -245,35 +258,49 @@ def _score(
             f"first prompt: {first}"
         ) from None
     except BaseException as error:  # a user's code may raise anything, and call sys.exit
-        raise UserError(
-            f"{where} raised {type(error).__name__}: {error} ({_line_of(error)}; columns: {', '.join(columns)}; "
-            f"first prompt: {first})"
-        ) from None
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(gradients)
+        raise UserError(f"{where} raised {_raised(error)} ({_line_of(error, reward.function)}; {about})") from None
     if not isinstance(values, list) or len(values) != len(completions):
         found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
         raise UserError(
             f"{where} returned {found} for {len(completions)} completions; expected a list with one number for each"
         )
-    numbers = [value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value for value in values]
-    for value, prompt in zip(numbers, prompts, strict=True):
+    for value, prompt in zip(values, prompts, strict=True):
         if value is not None and not (isinstance(value, int | float) and abs(value) <= LARGEST):
             raise UserError(
-                f"{where} returned {value!r} for the prompt {str(prompt)[:120]!r}; expected a finite number "
-                f"(of at most {LARGEST:g} in size) or None"
+                f"{where} returned {quoted(value)} for the prompt {quoted(prompt, form=lambda p: repr(str(p)))}; expected a "
+                f"finite number (of at most {LARGEST:g} in size) or None"
             )
-    return [None if value is None else float(value) for value in numbers]
+    return [None if value is None else float(value) for value in values]
 
 
-def _line_of(error: BaseException) -> str:
-    """Where it was raised: the last line that is not of a library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = ("site-packages", sysconfig.get_path("stdlib"), __file__)
+def _misfit(function: RewardFunction, given: dict[str, Any]) -> str | None:
+    """Why a function cannot be called with these arguments; None if it can, or if it does not tell what it takes."""
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        return str(error)
+    except Exception:  # built in, or with a __signature__ of its own
+        return None
+    return None
+
+
+def _raised(error: BaseException) -> str:
+    return f"{type(error).__name__}: {quoted(error, 600, str)}"
+
+
+def _line_of(error: BaseException | None, function: RewardFunction | None = None) -> str:
+    """Where it was raised: the last line that is not of a library; else where the function is."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__) if error else []
+    libraries = ("site-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<frozen ")
     own = [frame for frame in frames if not any(place in frame.filename for place in libraries)]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno}"
+    code = getattr(function.__init__ if inspect.isclass(function) else function, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "in a library"
 
 
 def scorer(rewards: list[Reward], tokenizer: Tokenizer, weights: list[float] | None = None) -> Scorer | None:

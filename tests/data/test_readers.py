@@ -308,7 +308,7 @@ def test_a_hub_dataset_is_read_loaded_or_streamed_from_any_cursor(hub, streaming
 
 
 def test_a_stream_that_breaks_off_is_an_error_of_one_line(hub):
-    with pytest.raises(UserError, match="--dataset_name org/broken: cannot be read: the network is gone") as caught:
+    with pytest.raises(UserError, match="dataset org/broken: cannot be read: the network is gone") as caught:
         columns(Source("org/broken", streaming=True))
     line(caught)
 

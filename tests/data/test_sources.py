@@ -372,7 +372,7 @@ def test_a_missing_source_is_an_error_of_one_line(name):
     for read in (found, load_rows):
         with pytest.raises(UserError) as caught:
             read(name)
-        assert line(caught).startswith(f"{name}: there is no such file") or f"--dataset_name {name}" in line(caught)
+        assert line(caught).startswith(f"{name}: there is no such file") or f"dataset {name}" in line(caught)
 
 
 def test_an_empty_folder_is_an_error(tmp_path):

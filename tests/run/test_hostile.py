@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,9 +13,11 @@ from pathlib import Path
 from common.args import CommonArgs
 from common.data import encoding
 from common.data.chat import read_chat_template
+from common.data.sources import load_rows
 from common.data.tokens import tokenize_messages, tokenize_prompt
-from common.errors import UserError, printable
+from common.errors import UserError, _Lasting, printable, say
 from common.run.metrics import Metrics
+from common.run.retry import Retry
 from common.run.signals import EXIT_CODE
 from tests.conftest import ROOT, read_metrics
 from tests.run.test_folder import SFT
@@ -97,9 +100,20 @@ def with_nan(folder: Path, name: str) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def edit(file: Path, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def edit_config(folder: Path, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    edit(folder / "config.json", **changes)
+
+
+def adapter(folder: Path, base: str | None) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": base, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file({"x": torch.zeros(1)}, folder / "adapter_model.safetensors")
 
 
 def pickled(folder: Path) -> None:
@@ -128,11 +142,26 @@ BROKEN = {
     "tokenizer is junk": (lambda f: (f / "tokenizer.json").write_text('{"model": []}'), "cannot load the tokenizer"),
     "tokenizer config is a list": (lambda f: (f / "tokenizer_config.json").write_text("[]"), "cannot load the tokenizer"),
     "a pickle": (pickled, "cannot load the model"),
+    "another size": (lambda f: edit_config(f, vocab_size=77), "embed_tokens.weight is (512, 96) in its files and (77, 96)"),
+    "dropout above 1": (lambda f: edit_config(f, attention_dropout=2.0), "attention_dropout 2.0 of its config.json is no"),
+    "dropout below 0": (lambda f: edit_config(f, attention_dropout=-1), "attention_dropout -1 of its config.json is no"),
+    "stop token": (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "x"}'), "eos_token_id 'x' is not"),
+    "no unknown token": (
+        lambda f: edit(f / "tokenizer_config.json", tokenizer_class="BertTokenizer"),
+        "cannot load the tokenizer",
+    ),
+    "no angle": (lambda f: edit_config(f, rope_parameters={"rope_theta": 0, "rope_type": "default"}), "look at rope_theta"),
+    "NaN in config": (lambda f: edit_config(f, rms_norm_eps=float("nan")), "a few tokens give NaN: look at *_eps"),
+    "heads are text": (lambda f: edit_config(f, num_attention_heads="four"), "cannot load the config"),
+    "config is empty": (lambda f: (f / "config.json").write_text(""), "config.json is not valid JSON"),
+    "no base": (lambda f: adapter(f, "/no/such"), "adapter_config.json names the base /no/such, which is not there"),
+    "its own base": (lambda f: adapter(f, str(f)), "adapter_config.json names no other model as its base"),
+    "null as base": (lambda f: adapter(f, None), "adapter_config.json names no other model as its base"),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path, monkeypatch):
+def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path, capfd):
     damage, says = BROKEN[kind]
     folder = tmp_path / "model"
     shutil.copytree(BASE, folder)
@@ -142,6 +171,57 @@ def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path
         launch("sft", *words, "--max_steps", "1")
     assert "\n" not in str(error.value) and says in str(error.value) and "model" in str(error.value), error.value
     assert not (tmp_path / "owned").exists() and not (ROOT / "owned").exists()
+    assert "LOAD REPORT" not in capfd.readouterr().err  # of transformers, in twenty lines
+
+
+def test_a_name_of_a_tensor_reaches_the_terminal_spelled_out(launch, tmp_path, capfd):
+    shutil.copytree(BASE, tmp_path / "model")
+    tensors = load_file(BASE / "model.safetensors") | {f"model.{EVIL}": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    launch("sft", *SFT, "--model_name_or_path", str(tmp_path / "model"), "--dry_run")
+    said = capfd.readouterr()
+    assert "has no place for model.\\x1b[2J" in said.out and "\x1b[2J" not in said.out + said.err
+
+
+THEIRS = ["tokenizer.json", "chat_template.jinja", "args.yaml", "dataset.json", "inputs.json", "samples.jsonl", "curves.png"]
+
+
+@pytest.mark.parametrize(
+    "name", [*THEIRS, "completions.jsonl", "metrics.jsonl", "config.json", "train_sft.py", "vocab.json"]
+)
+def test_a_file_that_no_run_has_left_is_not_written_over(name, launch, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    for more in ([], ["--overwrite_output_dir"]) if name != "metrics.jsonl" else ([],):
+        with pytest.raises(UserError, match=f"holds {name}, which no run has left there|whose args.yaml cannot be read"):
+            launch("sft", *SFT, "--max_steps", "1", *more)
+    assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+def test_a_readme_of_the_users_stays(launch, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("mine")
+    output = launch("sft", *SFT, "--max_steps", "1", "--use_peft")
+    assert (output / "README.md").read_text() == "mine" and (output / "adapter_config.json").exists()
+
+
+def test_the_folder_of_the_data_is_no_output_folder(launch, tmp_path):
+    data = tmp_path / "out"
+    data.mkdir()
+    shutil.copy(ROOT / "data/sft/train.jsonl", data / "samples.jsonl")
+    source = json.dumps({"path": str(data)})
+    for words in (
+        ["--dataset_name", str(data)],
+        ["--dataset_name", str(data / "samples.jsonl")],
+        ["--dataset_name", source],
+    ):
+        with pytest.raises(UserError, match=f"--output_dir {data} holds the data of --dataset_name"):
+            launch("sft", *SFT, *words, "--overwrite_output_dir")
+    with pytest.raises(UserError, match="holds the data of --eval_prompts"):
+        launch("sft", *SFT, "--eval_prompts", str(data / "samples.jsonl"))
+    assert os.listdir(data) == ["samples.jsonl"]
+    with pytest.raises(UserError, match="--output_dir is empty"):
+        launch("sft", *SFT, "--output_dir", "")
 
 
 def test_a_model_that_no_run_has_left_is_not_written_over(launch, tmp_path):
@@ -204,6 +284,130 @@ def test_a_line_that_the_disk_does_not_take_is_counted_and_training_goes_on(tmp_
     assert json.loads((tmp_path / "summary.json").read_text())["lost_lines"] == 2
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if line] == [3]
+
+
+def test_a_disk_that_is_full_for_a_while_leaves_whole_lines(tmp_path, capsys):
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    file, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(1, 8):
+        if step == 3:  # room for half a line
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 40, limits[1]))
+        if step == 5:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        metrics.log(step, loss=1.0)
+    metrics.finish()
+    assert [json.loads(line)["step"] for line in file.read_text().split("\n")[:-1]] == [1, 2, 5, 6, 7]
+    assert json.loads((tmp_path / "summary.json").read_text())["lost_lines"] == 2
+    assert capsys.readouterr().out.count("cannot be written") == 1 and (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.parametrize("how", ["a line is damaged", "no such backend", "no place"])
+def test_a_picture_is_not_worth_a_run(how, tmp_path, monkeypatch, capsys):
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    metrics.log(1, loss=1.0)
+    if how == "a line is damaged":
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo\n\n{"step": 2, "loss": 1.0}\n')
+    elif how == "no place":
+        (tmp_path / "curves.png").mkdir()
+    else:
+        monkeypatch.setattr("common.run.metrics.draw_curves", lambda _: {}["nosuch"])
+    metrics.finish()
+    assert (tmp_path / "summary.json").exists()
+    assert ("curves.png was not drawn" in capsys.readouterr().err) == (how != "a line is damaged")
+
+
+TALK = "import sys, common; from common.errors import keep_talking, say; keep_talking()\n"
+TALK += "for i in range(3000): say(f'line {i} {chr(233)} {chr(20320)}'); print('err', i, file=sys.stderr, flush=True)\n"
+TALK += "open(sys.argv[1], 'w').write('done')\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+@pytest.mark.parametrize("how", ["| head -1", "2>&1 | head -1", ">/dev/full", "2>/dev/full", ">&- 2>&-", ">/dev/full 2>&1"])
+def test_a_log_that_cannot_be_written_does_not_end_a_run(how, tmp_path):
+    command = f'set -o pipefail; {sys.executable} -c "$TALK" {tmp_path}/done {how}'
+    env = os.environ | {"TALK": TALK, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    run = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and (tmp_path / "done").read_text() == "done", run.stderr[-2000:]
+    assert "Exception ignored" not in run.stderr and (how != "2>/dev/full" or "line 2 \\xe9 \\u4f60" in run.stdout)
+
+
+def test_a_log_says_where_lines_are_missing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open(tmp_path / "log", "w") as file:
+        log = _Lasting(file)
+        for i in range(6):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]) if 2 <= i < 4 else limits)
+            log.write(f"line {i}\n")
+            log.flush()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = (tmp_path / "log").read_text()
+    assert said.startswith("line 0\nline 1\n") and said.endswith("line 4\nline 5\n")
+    assert said.count("[lines are missing here: File too large]") == 1
+
+
+def test_who_speaks(monkeypatch, capsys):
+    for world, rank, speaks in (("", "1", True), (None, "abc", True), ("2", "0", True), ("2", "1", False)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world) if world is not None else monkeypatch.delenv("WORLD_SIZE", raising=False)
+        say("a line")
+        assert (capsys.readouterr().out == "a line\n") == speaks
+
+
+@pytest.mark.parametrize(
+    "kind, value", [("FSDP", "1"), ("DEEPSPEED", "yes"), ("MEGATRON_LM", "true"), ("DEEPSPEED", "True")]
+)
+def test_what_accelerate_would_ignore_is_one_line(kind, value, launch, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", value)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"ACCELERATE_USE_{kind}={value}|asks for DeepSpeed: pip install deepspeed"):
+        launch("sft", *SFT)
+
+
+# --- a folder that vanishes -----------------------------------------------------------------------------------------
+
+
+def before_step(monkeypatch, step, act) -> None:
+    seed_dropout = Retry._seed_dropout
+
+    def act_and_seed(self, at):
+        if at == step:
+            act()
+        seed_dropout(self, at)
+
+    monkeypatch.setattr(Retry, "_seed_dropout", act_and_seed)
+
+
+def test_a_folder_that_is_deleted_is_made_anew_at_the_next_save(launch, tmp_path, monkeypatch, capsys):
+    words = [*SFT, "--save_steps", "4"]
+    whole = launch("sft", *words, "--max_steps", "8", output="whole")
+    with monkeypatch.context() as patch:
+        before_step(patch, 2, lambda: shutil.rmtree(tmp_path / "out"))
+        output = launch("sft", *words, "--max_steps", "6")
+    said = capsys.readouterr().out
+    assert "the folder was deleted): training goes on" in said and "was deleted: it is made anew" in said
+    assert [row["step"] for row in read_metrics(output)] == [5, 6]
+    assert json.loads((output / "summary.json").read_text())["lost_lines"] == 2
+    launch("sft", *words, "--max_steps", "8")  # it is known whose it is
+    assert read_metrics(output)[-2:] == read_metrics(whole)[-2:]
+
+
+def test_a_folder_that_another_run_has_meanwhile_is_left_to_it(launch, tmp_path, monkeypatch):
+    code = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); f.write('process 7')"
+    code += "; f.flush(); print(flush=True); sys.stdin.read()"
+    other = []
+
+    def take() -> None:
+        shutil.rmtree(tmp_path / "out")
+        (tmp_path / "out").mkdir()
+        command = [sys.executable, "-c", code, str(tmp_path / "out" / ".lock")]
+        other.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        other[0].stdout.readline()
+
+    before_step(monkeypatch, 2, take)
+    with pytest.raises(UserError, match="is in use by process 7"):
+        launch("sft", *SFT, "--save_steps", "4")
+    assert os.listdir(tmp_path / "out") == [".lock"]
+    other[0].communicate()
 
 
 @pytest.mark.parametrize("what", ["dataset.json", "inputs.json", "summary.json"])
@@ -271,3 +475,52 @@ def test_grpo_runs_where_nothing_is_held_out(launch, tmp_path):
     words += ["--system_prompt", "End with: Answer: <number>", "--reward_funcs", "exact_number", "length:200"]
     output = launch("grpo", *words, "--max_steps", "2", "--max_completion_length", "8", "--logging_steps", "1")
     assert [row["step"] for row in read_metrics(output) if "reward" in row] == [1, 2]
+
+
+# --- templates and rows ---------------------------------------------------------------------------------------------
+
+
+def test_a_template_that_is_none_is_one_line(tmp_path):
+    (tmp_path / "latin.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
+    for name, says in (
+        (str(tmp_path / "latin.jinja"), "latin.jinja: not UTF-8"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}" * 9, "that is a template itself; write it to a .jinja file"),
+        ("x" * 300 + ".jinja", "File name too long"),
+        (str(tmp_path), "shipped templates: chatml, plain"),
+    ):
+        with pytest.raises(UserError, match=says):
+            read_chat_template(name)
+
+
+def test_a_key_twice_in_a_row_is_refused(tmp_path):
+    for name, text in (("a.jsonl", '{"x": 1}\n{"x": 1, "y": {"z": 1, "z": 2}}\n'), ("a.json", '[{"y": 1, "y": 2}]')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=r"not valid JSON: the key '[yz]' stands there twice"):
+            load_rows(str(tmp_path / name))
+
+
+def test_a_pipe_is_no_file_and_a_folder_has_no_revision_and_no_configurations(launch, tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match="is a pipe or a device, which cannot be read twice"):
+        launch("sft", *SFT, "--dataset_name", str(tmp_path / "pipe.jsonl"))
+    with pytest.raises(UserError, match="--model_revision v2: data/base_model is a folder, not a Hub model"):
+        launch("sft", *SFT, "--model_revision", "v2")
+    with pytest.raises(UserError, match="--dataset_config de: data/sft lies here"):
+        launch("sft", *SFT, "--dataset_config", "de")
+
+
+def test_too_long_sequences_name_the_flags_that_limit_them(launch, tmp_path):
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz" * 600}]
+    (tmp_path / "long.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    words = [
+        *SFT,
+        "--dataset_name",
+        str(tmp_path / "long.jsonl"),
+        "--max_length",
+        "600",
+        "--per_device_train_batch_size",
+        "1",
+    ]
+    with pytest.raises(UserError, match="the model has 512 positions: lower --max_length$"):
+        launch("sft", *words)
+    launch("sft", *words, "--max_length", "512", "--max_steps", "1")  # as it says

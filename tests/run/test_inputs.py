@@ -3,16 +3,20 @@
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 from common.errors import UserError
+from common.run.inputs import _model_digest
 from tests.conftest import ROOT, read_metrics
 from tests.run.test_folder import GRPO, SFT
 from tests.run.test_signals import Script
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 HALF, WHOLE = ["--max_steps", "3"], ["--max_steps", "5"]
 
@@ -128,6 +132,64 @@ def test_another_chat_template_and_another_reward_are_noticed(launch, tmp_path):
             launch("grpo", *words, "--max_steps", "2", output=f"out-{file.name}")
         file.write_text(before)
         launch("grpo", *words, "--max_steps", "2", output=f"out-{file.name}")
+
+
+@pytest.mark.parametrize("how", ["reference", "base", "base, named by an adapter", "tokenizer"])
+def test_another_model_under_the_same_name_is_noticed(how, launch, tmp_path, capsys):
+    """The reference of DPO, and the base under an adapter, are loaded again by a run that goes on."""
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "data/base_model", model)
+    stage, words = ("dpo", [*SFT[2:], "--config", "data/configs/dpo.yaml"]) if how == "reference" else ("sft", SFT)
+    words, lora = [*words, "--model_name_or_path", str(model), "--save_steps", "1"], ["--use_peft"]
+    if "named" in how:
+        adapter = launch("sft", *words, *lora, "--max_steps", "1", output="adapter")
+        words += ["--model_name_or_path", str(adapter)]
+    elif how == "base":
+        words += lora
+    launch(stage, *words, "--max_steps", "1")
+    file, key = model / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    if how == "tokenizer":
+        (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + " ")
+    else:
+        save_file(tensors | {key: tensors[key] + 0.1}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"{adapter if 'named' in how else model} has been edited: .*--accept_changes"):
+        launch(stage, *words, "--max_steps", "2")
+    launch(stage, *words, "--max_steps", "2", "--accept_changes")
+    assert "has been edited (--accept_changes)" in capsys.readouterr().out
+    launch(stage, *words, "--max_steps", "3")  # its checkpoint is of the new one
+
+
+def test_of_a_large_file_each_megabyte_is_looked_at(tmp_path):
+    file = tmp_path / "model.safetensors"
+    (tmp_path / "config.json").write_text("{}")
+    data = np.random.default_rng(0).integers(0, 256, 70 * 2**20, dtype=np.uint8)
+    data.tofile(file)
+    before = _model_digest(tmp_path)
+    assert before == _model_digest(tmp_path)
+    for at in (5, 2**20 - 1, 33 * 2**20, 69 * 2**20 + 4000):
+        data[at] ^= 1
+        data.tofile(file)
+        assert _model_digest(tmp_path) != before, at
+        data[at] ^= 1
+    assert _model_digest(tmp_path / "none") is None
+
+
+def test_an_edited_file_that_a_reward_imports_is_noticed(launch, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "plainloop_points.py").write_text("def points(text):\n    return len(text) / 100\n")
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import plainloop_points\ndef score(completions, **columns):\n    return [plainloop_points.points(c) for c in completions]\n"
+    )
+    words = [*GRPO, "--reward_funcs", f"{reward}:score", "--reward_weights", "1"]
+    launch("grpo", *words, "--max_steps", "1")
+    launch("grpo", *words, "--max_steps", "2")
+    (tmp_path / "plainloop_points.py").write_text("def points(text):\n    return -len(text) / 100\n")
+    with pytest.raises(UserError, match="plainloop_points.py has been edited: .*--accept_changes"):
+        launch("grpo", *words, "--max_steps", "3")
+    sys.modules.pop("plainloop_points")
+    launch("grpo", *words, "--max_steps", "3", "--accept_changes")
 
 
 def test_a_flipped_bit_in_the_token_cache_is_found_and_the_data_made_anew(launch, tmp_path, capsys):

@@ -6,6 +6,7 @@ import re
 import textwrap
 
 from common.errors import UserError
+from common.sampling.guard import _nesting, _settings
 from common.sampling.rewards import Reward, load_rewards, score, scorer
 
 import pytest
@@ -428,13 +429,22 @@ def test_what_is_neither_function_nor_model_is_told_in_one_line_with_what_there_
         ("return [-1e300, 1.0]", "at most 1e+15 in size"),
         ("return 'ab'", "returned str"),
         ("return {1.0, 2.0}", "returned set"),
+        ("return [10**5000, 1.0]", "returned <int> for the prompt"),
+        ("return ['y' * 10**7, 1.0]", "returned 'yyyy"),
+        ("class V:\n        def __repr__(self): 1/0\n    return [V(), 1.0]", "returned <V> for the prompt"),
+        ("class V:\n        ndim = 0\n        def item(self): 1/0\n    return [V(), 1.0]", "raised ZeroDivisionError"),
+        ("class E(Exception):\n        def __str__(self): 1/0\n    raise E", "raised E: <E> ("),
+        ("raise ValueError('x' * 10**7)", "raised ValueError: xxx"),
+        ("import sys; sys.setrecursionlimit(60); raise ValueError('deep')", "raised ValueError: deep"),
+        ("import os; os._exit(0)", "raised SystemExit: os._exit(0)"),
+        ("while True:\n        yield 1.0", "returned 4 values for 2 completions"),
     ],
 )
 def test_what_is_no_exception_and_no_number_is_one_line_too(tmp_path, body, says):
     spec = user_file(tmp_path, f"def mine(prompts, completions, **columns):\n    {body}", "mine")
     with pytest.raises(UserError, match=re.escape(says)) as error:
         run(spec, ["a", "b"], "q")
-    one_line(error, "mine")
+    assert len(one_line(error, "mine")) <= 2003
 
 
 def test_an_exception_names_the_line_of_the_users_file_also_from_within_a_library(tmp_path):
@@ -470,6 +480,67 @@ def test_what_a_function_does_to_what_it_gets_and_to_torch_stays_with_it(tmp_pat
     before = copy.deepcopy((rows, ids))
     assert score(load_rewards([user_file(tmp_path, code, "mine")], CPU), rows, ["a"], ids) == [[1.0]]
     assert (rows, ids) == before and torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+
+
+SETS = {
+    "autocast": "torch.autocast('cpu', dtype=torch.bfloat16).__enter__(); torch.autocast('cpu').__enter__()",
+    "device": "torch.set_default_device('meta')",
+    "threads": "torch.set_num_threads(3)",
+    "modes": "torch.use_deterministic_algorithms(True); torch.set_anomaly_enabled(True)",
+    "folder": "os.chdir('/')",
+    "recursion": "sys.setrecursionlimit(300)",
+    "signals": "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)",
+}
+
+
+@pytest.mark.parametrize("at", ["import", "call"])
+@pytest.mark.parametrize("what", SETS)
+def test_what_it_sets_of_the_process_is_set_back(what, at, tmp_path):
+    state = [get() for get, _ in _settings()]
+    code = "import os, signal, sys, torch\ndef mine(prompts, completions, **columns):\n"
+    code += f"    {SETS[what]}\n    return [1.0]" if at == "call" else f"    return [1.0]\n{SETS[what]}"
+    assert run(user_file(tmp_path, code, "mine"), ["a"]) == [1.0]
+    assert [get() for get, _ in _settings()] == state and _nesting() == 0
+    x = torch.ones(2, 2)
+    assert (x @ x).dtype == torch.float32 and x.device.type == "cpu"
+
+
+def test_a_forked_child_that_comes_back_is_no_second_trainer(tmp_path):
+    code = "import os\ndef mine(prompts, completions, **columns):\n    child = os.fork()\n    if child:\n"
+    code += "        assert os.waitpid(child, 0)[1] == 0\n    return [float(child > 0)]"
+    assert run(user_file(tmp_path, code, "mine"), ["a"]) == [1.0]
+
+
+def test_worker_processes_of_a_function_still_end(tmp_path):
+    code = "import multiprocessing\ndef mine(prompts, completions, **columns):\n"
+    code += "    context = multiprocessing.get_context('fork')\n    child = context.Process(target=print)\n"
+    code += "    child.start(); child.join()\n    return [float(child.exitcode)]"
+    assert run(user_file(tmp_path, code, "mine"), ["a"]) == [0.0]
+
+
+def test_an_import_that_does_not_end_is_one_line(tmp_path):
+    spec = user_file(tmp_path, "import time; time.sleep(60)\ndef mine(**columns): ...", "mine")
+    with pytest.raises(UserError, match=r"importing it took more than 0.2 s \(--reward_timeout\)"):
+        load_rewards([spec], CPU, timeout=0.2)
+    spec = user_file(tmp_path, "import os\nos._exit(0)", "mine")
+    with pytest.raises(UserError, match=r"importing it failed: SystemExit: os._exit\(0\) \(.*my_rewards.py:2\)"):
+        load_rewards([spec], CPU)
+
+
+@pytest.mark.parametrize(
+    "head", ["mine(completions)", "mine(prompts, completions)", "mine(prompts, completions, wanted, **columns)"]
+)
+def test_a_signature_that_does_not_fit_names_the_users_file(head, tmp_path):
+    spec = user_file(tmp_path, f"\ndef {head}:\n    return [1.0]", "mine")
+    with pytest.raises(
+        UserError, match=r"my_rewards.py:2\) cannot be called: .*; expected mine\(prompts, completions, \*\*"
+    ):
+        run(spec, ["a"], answer=["1"])
+
+
+def test_a_file_that_is_no_python_names_its_line(tmp_path):
+    with pytest.raises(UserError, match=r"TabError: .*my_rewards.py:3"):
+        load_rewards([user_file(tmp_path, "def mine(**columns):\n\tif 1:\n        return 1\n", "mine")], CPU)
 
 
 def test_a_function_that_catches_everything_is_ended_all_the_same(tmp_path):
