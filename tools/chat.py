@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 COMMANDS = ("/system", "/retry", "/temperature", "/save", "/quit")
 
 
-def load(name: str, trust_remote_code: bool) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """A model and its tokenizer, in the precision of its files, on the GPU if there is one. Raises UserError."""
     import transformers
 
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     temperature = as_temperature(args.temperature)
     if args.max_new_tokens < 1:
         raise UserError("--max_new_tokens: at least 1")
-    model, tokenizer = load(args.model, args.trust_remote_code)
+    model, tokenizer = load(args.model, trust_remote_code=args.trust_remote_code)
     torch.manual_seed(args.seed)
     chat = Chat(model, tokenizer, system=args.system, temperature=temperature, max_new_tokens=args.max_new_tokens)
     if args.prompt is not None:

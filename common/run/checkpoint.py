@@ -94,7 +94,12 @@ def save_checkpoint(
 
 
 def export(
-    args: CommonArgs, accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, best: Path | None, dtype: str
+    args: CommonArgs,
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    best: Path | None = None,
+    dtype: str = "float32",
 ) -> None:
     """The final model directly in args.output_dir, its weights in dtype: that of the checkpoint `best`, or the present one.
 

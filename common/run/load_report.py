@@ -18,7 +18,7 @@ def load_report(args: CommonArgs, accelerator: Accelerator, model: FlatModel, to
     adapted = sorted({name.split(".")[-1] for name, part in model.lm.named_modules() if hasattr(part, "lora_A")})
     text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}
     beside = sum(p.numel() for p in lm.parameters() if id(p) not in text)
-    template = tokenizer.chat_template
+    template, names = tokenizer.chat_template, tokenizer.convert_ids_to_tokens(model.stop_ids)
     return {
         "class": type(lm).__name__,
         "parameters": {"trained": trained, "all": parameters},
@@ -35,7 +35,7 @@ def load_report(args: CommonArgs, accelerator: Accelerator, model: FlatModel, to
         "embedding_rows": lm.get_input_embeddings().weight.shape[0],
         "chat_template": args.chat_template or ("the tokenizer's" if template else None),
         "chat_template_hash": hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else None,
-        "stop_tokens": tokenizer.convert_ids_to_tokens(model.stop_ids),
+        "stop_tokens": [str(token or i) for i, token in zip(model.stop_ids, names, strict=True)],
     }
 
 

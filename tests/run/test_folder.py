@@ -26,18 +26,20 @@ FIXED = {
     "lora_target_modules use_dora use_rslora init_lora_weights load_in_4bit load_in_8bit dataset_name dataset_config dataset_train_split dataset_weights dataset_format columns eval_fraction "
     "max_train_samples dataset_streaming streaming_buffer_size curriculum_column curriculum_fraction seed optim",
     "pretrain": "dataset_text_field max_length max_tokens_per_batch packing_strategy vocab_size config_name hidden_size "
-    "num_layers num_heads num_kv_heads intermediate_size initializer_range tie_word_embeddings",
+    "num_layers num_heads num_kv_heads intermediate_size initializer_range tie_word_embeddings "
+    "num_experts num_experts_per_tok moe_intermediate_size",
     "sft": "max_length train_on turn_dropping packing max_tokens_per_batch",
     "dpo": "max_length max_tokens_per_batch packing beta loss_type label_smoothing simpo_gamma sft_weight",
     "grpo": "reward_funcs reward_weights scale_rewards num_generations system_prompt max_prompt_length "
     "max_completion_length temperature top_p top_k mask_truncated_completions beta epsilon epsilon_high entropy_coef "
-    "loss_type importance_sampling_level use_bias_correction_kl num_iterations steps_per_generation",
+    "loss_type importance_sampling_level use_bias_correction_kl num_iterations steps_per_generation delta advantage_estimator",
 }
 
 
 MAY_CHANGE = {
     "course": "learning_rate lr_scheduler_type warmup_steps lr_decay_fraction min_lr_ratio weight_decay adam_beta1 adam_beta2 "
-    "adam_epsilon max_grad_norm save_best early_stopping_delta per_device_train_batch_size gradient_accumulation_steps",
+    "adam_epsilon max_grad_norm save_best early_stopping_delta per_device_train_batch_size gradient_accumulation_steps "
+    "router_aux_loss_coef router_z_loss_coef router_bias_update_rate",
     "length": "max_steps num_train_epochs early_stopping_patience",
     "evaluation": "dataset_eval_split eval_dataset_name max_eval_samples eval_prompts eval_reward_funcs eval_temperatures "
     "eval_max_new_tokens",

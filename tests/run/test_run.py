@@ -12,6 +12,7 @@ def a_run(save_steps=0, save_every=1, last_step=9, resumed_at=-1, best=None, ask
     """A Run in its loop, of which nothing was started. asked: what signals and the clock want, by step; `possible` of each
     question is kept in run.possible."""
     run = Run.__new__(Run)
+    run.script, run.inputs, run.base_dtype = "train_sft.py", {}, "float32"
     run.args = SimpleNamespace(save_steps=save_steps, eval_steps=4)
     run.save_every, run.last_step, run.resumed_at, run.first_step = save_every, last_step, resumed_at, max(resumed_at, 0)
     run.best, run.save_wanted, run.possible = SimpleNamespace(step=best), False, []
@@ -78,9 +79,11 @@ def test_a_save_keeps_what_every_part_has_and_starts_the_clock_anew(monkeypatch)
     run.signals = SimpleNamespace(saved=lambda: done.append("the clock"))
     run.save_wanted = True
     states = []
+    monkeypatch.setattr(module, "hold_on", lambda *args: done.append("held on"))
     monkeypatch.setattr(module, "save_checkpoint", lambda *args: (done.append("saved"), states.append(args[-2])))
     run.save(3)
-    assert done == ["looked at 3", "saved", "the clock"] and not run.save_wanted
+    assert done == ["looked at 3", "held on", "saved", "the clock"] and not run.save_wanted
+    assert states[0].pop("base_dtype") == "float32"
     kept = {"last": 1, "splits": 4, "weight_norms": [2.0], "windows": {"position": 24}, "step_size": "8 samples"}
     assert states == [kept]
 
@@ -108,6 +111,7 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
         return lambda *args: (done.append((name, *args)), result)[1]
 
     run.args = SimpleNamespace(output_dir="out", save_total_limit=2, use_peft=use_peft, merge_lora=merge_lora)
+    run.args.export_dtype, run.args.dtype, run.base_dtype = "auto", "float32", "bfloat16"
     run.model, run.tokenizer, run.step = "model", "tokenizer", 9
     run.accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
     run.accelerator.wait_for_everyone, run.accelerator.end_training = note("waited"), note("ended")
@@ -118,6 +122,7 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
         flush=note("asked"), finish=note("summary"), last={"step": 9, "eval_loss": 1.25}, first_eval=first
     )
     run.signals = SimpleNamespace(close=note("closed"))
+    monkeypatch.setattr(module, "hold_on", note("held on"))
     monkeypatch.setattr(module, "export", note("written"))
     monkeypatch.setattr(module, "prune", note("pruned"))
     monkeypatch.setattr(module, "KEPT", [])
@@ -126,8 +131,9 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     assert done == [
         ("asked",),
         ("looked", "model", 9),
+        ("held on", run.accelerator, run.args, "train_sft.py", {}),
         ("best", "out"),
-        ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4"),
+        ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16"),
         ("pruned", "out", 9, 2, 4),
         ("summary", {"step": 4}),
         ("waited",),

@@ -237,7 +237,7 @@ ADVICE = {
         "sft", TALKS, None, "--turn_dropping 0.5 --train_on last_turn", "--train_on all_turns", "--train_on all_turns"
     ),
     "smoothing": (
-        "dpo", PAIRS, None, "--loss_type ipo --label_smoothing 0.1", "--loss_type sigmoid, robust and simpo", "--loss_type robust"
+        "dpo", PAIRS, None, "--loss_type ipo --label_smoothing 0.1", "--loss_type sigmoid, sigmoid_norm, robust, exo_pair, simpo", "--loss_type robust"
     ),
     "nothing held out": ("sft", TALKS, None, "--eval_fraction 1e-9", "a larger share is needed", "--eval_fraction 0.5"),
     "LoRA on nothing": (
