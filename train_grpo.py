@@ -60,9 +60,7 @@ class Args(CommonArgs):
     reward_funcs: list[str] = arg(
         ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
     )
-    reward_weights: list[float] | None = arg(
-        None, help="one for each function; unset: 1", within="(-inf, inf)", goes_with="reward_funcs"
-    )
+    reward_weights: list[float] | None = arg(None, help="unset: 1 for each", within="(-inf, inf)", goes_with="reward_funcs")
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="whose standard deviation divides advantages")
     advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
 
@@ -95,9 +93,7 @@ class Args(CommonArgs):
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
             raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
-            raise UserError(
-                f"--reward_weights: {len(self.reward_weights)} weights for {len(self.reward_funcs)} --reward_funcs"
-            )
+            raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
         if self.loss_type == "cispo" and self.epsilon_high is None:
             raise UserError("--loss_type cispo: name its largest ratio, for example --epsilon_high 5")
         if self.dataset_streaming:
@@ -133,10 +129,7 @@ def roll_out(
     rollout: int,
 ) -> list[Completion]:
     """Sample and score one completion for each of C prompts (each stands there G times); each process its share, and all of
-    them get everything.
-
-    The randomness of a completion is a function of (seed, rollout, its place), whoever samples it.
-    """
+    them get everything. What is drawn for a completion is a function of (seed, rollout, its place), whoever samples it."""
     share = -(-len(prompts) // accelerator.num_processes)
     mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
     with accelerator.autocast():

@@ -174,7 +174,7 @@ def test_the_demos_weights_are_for_the_demos_rewards():
     assert (mine.reward_funcs, mine.reward_weights) == (["my.py:f"], None)
     assert bare("train_grpo", "--reward_funcs=my.py:f").reward_weights is None
     assert bare("train_grpo", "--reward_weights", "0", "2").reward_weights == [0, 2]
-    with pytest.raises(UserError, match="--reward_weights: 3 weights for 2 --reward_funcs"):
+    with pytest.raises(UserError, match="--reward_weights: 3 for 2 --reward_funcs"):
         bare("train_grpo", "--reward_weights", "1", "2", "3")
 
 

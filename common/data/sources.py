@@ -103,7 +103,7 @@ def _training_sources(args: CommonArgs) -> list[Source]:
     train = _labelled(_weighed(train, args.dataset_weights))
     local = [source for source in train if _is_saved(source) or _files(source) is not None]
     if named := [source for source in local if source.name and (source.name != args.dataset_config or local == train)]:
-        say(f"--dataset_config {named[0].name}: left out, {named[0].path} lies here, and is no dataset of the Hub")
+        say(f"--dataset_config {named[0].name} does nothing for {named[0].path}: it lies here, and has no configurations")
     if args.eval_fraction:
         if args.eval_dataset_name:
             raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")

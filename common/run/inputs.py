@@ -60,6 +60,22 @@ def loaded_code(script: str) -> dict[str, str]:
     return found
 
 
+def hub_commits(args: CommonArgs) -> dict[str, str]:
+    """{name: commit} of the models and tokenizers that come from the Hub, as they lie in its cache once they are loaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = {}
+    for name, revision in ((args.model_name_or_path, args.model_revision), (args.tokenizer_name, None)):
+        if name is None or Path(name).exists():
+            continue
+        for file in ("config.json", "adapter_config.json", "tokenizer_config.json"):  # where one of them was updated alone
+            with contextlib.suppress(ValueError):  # no name that the Hub could have: a folder that was deleted
+                path = try_to_load_from_cache(name, file, revision=revision)
+                if isinstance(path, str) and name not in found:
+                    found[name] = Path(path).parent.name
+    return found
+
+
 def _model_digest(folder: Path, depth: int = 0) -> str | None:
     """A hash of what makes a model: weights, configuration, tokenizer, the base of an adapter; None for another folder."""
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json", "tokenizer.json")):
@@ -107,11 +123,12 @@ def compare_script(args: CommonArgs, script: str, earlier: Path | None) -> None:
 def compare_rest(args: CommonArgs, inputs: Mapping[str, Any], checkpoint: Path | None) -> None:
     """The same for what is known when everything is loaded: the training data, and code that rewards import.
 
-    inputs: "data", a hash of what each source gives, by its label; "code", see loaded_code.
+    inputs: "data", a hash of what each source gives, by its label; "code", see loaded_code; "hub", see hub_commits.
     """
     before = _read(checkpoint)
     changes = _changed(inputs, before, "data", "the rows of {} are not those that it had")
-    _refuse(args, checkpoint, changes + _changed(inputs, before, "code", "{} has been edited"))
+    changes += _changed(inputs, before, "code", "{} has been edited")
+    _refuse(args, checkpoint, changes + _changed(inputs, before, "hub", "{} has another commit on the Hub"))
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any], kind: str, said: str) -> list[str]:

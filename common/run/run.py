@@ -20,7 +20,7 @@ from common.run.best import Best
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
-from common.run.inputs import compare_rest, inputs_of, keep, loaded_code
+from common.run.inputs import compare_rest, hub_commits, inputs_of, keep, loaded_code
 from common.run.launch import KEPT, hold_on, start
 from common.run.metrics import Metrics
 from common.run.nonfinite import NonFinite
@@ -70,7 +70,8 @@ class Run:
         args, accelerator = self.args, self.accelerator
         self.inputs: dict[str, Any] = {}
         if accelerator.is_main_process:
-            self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests(), "code": loaded_code(self.script)}
+            self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests()}
+            self.inputs |= {"code": loaded_code(self.script), "hub": hub_commits(args)}
             compare_rest(args, self.inputs, self.checkpoint)
             with writing(args.output_dir):
                 keep(Path(args.output_dir), self.script, self.inputs)

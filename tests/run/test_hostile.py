@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -445,6 +447,27 @@ def test_a_terminal_that_is_closed_saves_and_leaves_and_nohup_goes_on(tmp_path, 
         run.until(lambda: run.steps() > reached + 3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("heeded", [True, False], ids=["SIGHUP", "nohup"])
+def test_a_terminal_that_is_gone_takes_no_run_with_it(heeded, tmp_path, token_cache):
+    """What is printed after that has nowhere to go (EIO)."""
+    output = tmp_path / "out"
+    words = [*SFT, "--max_steps", "60", "--dataset_cache_dir", str(token_cache), "--output_dir", str(output)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL if heeded else signal.SIG_IGN)
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "train_sft.py", *words])
+    deadline = time.monotonic() + 100
+    while not (output / "metrics.jsonl").exists() or len(read_metrics(output)) < 5:
+        assert time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (EXIT_CODE if heeded else 0)
+    assert (output / "summary.json").exists() != heeded and list(output.glob("checkpoint-*"))
+
+
 @pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
 def test_ctrl_c_while_libraries_are_imported_leaves_quietly(after, tmp_path):
     command = [sys.executable, "train_sft.py", "--output_dir", str(tmp_path / "out")]
@@ -506,7 +529,7 @@ def test_a_pipe_is_no_file_and_a_folder_has_no_revision_and_no_configurations(la
     with pytest.raises(UserError, match="--model_revision v2: data/base_model is a folder, not a Hub model"):
         launch("sft", *SFT, "--model_revision", "v2")
     launch("sft", *SFT, "--dataset_config", "de", "--dry_run")
-    assert "--dataset_config de: left out, data/sft lies here" in capsys.readouterr().out
+    assert "--dataset_config de does nothing for data/sft" in capsys.readouterr().out
 
 
 def test_too_long_sequences_name_the_flags_that_limit_them(launch, tmp_path):

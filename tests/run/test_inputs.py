@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 
+from common.args import CommonArgs
 from common.errors import UserError
-from common.run.inputs import _model_digest
+from common.run.inputs import _model_digest, compare_rest, hub_commits
 from tests.conftest import ROOT, read_metrics
 from tests.run.test_folder import GRPO, SFT
 from tests.run.test_signals import Script
@@ -173,6 +174,29 @@ def test_of_a_large_file_each_megabyte_is_looked_at(tmp_path):
         assert _model_digest(tmp_path) != before, at
         data[at] ^= 1
     assert _model_digest(tmp_path / "none") is None
+
+
+def test_another_commit_on_the_hub_is_noticed(tmp_path, monkeypatch):
+    cache, names = tmp_path / "models--org--tiny", ("config.json", "tokenizer_config.json")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    args = CommonArgs(model_name_or_path="org/tiny")
+
+    def update(commit, *files):
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "refs").mkdir(exist_ok=True)
+        (cache / "refs" / "main").write_text(commit)
+        for name in files:
+            (cache / "snapshots" / commit / name).write_text("{}")
+
+    assert hub_commits(args) == {}
+    update("a" * 40, *names)
+    inputs = {"data": {}, "code": {}, "hub": hub_commits(args)}
+    assert inputs["hub"] == {"org/tiny": "a" * 40}
+    (tmp_path / "inputs.json").write_text(json.dumps(inputs))
+    compare_rest(args, inputs, tmp_path)
+    update("b" * 40, "tokenizer_config.json")  # what is loaded first
+    with pytest.raises(UserError, match="org/tiny has another commit on the Hub"):
+        compare_rest(args, inputs | {"hub": hub_commits(args)}, tmp_path)
 
 
 def test_an_edited_file_that_a_reward_imports_is_noticed(launch, tmp_path, monkeypatch):

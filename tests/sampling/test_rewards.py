@@ -2,11 +2,12 @@
 
 import copy
 import math
+import os
 import re
 import textwrap
 
 from common.errors import UserError
-from common.sampling.guard import _nesting, _settings
+from common.sampling.guard import _nesting, _settings, undisturbed
 from common.sampling.rewards import Reward, load_rewards, score, scorer
 
 import pytest
@@ -509,6 +510,17 @@ def test_a_forked_child_that_comes_back_is_no_second_trainer(tmp_path):
     code = "import os\ndef mine(prompts, completions, **columns):\n    child = os.fork()\n    if child:\n"
     code += "        assert os.waitpid(child, 0)[1] == 0\n    return [float(child > 0)]"
     assert run(user_file(tmp_path, code, "mine"), ["a"]) == [1.0]
+
+
+def test_what_ends_this_process_by_itself_still_does():
+    """A second Ctrl-C while a function runs: the handler of the run, which leaves by os._exit."""
+    if (child := os.fork()) == 0:
+        try:
+            with undisturbed():
+                exec("import os; os._exit(7)", {"__name__": "common.run.signals"})
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_worker_processes_of_a_function_still_end(tmp_path):

@@ -124,7 +124,7 @@ def test_grpo_settings_are_checked(launch, tmp_path):
     refused(launch, "grpo", [*GRPO, "--loss_type", "cispo"], "--epsilon_high 5")
     refused(launch, "grpo", [*GRPO, "--num_generations", "3"], "num_generations 3", "does not divide the 8 completions")
     refused(launch, "grpo", [*GRPO, "--temperature", "0"], "temperature")
-    refused(launch, "grpo", [*GRPO, "--reward_weights", "1", "2", "3"], "3 weights for 2")
+    refused(launch, "grpo", [*GRPO, "--reward_weights", "1", "2", "3"], "--reward_weights: 3 for 2")
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "def fails(completions, **kw): return [1 / 0 for _ in completions]\n"
