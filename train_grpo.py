@@ -94,8 +94,8 @@ class Args(CommonArgs):
             raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
-        if self.loss_type == "cispo" and self.epsilon_high is None:
-            raise UserError("--loss_type cispo: name its largest ratio, for example --epsilon_high 5")
+        if self.loss_type == "cispo" and (self.epsilon_high is None or self.delta is not None):
+            raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
 

@@ -167,7 +167,8 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: s
     low = among.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
     high = among.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
     centred = torch.where(known & (high > low), rewards - mean, torch.zeros_like(rewards))
-    variance = (centred**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)  # of each group
+    spread = torch.where(known & (high > low), rewards - rewards.nanmean(-1, keepdim=True), torch.zeros_like(rewards))
+    variance = (spread**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)  # of each group
     if estimator == "rloo":  # r - (n · mean - r) / (n - 1)
         n = known.sum(-1, keepdim=True)
         centred = centred * n / (n - 1).clamp(min=1)

@@ -42,6 +42,8 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
                 from peft import AutoPeftModelForCausalLM
             except ImportError:
                 raise UserError(f"{name} is an adapter, which needs peft: pip install peft") from None
+            if Path(name, "generation_config.json").exists():  # peft would take the base's, which stops elsewhere
+                options["generation_config"] = transformers.GenerationConfig.from_pretrained(name)
             model = AutoPeftModelForCausalLM.from_pretrained(name, **options)
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)

@@ -49,7 +49,7 @@ def expert_modules(lm: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 def routing_size(lm: nn.Module) -> tuple[int, int] | None:
     """(experts of a layer, experts of a token) of a mixture of experts that shows how it routes; else None."""
     config, recorded = lm.config.get_text_config(), getattr(lm.base_model, "_can_record_outputs", None) or {}
-    if "router_logits" not in recorded:
+    if "router_logits" not in recorded or not expert_modules(lm):  # Doge's config counts experts of a dense model
         return None
     found = (next((n for name in names if (n := getattr(config, name, None))), None) for names in (NUMBERS, CHOSEN))
     experts, chosen = (max(n) if isinstance(n, list) else n for n in found)  # a list: layer by layer

@@ -121,8 +121,11 @@ def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
     try:
         options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
         known = AutoTokenizer.from_pretrained(name, **options).get_vocab()
-    except Exception:  # it has none of its own (--tokenizer_name)
-        return []
+    except Exception:  # it has none of its own (--tokenizer_name): new is what its embedding has no row for
+        if is_adapter(name, args.model_revision):
+            return []
+        rows = _file_config(args, name, args.model_revision).get_text_config().vocab_size
+        known = {token for token, i in tokenizer.get_vocab().items() if i < rows}
     found = {token: i for token, i in tokenizer.get_vocab().items() if token not in known}
     if found:
         shown = ", ".join(sorted(found)[:4]) + f" and {len(found) - 4} more" * (len(found) > 4)
@@ -172,6 +175,9 @@ def load_pretrained(
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
         lm.left_out = f"what {config.model_type} has beside its text model (it is exported as {lm.config.model_type})"
     _freeze_all_but_text(lm)
+    if quantised is not None and (lm.config.model_type in ("mamba", "falcon_mamba") or not is_quantised(lm)):
+        flag = "--load_in_4bit" if args.load_in_4bit else "--load_in_8bit"
+        raise UserError(f"{flag}: {type(lm).__name__} has no layers that can be quantised here")
     grow_embedding(lm, vocab_size)
     use_plain_arithmetic(lm)
     return wrap(lm)

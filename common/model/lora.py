@@ -95,14 +95,31 @@ def add_lora(
         else:
             lm = peft.PeftModel.from_pretrained(model.lm, checkpoint or start, is_trainable=True)
     except ValueError as error:
+        reason = " ".join(str(error).split())
         flag = "--lora_target_modules" if start is None else f"the adapter {start}"
-        raise UserError(f"{flag}: {' '.join(str(error).split())}") from None
+        for name in ("lora_dropout", "dora"):
+            if name in reason.lower() and "ParamWrapper" in reason:
+                flag = "--use_dora" if name == "dora" else f"--{name}"
+                flag += " (adapters on experts do without; --lora_target_modules names other layers)"
+        raise UserError(f"{flag}: {reason}") from None
+    if args.merge_lora:
+        check_mergeable(lm)
     if start is not None:
         lm.load_adapter(str(start), START)
     for config in lm.peft_config.values():  # that of a local base is found from any folder
         config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     _use_token_rows(lm)
     return FlatModel(lm, padded=model.padded)
+
+
+def check_mergeable(lm: nn.Module) -> None:
+    """Raise UserError where two adapters stand on one weight (Zamba2's shared blocks): merged, it would get both."""
+    adapted = [module for module in lm.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
+    if len({id(module.base_layer.weight) for module in adapted}) < len(adapted):
+        raise UserError(
+            f"{type(lm.get_base_model()).__name__} has layers that share their weights, with adapters of their own: they "
+            "cannot be merged; use the adapter as it is, without --merge_lora"
+        )
 
 
 def advise(args: CommonArgs) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.model.load import grow_embedding, hub_errors, make_savable
-from common.model.lora import adapter_config, import_peft, is_adapter
+from common.model.lora import adapter_config, check_mergeable, import_peft, is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +44,9 @@ def merged_model(
     lm.float()
     grow_embedding(lm, len(tokenizer) if tokenizer else 0)
     with hub_errors("adapter", adapter):
-        lm = peft.PeftModel.from_pretrained(lm, adapter).merge_and_unload()
+        adapted = peft.PeftModel.from_pretrained(lm, adapter)
+        check_mergeable(adapted)
+        lm = adapted.merge_and_unload()
         for tensor_name, tensor in (dict(lm.named_parameters()) | dict(lm.named_buffers())).items():
             tensor.data = tensor.data.to(dtypes[tensor_name])
         if Path(adapter, "generation_config.json").exists():

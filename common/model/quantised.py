@@ -32,6 +32,8 @@ def check_quantisation(args: CommonArgs, sharded: bool) -> None:
         raise UserError("--load_in_4bit and --load_in_8bit: one of them")
     if not args.use_peft:
         raise UserError(f"{flag}: quantised weights cannot be trained, adapters on them can: with --use_peft")
+    if args.load_in_4bit and args.use_dora:  # peft takes its magnitudes from what bitsandbytes decodes, on a CPU wrongly
+        raise UserError("--load_in_4bit: not with --use_dora (--load_in_8bit goes with it)")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"{flag} needs bitsandbytes: pip install bitsandbytes")
     if sharded:

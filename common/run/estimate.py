@@ -2,7 +2,8 @@
 
 The estimate knows no architecture. A few short rows go through the model, forward and backward, while every tensor
 that comes into being is counted. What they hold is `a + b · tokens + c · Σ length²` at each place of the pass, so three
-rows give a, b and c, and these the micro-batch of the run.
+rows give a, b and c, and these the micro-batch of the run. Recurrent layers work in chunks of tokens: with some, one longer
+row stands for the run's, in proportion to its tokens.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from common.memory import GIB, SHARDED, memory, tokens_at_once
+from common.model import mixers
 from common.model.flat_model import FlatModel, base_lm
 from common.model.lm_head import head_bytes, weight_of
 from common.model.optimizer import moments_bytes
@@ -35,6 +37,7 @@ PROBES = {
     "equal": ([4] * 2, [4] * 4, [8] * 2),  # views, no copies
     "unequal": ([2, 3] * 2, [2, 3] * 4, [4, 6] * 2),  # buckets, out of order
 }
+CHUNKED = 256  # tokens of the row for models with recurrent layers
 # glibc's heap: a block that is freed between tensors that stay cannot be given to an aligned request of its own size.
 # Of the bytes that are made on such a stretch, this share is lost: measured, 0.3 where sizes differ to 0.6 where they
 # are alike (models of 2M to 120M parameters, glibc 2.36). Blocks of 32 MiB and more are mapped one by one and lose nothing.
@@ -74,10 +77,14 @@ def estimate(
     output = weight_of(base_lm(model.lm).get_output_embeddings())
     tied = output is weight_of(base_lm(model.lm).get_input_embeddings())
 
-    probes = PROBES["unequal" if len(set(lengths)) > 1 else "equal" if len(lengths) > 1 else "one sequence"]
-    extents = torch.tensor([[1, *_extent(model, probe)] for probe in probes], dtype=torch.float64)
     extent = torch.tensor([1, *_extent(model, lengths)], dtype=torch.float64)
-    wanted = extent @ extents.inverse()  # of each probe, how much
+    if mixers.recurrent_mixers(model.lm):  # they work in chunks, to which a short row is filled up
+        probes = (_beginning(lengths, CHUNKED),)
+        wanted = extent[1:2] / _extent(model, probes[0])[0]
+    else:
+        probes = PROBES["unequal" if len(set(lengths)) > 1 else "equal" if len(lengths) > 1 else "one sequence"]
+        extents = torch.tensor([[1, *_extent(model, probe)] for probe in probes], dtype=torch.float64)
+        wanted = extent @ extents.inverse()  # of each probe, how much
     with _untouched(model):
         runs = [_probe_body(model, probe, mixed_precision, float(extent[1])) for probe in probes]
 
@@ -208,7 +215,9 @@ def savings(
         try:
             for layer in layers:  # as transformers does it, which would also leave hooks behind
                 layer.gradient_checkpointing = True
-                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+                layer._gradient_checkpointing_func = partial(
+                    checkpoint, use_reentrant=False, context_fn=mixers.recompute_contexts
+                )
             found.append(("--gradient_checkpointing", saved(tokens, targets, lengths)))
         finally:
             for layer in layers:
@@ -340,6 +349,15 @@ def _probe_body(model: FlatModel, lengths: list[int], mixed_precision: str, toke
 def _blocks(model: FlatModel) -> list[nn.Module]:
     """The transformer blocks, by the class names that the architecture gives."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+
+
+def _beginning(lengths: list[int], tokens: int) -> list[int]:
+    """The first sequences of up to so many tokens, one at least, the last one cut."""
+    taken: list[int] = []
+    for n in lengths:
+        if sum(taken) < tokens:
+            taken.append(min(n, tokens - sum(taken)))
+    return taken
 
 
 def _extent(model: FlatModel, lengths: list[int]) -> tuple[int, int]:

@@ -6,8 +6,10 @@ from typing import Any
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.model.flat_model import FlatModel, base_lm, count_parameters
+from common.model.quantised import sizes
 from common.run.export_dtype import base_dtype, export_dtype
 
+import torch
 from accelerate import Accelerator
 
 
@@ -17,16 +19,19 @@ def load_report(args: CommonArgs, accelerator: Accelerator, model: FlatModel, to
     trained, parameters = count_parameters(model)
     adapted = sorted({name.split(".")[-1] for name, part in model.lm.named_modules() if hasattr(part, "lora_A")})
     text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}
-    beside = sum(p.numel() for p in lm.parameters() if id(p) not in text)
+    beside = sum(sizes(p for p in lm.parameters() if id(p) not in text))
+    quantised = sum(sizes(p for p in lm.parameters() if p.dtype in (torch.uint8, torch.int8)))
+    exported = "float32" if args.use_peft and not args.merge_lora else export_dtype(args, base_dtype(model))  # adapters
     template, names = tokenizer.chat_template, tokenizer.convert_ids_to_tokens(model.stop_ids)
     return {
         "class": type(lm).__name__,
         "parameters": {"trained": trained, "all": parameters},
+        "quantised": quantised,
         "dtype": {
             "base": base_dtype(model),
             "weights": args.dtype,
             "autocast": accelerator.mixed_precision,
-            "export": export_dtype(args, base_dtype(model)),
+            "export": exported,
         },
         "called_on": "padded batches" if model.padded else "flat rows",
         "adapted_layers": adapted,
@@ -47,6 +52,8 @@ def in_a_line(report: dict[str, Any]) -> str:
         precision += f" with {report['dtype']['autocast']} autocast"
     if report["dtype"]["export"] != report["dtype"]["weights"]:
         precision += f", exported in {report['dtype']['export']}"
+    if report["quantised"]:
+        precision += f", {report['quantised']:,} parameters quantised"
     parts = [f"{report['class']}, {trained:,} of {every:,} parameters trained", precision, report["called_on"]]
     if report["adapted_layers"]:
         parts.append(f"adapters on {', '.join(report['adapted_layers'])}")

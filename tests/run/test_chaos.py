@@ -90,7 +90,7 @@ CASES = {
     "sft, a base in 4 bits, DoRA": (
         "sft",
         f"{SFT} --model_name_or_path {{llama}} --dataset_name data/sft --max_train_samples 14 --num_train_epochs 3"
-        " --use_peft --lora_r 4 --lora_dropout 0.2 --use_dora --load_in_4bit --optim adamw_8bit",
+        " --use_peft --lora_r 4 --lora_dropout 0.2 --use_rslora --load_in_4bit --optim adamw_8bit",
         3,
     ),
     "dpo, on with an adapter, Muon": (

@@ -91,3 +91,17 @@ def test_ctrl_c_cuts_an_answer_short_and_control_characters_are_spelled_out(talk
 def test_one_answer_is_all_that_is_printed(capsys):
     chat.main([MODEL, "--prompt", "What is 3+4?", "--temperature", "0"])
     assert capsys.readouterr().out.strip() == greedy([{"role": "user", "content": "What is 3+4?"}])
+
+
+def test_an_adapter_stops_where_its_own_settings_say(tmp_path):
+    """Not where its base's do."""
+    peft = pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
+    base.generation_config.eos_token_id = 0
+    base.save_pretrained(tmp_path / "base")
+    lm = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), peft.LoraConfig(r=1))
+    lm.save_pretrained(tmp_path / "adapter")
+    transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "adapter")
+    transformers.GenerationConfig(eos_token_id=[0, 7]).save_pretrained(tmp_path / "adapter")
+    model, _ = chat.load(str(tmp_path / "adapter"))
+    assert model.generation_config.eos_token_id == [0, 7]

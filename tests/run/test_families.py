@@ -1,0 +1,105 @@
+"""What a family has of its own does not end a run: sizes by layer, recurrent layers in the estimate, shared weights."""
+
+from common.errors import UserError
+from common.model.experts import routing_size
+from common.model.flat_model import flops_per_token
+from common.model.wrap import wrap
+from common.run.estimate import estimate, savings
+from tests.conftest import demo
+from tests.tiny import V, tiny_hybrid
+
+import pytest
+import torch
+import transformers
+
+SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHORT = ["--max_steps", "1", "--eval_steps", "0", "--per_device_train_batch_size", "2"]
+
+
+def lm_of(config):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_flops_of_a_model_whose_heads_differ_by_layer_are_counted():
+    config = transformers.Gemma4TextConfig(**SIZE, num_key_value_heads=2, head_dim=8, global_head_dim=16, sliding_window=8)
+    model = wrap(lm_of(config))
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters < flops_per_token(model, 64) < 100 * parameters
+
+
+def test_a_dense_model_whose_config_counts_experts_is_no_mixture():
+    assert routing_size(lm_of(transformers.DogeConfig(**SIZE, num_key_value_heads=2))) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "mamba2"])
+def test_the_estimate_of_recurrent_layers_is_near_what_autograd_keeps(name):
+    """Of 8 sequences; and what would make it smaller is found."""
+    model, kept = wrap(tiny_hybrid(name)).train(), {}
+    lengths = [200, 180, 90, 60, 150, 20, 70, 130]
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    ids = torch.arange(sum(lengths)) * 7919 % V
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.hidden({"input_ids": ids[None], "position_ids": positions[None], "lengths": lengths})
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    held = sum(size for size, _ in kept.values()) / 2**30
+    parts = estimate(model, sum(lengths), sum(lengths), lengths=lengths)
+    assert 0.6 * held < parts["activations"] < 4 * held
+    assert 0 < parts["total"] < 2
+    found = savings(model, parts, sum(lengths), sum(lengths), lengths=lengths)
+    assert found and all(gain < parts["total"] for _, gain in found)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """base(config): words that train a model of it for a step, from a folder."""
+
+    def save(config):
+        lm_of(config).save_pretrained(tmp_path / "base")
+        transformers.AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "base")
+        return ["sft", "--config", demo("sft"), "--model_name_or_path", str(tmp_path / "base"), *SHORT]
+
+    return save
+
+
+def test_adapters_on_shared_weights_are_not_merged(base, launch):
+    pytest.importorskip("peft")
+    config = tiny_hybrid("zamba2").config
+    config.vocab_size = 1024
+    with pytest.raises(UserError, match="share their weights, with adapters of their own"):
+        launch(*base(config), "--use_peft", "--merge_lora")
+
+
+def test_dropout_of_adapters_on_experts_is_named(base, launch):
+    pytest.importorskip("peft")
+    sizes = SIZE | {"vocab_size": 1024, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16}
+    config = transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2)
+    with pytest.raises(UserError, match="^--lora_dropout .adapters on experts do without"):
+        launch(*base(config), "--use_peft", "--lora_dropout", "0.1")
+
+
+def test_rows_of_new_tokens_are_trained_where_the_base_has_no_tokenizer(base, launch, tmp_path, capsys):
+    pytest.importorskip("peft")
+    words = base(transformers.LlamaConfig(**SIZE | {"vocab_size": 512}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained("data/base_model")
+    for file in (tmp_path / "base").glob("*token*"):
+        file.unlink()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>", "<|newer|>"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    launch(*words, "--use_peft", "--tokenizer_name", str(tmp_path / "tokenizer"))
+    assert "rows of new tokens are trained: <|newer|>, <|new|>" in capsys.readouterr().out
+
+
+def test_quantisation_with_nothing_to_quantise_or_with_dora_is_refused(base, launch):
+    pytest.importorskip("bitsandbytes")
+    words = base(transformers.MambaConfig(vocab_size=1024, hidden_size=32, num_hidden_layers=1, state_size=4))
+    with pytest.raises(UserError, match="MambaForCausalLM has no layers that can be quantised here"):
+        launch(*words, "--use_peft", "--load_in_4bit")
+    with pytest.raises(UserError, match="--load_in_4bit: not with --use_dora"):
+        launch(*words, "--use_peft", "--load_in_4bit", "--use_dora")
