@@ -27,14 +27,17 @@ def labelled_format(columns: Columns, wanted: str | None = None) -> str:
 
 
 def as_labelled(columns: Columns, format: str | None = None) -> dict[str, Any]:
-    """What as_chat gives, with "label": true for a good answer, false for a bad one.
+    """What as_chat gives, with "label": true for a good answer, false for a bad one; and of messages "prompt_turns".
 
     Raises UserError where the format does not fit, BadRow for an unusable row.
     """
     label = next((columns[name] for name in LABELS if columns.get(name) is not None), None)
     if label not in (True, False):  # which 1 and 0 are as well
         raise BadRow(f"label is {str(label)[:20]!r}; expected true or false")
-    return as_chat(_chat(columns), format) | {"label": bool(label)}
+    chat = as_chat(_chat(columns), format)
+    if "messages" in chat:  # of a chat without a border, the last turn is the answer
+        chat.setdefault("prompt_turns", len(chat["messages"]) - 1)
+    return chat | {"label": bool(label)}
 
 
 def _chat(columns: Columns) -> Columns:

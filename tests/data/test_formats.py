@@ -261,7 +261,8 @@ def test_a_chat_with_a_label_is_that_chat_and_the_label():
     assert found == {"prompt": "q", "completion": "a", "label": True}
     row = Row({"prompt": [U], "completion": [A], "label": 0, "kto_tag": None}, "rows.jsonl:1", "prompt_completion")
     assert as_labelled(row) == as_chat({"prompt": [U], "completion": [A]}) | {"label": False}
-    assert as_labelled({"conversations": [U, A], "system": "s", "kto_tag": False})["label"] is False
+    found = as_labelled({"conversations": [U, A, U, B], "system": "s", "kto_tag": False})
+    assert found["label"] is False and found["messages"][found["prompt_turns"] :] == [B]
 
 
 @pytest.mark.parametrize("label", ["true", 2, -1.0, None])
