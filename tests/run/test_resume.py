@@ -50,6 +50,8 @@ STAGES = {
     "pretrain streamed": "--config data/configs/pretrain.yaml --dataset_streaming --streaming_buffer_size 9"
     " --max_tokens_per_batch 300".split(),
     "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
+    "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20"]
+    + ["--per_device_train_batch_size", "4"],
     "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
     "grpo": [
         "--config",
@@ -95,8 +97,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
     states = [json.loads((checkpoints(run)[-1] / "trainer_state.json").read_text()) for run in (whole, resumed)]
     assert states[0]["weight_norms"] == states[1]["weight_norms"]  # of the start of the run
     weights = "adapter_model.safetensors" if "--use_peft" in arguments else "model.safetensors"
-    one, other = load_file(whole / weights), load_file(resumed / weights)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    for file in [weights, "extra.safetensors"] if (whole / "extra.safetensors").exists() else [weights]:
+        one, other = load_file(whole / file), load_file(resumed / file)
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_dropout_is_a_function_of_the_step_so_that_resuming_changes_nothing(launch, monkeypatch, tmp_path):

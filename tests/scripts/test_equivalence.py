@@ -26,6 +26,7 @@ STAGES = {
     + ["--packing_strategy", "bfd", "--max_train_samples", "60", "--max_length", "64"],
     "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "grpo": ["--config", "data/configs/grpo.yaml", "--max_steps", "2", "--num_generations", "4", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
