@@ -160,8 +160,7 @@ def kto_loss(
     logps, ref_logps (B,): summed over the answer; labels (B,): 1 for a good answer, 0 for a bad one; kl (): of the policy
     from the reference, without a gradient. Returns losses (B,), weighted by label, and rewards (B,): `r = β (logps - ref)`.
 
-    - kto: `1 - σ(r - β kl)` for a good answer, `1 - σ(β kl - r)` for a bad one (Ethayarajh et al. 2024, arXiv 2402.01306,
-      eq. 8).
+    - kto: `1 - σ(r - β kl)` for a good answer, `1 - σ(β kl - r)` for a bad one (Ethayarajh et al. 2024, arXiv 2402.01306).
     - apo_zero_unpaired: `1 - σ(r)` and `σ(r)`, without kl (D'Oosterlinck et al. 2024, 2408.06266).
 
     Raises ValueError for an unknown type.
@@ -181,7 +180,7 @@ def bradley_terry_loss(
     """`-log σ(chosen - rejected - margin) + c (chosen + rejected)²` of the rewards of pairs: (B,), (B,) -> (B,).
 
     The first term is that of Bradley and Terry (Ouyang et al. 2022, arXiv 2203.02155, eq. 1), with a margin as in Llama 2
-    (2307.09288, eq. 2); the second one, off by default, keeps rewards near 0 (Eisenstein et al. 2023, 2312.09244, eq. 2).
+    (2307.09288, eq. 2); the second one, off by default, keeps rewards near 0 (Eisenstein et al. 2023, 2312.09244).
     """
     return -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
 

@@ -1,7 +1,7 @@
 """KTO: answers, each labelled good or bad, without a pair -> a model that writes the good ones.
 
 Over the S answers of a window (all micro-batches of all processes), π the model, π_ref the model at the start, w the weight
-of the label (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8):
+of the label (Ethayarajh et al. 2024, arXiv 2402.01306):
 
     loss = 1/S · Σ w · [1 - σ(±(β·log π(answer)/π_ref(answer) - β·KL))],    + for a good answer, - for a bad one
 

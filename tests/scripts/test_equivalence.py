@@ -27,6 +27,8 @@ STAGES = {
     "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "dft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "label_smoothing": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "grpo": ["--config", "data/configs/grpo.yaml", "--max_steps", "2", "--num_generations", "4", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
@@ -58,7 +60,10 @@ def arguments(stage, batch, accumulation):
     ]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+SLOW = ("reward", "dft", "label_smoothing")  # their fast tests are in tests/scripts
+
+
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STAGES])
 def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stage, launch):
     whole = losses(launch(stage, *arguments(stage, 8, 1), output="8x1"))
     assert len(whole) >= 2
@@ -93,7 +98,7 @@ def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss
     assert_same(whole, losses(tmp_path / "two"))
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("stage", ["sft", "dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_packing_changes_nothing_but_the_rows(stage, launch):
     """All 20 examples are one window, packed or not."""
     alone = losses(launch(stage, *arguments(stage, 20, 1), output="alone"))

@@ -112,6 +112,7 @@ def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
     assert found == pytest.approx(scores[:, 0].tolist(), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_regression_on_a_number_also_of_plain_text(launch, model, tmp_path):
     rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}." * i, "score": i / 2} for i in range(1, 6)]
     words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
