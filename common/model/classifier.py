@@ -36,10 +36,11 @@ def save_classifier(folder: str | Path, name: str, target: str | Path) -> None:
     from transformers.utils import logging
 
     weight = load_file(Path(folder, "extra.safetensors"))[f"{name}.weight"]
-    tokenizer, verbosity = AutoTokenizer.from_pretrained(folder), logging.get_verbosity()
+    tokenizer, verbosity = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), logging.get_verbosity()
     logging.set_verbosity_error()  # that the head is new
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(weight), dtype="auto")
+        options = {"num_labels": len(weight), "dtype": "auto", "trust_remote_code": False}
+        model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
     finally:
         logging.set_verbosity(verbosity)
     head = next(getattr(model, place) for place in HEADS if isinstance(getattr(model, place, None), nn.Linear))

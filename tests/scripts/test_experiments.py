@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, words_of
+from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, train_metrics, words_of
 
 import pytest
 import yaml
@@ -74,3 +74,26 @@ def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatc
         run = run_script([*command, *words, "--dataset_cache_dir", str(tmp_path / "cache")])
         assert run.returncode == 0, run.stderr[-3000:]
         assert "parameters trained" in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_adapters_are_trained(name, launch):
+    """Where there is a reference, it is the model without them: the first KTO loss is 1/2."""
+    pytest.importorskip("peft")
+    words = [
+        "--config",
+        demo(name),
+        "--model_name_or_path",
+        "data/base_model",
+        "--use_peft",
+        "--merge_lora",
+        "--max_steps",
+        "4",
+    ]
+    words += ["--max_train_samples", "16", "--per_device_train_batch_size", "4", "--eval_steps", "0", "--save_steps", "2"]
+    words += ["--logging_steps", "1", "--learning_rate", "1e-2", "--warmup_steps", "0"]
+    rows = train_metrics(launch(name, *words))
+    assert rows[-1]["grad_norm"] > 0 and rows[-1]["loss"] != rows[0]["loss"]
+    if name == "kto":
+        assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-6)
