@@ -114,6 +114,14 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, la
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
 
 
+def test_an_evaluation_that_samples_nothing_leaves_weights_that_can_be_saved(launch, sharded):
+    words = [*STAGES["sft"].split(), *COMMON.split(), "--eval_prompts", "", "--num_samples", "0"]
+    one = launch("sft", *words, "--per_device_train_batch_size", "8", output="one")
+    two = sharded("sft", *words)
+    assert_same(losses(one), losses(two))
+    assert_same_model(one / "checkpoint-2", two / "checkpoint-2")
+
+
 def test_a_reward_model_is_that_of_one_process(launch, sharded):
     words = ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20", *COMMON.split()]
     one = launch("reward", *words, "--per_device_train_batch_size", "8", output="one")
