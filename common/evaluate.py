@@ -45,6 +45,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     with torch.no_grad():
         yield
     model.train()
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # FSDP2 leaves the outermost part whole where no backward pass follows
+            module.reshard()
 
 
 def evaluate_nll(args: CommonArgs, accelerator: Accelerator, model: nn.Module, held_out: Examples) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The maths of the four stages: pure functions of tensors and floats (torch only).
+"""The maths of the stages: pure functions of tensors and floats (torch only).
 
 Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `logps[t] = log p(token t | the tokens
 before it in the same sequence)`, 0 where token t is not a target. Nothing here takes a mean: the caller divides by
@@ -18,6 +18,7 @@ from torch import Tensor
 DPO_LOSS_TYPES = (
     *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "apo_zero", "sppo_hard", "simpo", "orpo"),
 )
+KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 REFERENCE_FREE = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")  # those with a share of flipped pairs
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
@@ -138,6 +139,50 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(
         near, torch.log(-torch.expm1(torch.where(near, x, -0.5))), torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
     )
+
+
+# --- one answer at a time, and rewards -------------------------------------------------------------------------------
+
+
+def kto_loss(
+    logps: Tensor,
+    ref_logps: Tensor,
+    labels: Tensor,
+    kl: Tensor | float = 0.0,
+    *,
+    beta: float,
+    loss_type: str = "kto",
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """One loss per answer with a label, and its implicit reward.
+
+    logps, ref_logps (B,): summed over the answer; labels (B,): 1 for a good answer, 0 for a bad one; kl (): of the policy
+    from the reference, without a gradient. Returns losses (B,), weighted by label, and rewards (B,): `r = β (logps - ref)`.
+
+    - kto: `1 - σ(r - β kl)` for a good answer, `1 - σ(β kl - r)` for a bad one (Ethayarajh et al. 2024, arXiv 2402.01306).
+    - apo_zero_unpaired: `1 - σ(r)` and `σ(r)`, without kl (D'Oosterlinck et al. 2024, 2408.06266).
+
+    Raises ValueError for an unknown type.
+    """
+    if loss_type not in KTO_LOSS_TYPES:
+        raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(KTO_LOSS_TYPES)}")
+    good = labels.bool()
+    rewards = beta * (logps - ref_logps)
+    gain = rewards - beta * kl if loss_type == "kto" else rewards
+    losses = torch.where(good, -gain, gain).sigmoid()  # 1 - σ(x) = σ(-x)
+    return torch.where(good, desirable_weight * losses, undesirable_weight * losses), rewards
+
+
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center_rewards_coefficient: float = 0.0
+) -> Tensor:
+    """`-log σ(chosen - rejected - margin) + c (chosen + rejected)²` of the rewards of pairs: (B,), (B,) -> (B,).
+
+    The first term is that of Bradley and Terry (Ouyang et al. 2022, arXiv 2203.02155, eq. 1), with a margin as in Llama 2
+    (2307.09288, eq. 2); the second one, off by default, keeps rewards near 0 (Eisenstein et al. 2023, 2312.09244).
+    """
+    return -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
 
 
 # --- GRPO and its family --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,10 +29,22 @@ CLOCK = ("tokens_per_second", "memory_gib", "peak_memory_gib")
 
 # What the scripts hand to `launch` at their end.
 DEFAULT_MODEL = {"sft": "outputs/pretrain", "dpo": "outputs/sft", "grpo": "outputs/sft"}
+EXPERIMENTS = sorted(path.stem.removeprefix("train_") for path in (ROOT / "experiments").glob("train_*.py"))
+
+
+def module_of(stage: str) -> str:
+    return f"experiments.train_{stage}" if stage in EXPERIMENTS else f"train_{stage}"
+
+
+def words_of(stage: str) -> list[str]:
+    """What follows `python` or a launcher, to run a script from the repository's root."""
+    return ["-m", module_of(stage)] if stage in EXPERIMENTS else [f"train_{stage}.py"]
 
 
 def demo(stage: str) -> str:
     """The settings of a script's demo."""
+    if stage in EXPERIMENTS:
+        return re.search(r'demo="(.+?)"', (ROOT / "experiments" / f"train_{stage}.py").read_text())[1]
     return f"data/configs/{stage}.yaml"
 
 
@@ -56,7 +69,7 @@ def launch(tmp_path, token_cache):
             state._reset_state()
         for number, handler in handlers.items():  # of a run that an exception ended in its loop
             signal.signal(number, handler)
-        script = importlib.import_module(f"train_{stage}")
+        script = importlib.import_module(module_of(stage))
         words = ["--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache), *map(str, argv)]
         script.main(parse_args(script.Args, demo(stage), DEFAULT_MODEL.get(stage), words))
         return tmp_path / output

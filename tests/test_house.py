@@ -16,6 +16,8 @@ import yaml
 
 # The longest that each script may be, in lines.
 SCRIPTS = {"train_pretrain": 190, "train_sft": 140, "train_dpo": 190, "train_grpo": 360}
+FOUR = list(SCRIPTS)
+SCRIPTS |= {f"experiments.{path.stem}": 190 for path in sorted((ROOT / "experiments").glob("train_*.py"))}
 COMMON = ROOT / "common"
 MODULES = sorted(COMMON.rglob("*.py"))
 LONGEST = 420  # lines of a module
@@ -35,8 +37,12 @@ FLOORS = [
 SHARED = {field.name for field in dataclasses.fields(CommonArgs)}
 
 
+def path_of(script: str) -> Path:
+    return ROOT / f"{script.replace('.', '/')}.py"
+
+
 def source_of(script: str) -> str:
-    return (ROOT / f"{script}.py").read_text()
+    return path_of(script).read_text()
 
 
 def fields_of(script: str) -> list[dataclasses.Field]:
@@ -71,7 +77,7 @@ def imports_of(path: Path, types: bool = True) -> set[str]:
 
 
 def is_ours(module: str) -> bool:
-    return module.split(".")[0] in ("common", *SCRIPTS)
+    return module.split(".")[0] in ("common", "experiments", *FOUR)
 
 
 def floor_of(module: str) -> int:
@@ -171,7 +177,9 @@ def test_a_script_is_short_and_written_from_top_to_bottom(script):
     )
     below = [node for statement in statements[sum(kinds) :] for node in ast.walk(statement)]
     assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in below), "an import inside of a function"
-    assert not any(name.startswith("train_") for name in imports_of(ROOT / f"{script}.py")), "a script imports no other one"
+    assert not any(name.startswith(("train_", "experiments")) for name in imports_of(path_of(script))), (
+        "a script imports no other one"
+    )
     assert source.count("__main__") == 1
     assert ast.unparse(statements[-1]).startswith("if __name__ == '__main__':\n    launch(main, Args, demo=")
 
@@ -214,7 +222,7 @@ def test_the_demo_configs_name_flags_that_exist(path):
 def test_the_pages_speak_of_things_that_exist():
     readme = "\n".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     for script, flags in re.findall(r"(train_\w+)\.py((?: +[^\n`|]*)?)", readme):
-        if script in SCRIPTS:
+        if script in FOUR:
             known = {field.name for field in fields_of(script)} | {"config", "help"}
             assert {flag for flag in re.findall(r"--(\w+)", flags)} <= known, (script, flags)
     for path in re.findall(r"`((?:common|data|tests|benchmarks|accelerate_configs)/[\w./]+)`", readme):

@@ -8,12 +8,15 @@ from pathlib import Path
 from common.losses import (
     DPO_LOSS_TYPES,
     GRPO_LOSS_TYPES,
+    KTO_LOSS_TYPES,
     REFERENCE_FREE,
+    bradley_terry_loss,
     combine_rewards,
     dpo_loss,
     group_advantages,
     grpo_loss,
     grpo_token_weights,
+    kto_loss,
     log1mexp,
     nll,
     segment_ids,
@@ -42,7 +45,7 @@ def close(found: torch.Tensor, wanted, tolerance: float = 1e-5) -> None:
 
 def case_name(case: dict) -> str:
     shown = [f"{k}={v}" for k, v in case.items() if isinstance(v, int | float) and k not in ("loss", "simpo_gamma")]
-    return " ".join([case.get("loss_type") or case["scale_rewards"], *shown])
+    return " ".join([case.get("loss_type") or case.get("scale_rewards") or case["inputs"], *shown])
 
 
 def flat_row(rows: list[list[float]], lengths: list[int]) -> torch.Tensor:
@@ -410,6 +413,61 @@ def test_groups_in_which_nobody_or_one_has_a_reward_get_0():
 def test_an_unknown_scale_of_rewards_is_refused():
     with pytest.raises(ValueError, match="group, batch or none"):
         group_advantages(torch.zeros(1, 2), "std")
+
+
+# --- one answer at a time, and rewards -------------------------------------------------------------------------------
+
+
+def kto_case(case, dtype=torch.float32):
+    """(losses, rewards, log-probabilities, labels) of a recorded case; its KL is a mean over all rows, of no gradient."""
+    inputs = RECORDED["kto"]["inputs"][case["inputs"]]
+    logps, ref, mixed, ref_mixed = (
+        torch.tensor(inputs[name], dtype=dtype) for name in ("logps", "ref_logps", "KL_logps", "ref_KL_logps")
+    )
+    labels, kl = torch.tensor(inputs["label"]), (mixed - ref_mixed).mean().clamp(min=0)
+    logps.requires_grad_()
+    names = ("beta", "loss_type", "desirable_weight", "undesirable_weight")
+    losses, rewards = kto_loss(logps, ref, labels, kl, **{name: case[name] for name in names})
+    return losses, rewards, logps, labels
+
+
+@pytest.mark.parametrize("case", RECORDED["kto"]["cases"], ids=case_name)
+def test_a_loss_of_labelled_answers_and_its_gradient_are_trls(case):
+    losses, rewards, logps, labels = kto_case(case)
+    losses.mean().backward()
+    close(losses.mean(), case["loss"])
+    close(logps.grad, case["grad_logps"])
+    for name, members in (("rewards/chosen", labels), ("rewards/rejected", ~labels)):
+        assert (name in case["metrics"]) == bool(members.any())
+        if members.any():
+            close(rewards[members].mean(), case["metrics"][name])
+
+
+def test_a_loss_of_labelled_answers_by_hand():
+    """β = 0.5, KL = 2, log-ratios 3 and -1: 1 - σ(0.5), and for a bad answer of the second 1 - σ(1.5)."""
+    sigma = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    logps, ref, labels = tensor(-4.0, -6.0), tensor(-7.0, -5.0), torch.tensor([1, 0])
+    losses, rewards = kto_loss(logps, ref, labels, 2.0, beta=0.5, undesirable_weight=3.0)
+    close(losses, [1 - sigma(0.5), 3 * (1 - sigma(1.5))], 1e-12)
+    close(rewards, [1.5, -0.5], 1e-12)
+    losses, _ = kto_loss(logps, ref, labels, 2.0, beta=0.5, loss_type="apo_zero_unpaired")
+    close(losses, [1 - sigma(1.5), sigma(-0.5)], 1e-12)  # whatever the KL
+    with pytest.raises(ValueError, match=", ".join(KTO_LOSS_TYPES)):
+        kto_loss(logps, ref, labels, 2.0, beta=0.5, loss_type="sigmoid")
+
+
+@pytest.mark.parametrize("case", RECORDED["reward"]["cases"], ids=case_name)
+def test_a_loss_of_rewards_and_its_gradient_are_trls(case):
+    inputs = RECORDED["reward"]["inputs"][case["inputs"]]
+    chosen, rejected = (torch.tensor(inputs[name], requires_grad=True) for name in ("chosen", "rejected"))
+    margin = torch.tensor(inputs["margin"]) if case["margin"] else 0.0
+    loss = bradley_terry_loss(chosen, rejected, margin, case["center_rewards_coefficient"] or 0.0).mean()
+    loss.backward()
+    close(loss, case["loss"])
+    close(chosen.grad, case["grad_chosen"])
+    close(rejected.grad, case["grad_rejected"])
+    close((chosen > rejected).float().mean(), case["metrics"]["accuracy"])
+    close((chosen - rejected).mean(), case["metrics"]["margin"])
 
 
 # --- GRPO and its family: recorded ----------------------------------------------------------------------------------

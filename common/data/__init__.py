@@ -10,6 +10,7 @@ from common.data.formats import (
     prompt_format,
     text_format,
 )
+from common.data.labelled import as_labelled, labelled_format
 from common.data.load import load_data, load_prompts
 from common.data.order import Shuffled, drop_turns
 from common.data.packing import chunk, pack
@@ -17,7 +18,7 @@ from common.data.tokens import tokenize_chat, tokenize_completion, tokenize_mess
 from common.data.train_tokenizer import train_tokenizer
 from common.data.types import BadRow, Example, Row, Sequence, Tokenizer, whole
 
-__all__ = ["BadRow", "Example", "Row", "Sequence", "Shuffled", "Tokenizer", "as_chat", "as_preference", "as_prompt"]
-__all__ += ["as_text", "chat_format", "chunk", "drop_turns", "load_data", "load_prompts", "pack", "preference_format"]
-__all__ += ["prompt_format", "text_format", "tokenize_chat", "tokenize_completion", "tokenize_messages", "tokenize_pair"]
-__all__ += ["tokenize_row", "train_tokenizer", "truncate", "whole"]
+__all__ = ["BadRow", "Example", "Row", "Sequence", "Shuffled", "Tokenizer", "as_chat", "as_labelled", "as_preference"]
+__all__ += ["as_prompt", "as_text", "chat_format", "chunk", "drop_turns", "labelled_format", "load_data", "load_prompts"]
+__all__ += ["pack", "preference_format", "prompt_format", "text_format", "tokenize_chat", "tokenize_completion"]
+__all__ += ["tokenize_messages", "tokenize_pair", "tokenize_row", "train_tokenizer", "truncate", "whole"]

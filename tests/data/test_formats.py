@@ -14,6 +14,7 @@ from common.data.formats import (
     prompt_format,
     text_format,
 )
+from common.data.labelled import as_labelled, labelled_format
 from common.data.types import BadRow, Row
 from common.errors import UserError
 
@@ -252,6 +253,24 @@ def test_an_empty_prompt_is_refused(row):
         as_prompt(row)
 
 
+# --- chats with a label ---------------------------------------------------------------------------------------------
+
+
+def test_a_chat_with_a_label_is_that_chat_and_the_label():
+    found = as_labelled({"prompt": "q", "completion": "a", "label": True})
+    assert found == {"prompt": "q", "completion": "a", "label": True}
+    row = Row({"prompt": [U], "completion": [A], "label": 0, "kto_tag": None}, "rows.jsonl:1", "prompt_completion")
+    assert as_labelled(row) == as_chat({"prompt": [U], "completion": [A]}) | {"label": False}
+    found = as_labelled({"conversations": [U, A, U, B], "system": "s", "kto_tag": False})
+    assert found["label"] is False and found["messages"][found["prompt_turns"] :] == [B]
+
+
+@pytest.mark.parametrize("label", ["true", 2, -1.0, None])
+def test_a_label_that_is_neither_true_nor_false_leaves_the_row_out(label):
+    with pytest.raises(BadRow, match="expected true or false"):
+        as_labelled(Row({"prompt": "q", "completion": "a", "label": label}, "rows.jsonl:1", "prompt_completion"))
+
+
 # --- wrong columns --------------------------------------------------------------------------------------------------
 
 
@@ -263,9 +282,9 @@ def test_an_empty_prompt_is_refused(row):
         (as_preference, {"prompt": "q", "good": "a"}, "no column chosen and rejected; found prompt, good"),
         (as_preference, {"chosen": "a", "rejected": "b"}, "need a prompt; found columns chosen, rejected"),
         (as_prompt, {"question": "q"}, "no column prompt; found question (map it: --columns prompt=question)"),
-        (as_preference, {"prompt": "q", "completion": "a", "label": True}, "(KTO) are not read"),
-        (as_preference, {"messages": [U, A], "kto_tag": False}, "(KTO) are not read"),
-        (as_chat, {"prompt": "q", "completion": "a", "label": False}, "(KTO) are not read"),
+        (as_preference, {"prompt": "q", "completion": "a", "label": True}, "are for KTO"),
+        (as_preference, {"messages": [U, A], "kto_tag": False}, "are for KTO"),
+        (as_chat, {"prompt": "q", "completion": "a", "label": False}, "are for KTO"),
     ],
 )
 def test_rows_of_another_kind_are_an_error_that_names_the_columns_found_and_needed(function, row, expected):
@@ -290,6 +309,10 @@ VERL = {"prompt": [U], "data_source": "gsm8k", "extra_info": {"i": 1}, "reward_m
         (chat_format, {"text": "t"}, "text"),
         (chat_format, {"messages": [U, A], "prompt": "q", "completion": "a", "text": "t"}, "messages"),
         (chat_format, {"messages": None, "conversations": None, "instruction": "q", "output": "a"}, "alpaca"),
+        (labelled_format, {"prompt": "q", "completion": "a", "label": True}, "prompt_completion"),
+        (labelled_format, {"messages": [U, A], "label": 0}, "messages"),
+        (labelled_format, {"conversations": [U, A], "kto_tag": False}, "sharegpt"),
+        (labelled_format, {"instruction": "q", "output": "a", "label": None, "kto_tag": True}, "alpaca"),
         (preference_format, {"prompt": "q", "chosen": "a", "rejected": "b"}, "explicit_prompt"),
         (preference_format, {"prompt": None, "chosen": [U, A], "rejected": [U, B]}, "implicit_prompt"),
         (preference_format, HH_PAIR, "hh"),
@@ -323,10 +346,29 @@ def test_a_format_is_recognised_by_the_columns_that_are_not_null(recognise, row,
         ),
         (chat_format, {"text": "t"}, "alpaca", "the format alpaca needs instruction + output; found text (map columns"),
         (chat_format, {"messages": None, "text": "t"}, "messages", "needs messages; found messages (null), text"),
-        (chat_format, {"messages": [U, A], "label": True}, "messages", "(KTO) are not read"),
+        (chat_format, {"messages": [U, A], "label": True}, "messages", "are for KTO"),
+        (
+            labelled_format,
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+            None,
+            "pairs are for DPO; here a row is one answer",
+        ),
+        (labelled_format, {"prompt": "q", "completion": "a"}, None, "no column label (true: a good answer, false"),
+        (
+            labelled_format,
+            {"text": "t", "label": True},
+            None,
+            "needs prompt + completion, or a chat; found columns text, label",
+        ),
+        (
+            labelled_format,
+            {"messages": [U, A], "label": True},
+            "alpaca",
+            "the format alpaca needs instruction + output; found",
+        ),
         (preference_format, {"chosen": "a", "rejected": "b"}, None, "need a prompt; found columns chosen, rejected"),
         (preference_format, {"prompt": "q", "chosen": None, "rejected": "b"}, None, "found prompt, chosen (null), rejected"),
-        (preference_format, {"prompt": "q", "completion": "a", "label": False}, None, "(KTO) are not read"),
+        (preference_format, {"prompt": "q", "completion": "a", "label": False}, None, "are for KTO"),
         (
             preference_format,
             {"chosen": [U, A], "rejected": [U, B]},

@@ -38,7 +38,8 @@ PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 common.model.fused_head.HEAD_CHUNK_ELEMENTS["cpu"], common.model.fused_head.HEAD_CHUNK_ROWS["cpu"] = 1, 64
 stage = sys.argv[1]
-script = importlib.import_module(f"train_{stage}")
+folder = "experiments." if os.path.exists("experiments/train_" + stage + ".py") else ""
+script = importlib.import_module(folder + f"train_{stage}")
 sys.argv[1:] = sys.argv[3:]
 launch(script.main, script.Args, f"data/configs/{stage}.yaml")
 """
@@ -47,6 +48,7 @@ COMMON += " --max_grad_norm 1.0 --lr_scheduler_type constant --max_eval_samples 
 STAGES = {
     "sft": "--config data/configs/sft.yaml --max_train_samples 20",
     "dpo": "--config data/configs/dpo.yaml --max_train_samples 20 --precompute_ref_log_probs false --gradient_checkpointing",
+    "kto": "--config experiments/configs/kto.yaml --max_train_samples 20",
     "grpo": "--config data/configs/grpo.yaml --num_generations 4 --num_iterations 2 --beta 0.02",
 }
 
@@ -110,6 +112,26 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, la
     if stage == "grpo":
         tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
+
+
+def test_an_evaluation_that_samples_nothing_leaves_weights_that_can_be_saved(launch, sharded):
+    words = [*STAGES["sft"].split(), *COMMON.split(), "--eval_prompts", "", "--num_samples", "0"]
+    one = launch("sft", *words, "--per_device_train_batch_size", "8", output="one")
+    two = sharded("sft", *words)
+    assert_same(losses(one), losses(two))
+    assert_same_model(one / "checkpoint-2", two / "checkpoint-2")
+
+
+def test_a_reward_model_is_that_of_one_process(launch, sharded):
+    words = ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20", *COMMON.split()]
+    one = launch("reward", *words, "--per_device_train_batch_size", "8", output="one")
+    two = sharded("reward", *words)
+    assert_same(losses(one), losses(two))
+    for a, b in zip(evaluations(one), evaluations(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+    a, b = (load_file(output / "classifier" / "model.safetensors") for output in (one, two))
+    assert a.keys() == b.keys() and a["score.weight"].abs().max() > 1e-4
+    assert all(torch.allclose(a[name], b[name], rtol=0, atol=1e-5) for name in a)
 
 
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(sharded, words, tmp_path):

@@ -12,7 +12,7 @@ from common.data.stream import Stream
 from common.errors import UserError
 from common.run import run as module
 from common.run.output_dir import checkpoints, find_damage, newest_intact
-from tests.conftest import ROOT, read_metrics
+from tests.conftest import EXPERIMENTS, ROOT, read_metrics, words_of
 
 import pytest
 import torch
@@ -50,6 +50,9 @@ STAGES = {
     "pretrain streamed": "--config data/configs/pretrain.yaml --dataset_streaming --streaming_buffer_size 9"
     " --max_tokens_per_batch 300".split(),
     "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
+    "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20"]
+    + ["--per_device_train_batch_size", "4"],
+    "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
     "grpo": [
         "--config",
         "data/configs/grpo.yaml",
@@ -79,7 +82,7 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s == "reward" else s for s in STAGES])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, monkeypatch):
     arguments, stage = [*STAGES[stage], *COMMON, "--logging_steps", "2"], stage.split()[0]
     whole = launch(stage, *arguments, output="whole")
@@ -94,8 +97,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
     states = [json.loads((checkpoints(run)[-1] / "trainer_state.json").read_text()) for run in (whole, resumed)]
     assert states[0]["weight_norms"] == states[1]["weight_norms"]  # of the start of the run
     weights = "adapter_model.safetensors" if "--use_peft" in arguments else "model.safetensors"
-    one, other = load_file(whole / weights), load_file(resumed / weights)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    for file in [weights, "extra.safetensors"] if (whole / "extra.safetensors").exists() else [weights]:
+        one, other = load_file(whole / file), load_file(resumed / file)
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_dropout_is_a_function_of_the_step_so_that_resuming_changes_nothing(launch, monkeypatch, tmp_path):
@@ -118,10 +122,12 @@ def test_dropout_is_a_function_of_the_step_so_that_resuming_changes_nothing(laun
     ]
 
 
-def test_a_run_that_was_killed_goes_on_with_the_same_command(launch, tmp_path):
-    arguments = [*STAGES["sft"], *COMMON, "--max_steps", "60", "--save_steps", "5", "--eval_steps", "0"]
-    whole = launch("sft", *arguments, output="whole")
-    command = [sys.executable, "train_sft.py", *arguments, "--output_dir", str(tmp_path / "killed")]
+@pytest.mark.parametrize("stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in EXPERIMENTS)])
+def test_a_run_that_was_killed_goes_on_with_the_same_command(stage, launch, tmp_path):
+    settings = STAGES.get(stage, STAGES["sft"])
+    arguments = [*settings, *COMMON, "--max_steps", "60", "--save_steps", "5", "--eval_steps", "0"]
+    whole = launch(stage, *arguments, output="whole")
+    command = [sys.executable, *words_of(stage), *arguments, "--output_dir", str(tmp_path / "killed")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
     deadline = time.monotonic() + 120
     while len(checkpoints(tmp_path / "killed")) < 2 and time.monotonic() < deadline:
@@ -129,7 +135,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_command(launch, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed" / "summary.json").exists()
-    resumed = launch("sft", *arguments, output="killed")
+    resumed = launch(stage, *arguments, output="killed")
     assert read_metrics(resumed) == read_metrics(whole)
 
 

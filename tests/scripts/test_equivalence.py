@@ -4,7 +4,7 @@ import json
 import socket
 import sys
 
-from tests.conftest import run_script, train_metrics
+from tests.conftest import run_script, train_metrics, words_of
 
 import pytest
 
@@ -26,10 +26,14 @@ STAGES = {
     + ["--packing_strategy", "bfd", "--max_train_samples", "60", "--max_length", "64"],
     "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "dft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "label_smoothing": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "grpo": ["--config", "data/configs/grpo.yaml", "--max_steps", "2", "--num_generations", "4", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
 }
-BASE = {stage: ["--model_name_or_path", "data/base_model"] for stage in ("sft", "dpo", "grpo")}
+BASE = {stage: ["--model_name_or_path", "data/base_model"] for stage in STAGES if stage != "pretrain"}
 
 
 def free_port() -> int:
@@ -56,7 +60,10 @@ def arguments(stage, batch, accumulation):
     ]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+SLOW = ("reward", "dft", "label_smoothing")  # their fast tests are in tests/scripts
+
+
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STAGES])
 def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stage, launch):
     whole = losses(launch(stage, *arguments(stage, 8, 1), output="8x1"))
     assert len(whole) >= 2
@@ -70,7 +77,7 @@ def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stag
 def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stage, launch, tmp_path):
     whole = losses(launch(stage, *arguments(stage, 8, 1)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    command += [f"train_{stage}.py", *arguments(stage, 2, 2), "--output_dir", str(tmp_path / "two")]
+    command += [*words_of(stage), *arguments(stage, 2, 2), "--output_dir", str(tmp_path / "two")]
     run = run_script(command)
     assert run.returncode == 0, run.stderr[-6000:]
     assert_same(whole, losses(tmp_path / "two"))
@@ -91,7 +98,7 @@ def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss
     assert_same(whole, losses(tmp_path / "two"))
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_packing_changes_nothing_but_the_rows(stage, launch):
     """All 20 examples are one window, packed or not."""
     alone = losses(launch(stage, *arguments(stage, 20, 1), output="alone"))

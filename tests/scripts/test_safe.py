@@ -14,6 +14,7 @@ import pytest
 
 SOURCES = [
     *sorted(ROOT.glob("train_*.py")),
+    *sorted((ROOT / "experiments").glob("*.py")),
     *sorted((ROOT / "common").rglob("*.py")),
     *sorted((ROOT / "tools").glob("*.py")),
 ]

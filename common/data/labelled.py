@@ -1,0 +1,45 @@
+"""Chats with a label, good or bad (KTO): what formats.py reads as a chat with a prompt, and one column more."""
+
+from typing import Any
+
+from common.data.formats import Columns, as_chat, chat_format
+from common.data.types import BadRow, Row
+from common.errors import UserError
+
+LABELS = ("label", "kto_tag")  # true for a good answer; the second name is LLaMA-Factory's
+
+
+def labelled_format(columns: Columns, wanted: str | None = None) -> str:
+    """The name of the chat's format. Raises UserError where none fits, or not `wanted`, and where there is no label."""
+    if all(columns.get(name) is None for name in LABELS):
+        found = ", ".join(columns) or "none"
+        if columns.get("chosen") is not None and columns.get("rejected") is not None:
+            raise UserError(
+                f"pairs are for DPO; here a row is one answer with a label: make two rows of each pair, with the columns "
+                f"prompt, completion and label (true for the chosen, false for the rejected one); found columns {found}"
+            )
+        raise UserError(
+            f"no column label (true: a good answer, false: a bad one); found {found} (map it: --columns label=...)"
+        )
+    if (name := chat_format(_chat(columns), wanted)) == "text":
+        raise UserError(f"a label needs prompt + completion, or a chat; found columns {', '.join(columns)}")
+    return name
+
+
+def as_labelled(columns: Columns, format: str | None = None) -> dict[str, Any]:
+    """What as_chat gives, with "label": true for a good answer, false for a bad one; and of messages "prompt_turns".
+
+    Raises UserError where the format does not fit, BadRow for an unusable row.
+    """
+    label = next((columns[name] for name in LABELS if columns.get(name) is not None), None)
+    if label not in (True, False):  # which 1 and 0 are as well
+        raise BadRow(f"label is {str(label)[:20]!r}; expected true or false")
+    chat = as_chat(_chat(columns), format)
+    if "messages" in chat:  # of a chat without a border, the last turn is the answer
+        chat.setdefault("prompt_turns", len(chat["messages"]) - 1)
+    return chat | {"label": bool(label)}
+
+
+def _chat(columns: Columns) -> Columns:
+    rest = {name: value for name, value in columns.items() if name not in LABELS}
+    return Row(rest, columns.where, columns.format) if isinstance(columns, Row) else rest

@@ -1,0 +1,31 @@
+"""Texts that get a number: what a classifier reads of a text, and numbers in the columns of a row."""
+
+import math
+
+from common.data.formats import Columns
+from common.data.types import BadRow, Sequence, Tokenizer
+
+import numpy as np
+
+
+def number_of(columns: Columns, name: str, default: float | None = None) -> float:
+    """The number in a column. default: where it is not there, or null. Raises BadRow for anything else."""
+    value = columns[name] if columns.get(name) is not None else default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRow(f"{name} is {str(value)[:20]!r}; expected a number")
+    return float(value)
+
+
+def up_to_the_score(sequence: Sequence, tokenizer: Tokenizer, max_length: int, plain_text: bool) -> Sequence:
+    """A sequence up to the token on whose state a classifier of transformers puts its head, with a loss_mask of 1 there.
+
+    That is the last token which is not padding, and may be the same as the end of a turn. plain_text: without the end of
+    text, which nobody writes before a classifier. Raises BadRow for more than max_length tokens, whose end would be lost.
+    """
+    ids, passed_over = sequence["input_ids"], [tokenizer.pad_token_id, tokenizer.eos_token_id if plain_text else None]
+    n = len(ids)
+    while n > 1 and ids[n - 1] in passed_over:
+        n -= 1
+    if n > max_length:
+        raise BadRow(f"more than max_length {max_length} tokens")
+    return sequence | {"input_ids": ids[:n], "loss_mask": (np.arange(n) == n - 1).astype(np.int64)}

@@ -1,0 +1,53 @@
+"""A causal language model's body with a linear head on the last token of a text, as transformers' classifiers have it."""
+
+from pathlib import Path
+
+from common.errors import UserError
+from common.model.flat_model import FlatModel
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+HEADS = ("score", "classifier")  # what transformers calls the head
+
+
+def score_head(model: FlatModel, labels: int = 1) -> nn.Linear:
+    """A head (D -> labels), at 0, for model.extra: on hidden states (T, D) it gives what a classifier gives.
+
+    Raises UserError where transformers has no classifier of the model's architecture, as which it could be saved.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as known
+
+    if type(model.config) not in known:
+        raise UserError(f"transformers has no AutoModelForSequenceClassification for a {model.config.model_type}")
+    head = nn.Linear(model.config.get_text_config().hidden_size, labels, bias=False)
+    nn.init.zeros_(head.weight)
+    return head
+
+
+def save_classifier(folder: str | Path, name: str, target: str | Path) -> None:
+    """Write the model of an output folder, with the head that was model.extra[name] there, as an
+    AutoModelForSequenceClassification, with its tokenizer.
+
+    Its score is that of the last token which is not the tokenizer's padding.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.utils import logging
+
+    weight = load_file(Path(folder, "extra.safetensors"))[f"{name}.weight"]
+    tokenizer, verbosity = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), logging.get_verbosity()
+    logging.set_verbosity_error()  # that the head is new
+    try:
+        options = {"num_labels": len(weight), "dtype": "auto", "trust_remote_code": False}
+        model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+    finally:
+        logging.set_verbosity(verbosity)
+    head = next(getattr(model, place) for place in HEADS if isinstance(getattr(model, place, None), nn.Linear))
+    if head.bias is not None:
+        nn.init.zeros_(head.bias)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)

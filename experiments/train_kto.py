@@ -1,0 +1,168 @@
+"""KTO: answers, each labelled good or bad, without a pair -> a model that writes the good ones.
+
+Over the S answers of a window (all micro-batches of all processes), π the model, π_ref the model at the start, w the weight
+of the label (Ethayarajh et al. 2024, arXiv 2402.01306):
+
+    loss = 1/S · Σ w · [1 - σ(±(β·log π(answer)/π_ref(answer) - β·KL))],    + for a good answer, - for a bad one
+
+log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off. KL is the
+mean of log π/π_ref over the window's mismatched pairs, each prompt with the answer of the next row, at least 0, and has no
+gradient. --loss_type apo_zero_unpaired does without it.
+
+    accelerate launch -m experiments.train_kto                                # the embedded demo, ~1 minute on a CPU
+    accelerate launch -m experiments.train_kto --model_name_or_path outputs/sft --dataset_name labelled.jsonl
+
+Shapes: T tokens of the row, S sequences in it, a prompt with its answer each. A batch holds label (S,), 1: a good answer;
+loss_mask (T,); cu_seqlens (S+1,), the borders of what each sequence has for itself, which the prompt that it shares with the
+one before is not; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
+request also entropy, hidden states, what a function makes of the logits, modules of one's own. out.aux_loss is 0, or what
+keeps the load of a mixture's experts even (common/model/experts.py).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from common.args import CommonArgs, arg
+from common.collators import Batch, Window, Windows, eval_batches
+from common.command_line import launch
+from common.data import Row, Sequence, Tokenizer, as_labelled, labelled_format, load_data, pack, tokenize_chat
+from common.errors import UserError
+from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
+from common.losses import KTO_LOSS_TYPES, kto_loss, segment_sum
+from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model.reference import load_reference
+from common.run import Run
+
+import numpy as np
+import torch  # after common, which sets how CPU threads wait
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/kto", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
+    per_device_train_batch_size: int = arg(8, help="answers (with --packing: rows) per process and micro-batch")
+    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers keep their start", within="[2, 1e8]")
+    packing: bool = arg(False, help="fill rows of max_length with several answers (best fit)")
+    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
+    beta: float = arg(0.1, help="how strongly the model is held to the reference", within="(0, inf)")
+    loss_type: Literal[KTO_LOSS_TYPES] = arg("kto", help="apo_zero_unpaired does without the KL term")
+    desirable_weight: float = arg(1.0, help="of good answers: more where they are the fewer", within="[0, inf)")
+    undesirable_weight: float = arg(1.0, help="of bad answers", within="[0, inf)")
+
+
+def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
+    """A dataset row as one sequence, prompt + answer, with its label and any field of one's own.
+    A row that raises BadRow is left out, counted and named."""
+    chat = as_labelled(row)
+    return [tokenize_chat(chat, tokenizer, max_length=args.max_length) | {"label": chat["label"]}]
+
+
+def mismatched(rows: list[Sequence], max_length: int) -> list[list[Sequence]]:
+    """Each prompt with the answer of the next row, as examples of one sequence."""
+    n = [int(row["loss_mask"].argmax()) for row in rows]  # tokens of the prompts
+
+    def join(i: int, field: str) -> np.ndarray:
+        return np.concatenate([rows[i - 1][field][: n[i - 1]], rows[i][field][n[i] :]])[:max_length]
+
+    return [[{field: join(i, field) for field in ("input_ids", "loss_mask")}] for i in range(len(rows))]
+
+
+def main(args: Args) -> None:
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    accelerator = run.accelerator
+
+    # --- data --------------------------------------------------------------------------------------------------------
+    tokenizer = load_tokenizer(args)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=labelled_format)
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)
+    if args.packing:
+        train = pack(train, args.max_length)
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)
+    if args.loss_type == "kto" and windows.size < 2:
+        raise UserError("--loss_type kto: its KL term needs two rows in a step (--per_device_train_batch_size)")
+
+    # --- model and reference -----------------------------------------------------------------------------------------
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    optimizer = make_optimizer(args, model)
+    lr_at = schedule(args, len(windows))
+    run.describe(model, tokenizer, windows, held_out, example_name="answer", reference=not args.use_peft)
+    if args.dry_run:
+        return
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
+    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
+    reference = load_reference(args, accelerator, model, tokenizer)
+
+    # --- the gradient of a window ------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def kl_of(rows: list[Sequence]) -> torch.Tensor:
+        """The KL term of these rows, which all processes hold and share out: ()."""
+        total = torch.zeros((), device=accelerator.device)
+        if args.loss_type == "kto" and len(rows) > 1:  # a row alone has no mismatched pair
+            for batch in eval_batches(mismatched(rows, args.max_length), accelerator, args.per_device_eval_batch_size):
+                total += (model(batch).logps - reference(batch).logps).sum()
+        return (accelerator.reduce(total, "sum") / len(rows)).clamp(min=0)
+
+    def answer_losses(batch: Batch, out: Output, kl: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss of each answer, and what is logged beside it, (S,) each."""
+        logps = segment_sum(out.logps, batch["cu_seqlens"])  # (S,)
+        ref_logps = segment_sum(reference(batch).logps, batch["cu_seqlens"])
+        losses, rewards = kto_loss(
+            *(logps, ref_logps, batch["label"], kl),
+            beta=args.beta,
+            loss_type=args.loss_type,
+            desirable_weight=args.desirable_weight,
+            undesirable_weight=args.undesirable_weight,
+        )
+        is_right = (rewards > args.beta * kl) == batch["label"].bool()
+        return {"loss": losses, "rewards": rewards, "rewards/accuracies": is_right.float()}
+
+    def evaluate() -> dict[str, float]:
+        """With the KL term of the held-out rows."""
+        kl = kl_of([row for i in range(len(held_out)) for row in held_out[i]])
+        return evaluate_means(args, accelerator, model, held_out, lambda batch: answer_losses(batch, model(batch), kl))
+
+    def gradients(window: Window) -> torch.Tensor:
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        kl = kl_of([row for example in window.examples for row in example])  # of the whole window
+        run.metrics.add(kl=kl)
+        for batch in window:
+            with accelerator.accumulate(model):
+                mask = batch["sequence_mask"]  # (S,) 1; 0 where a process has no answer left
+                out = model(batch)
+                logged = answer_losses(batch, out, kl)
+                loss = (logged.pop("loss") * mask).sum() / window.num_sequences  # <- the algorithm
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+            run.metrics.add(mask * batch["label"], **{"rewards/chosen": logged["rewards"]})
+            run.metrics.add(mask * (1 - batch["label"]), **{"rewards/rejected": logged.pop("rewards")})
+            run.metrics.add(mask, **logged)
+            run.metrics.add_sum(loss=loss)
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+
+    # --- loop --------------------------------------------------------------------------------------------------------
+    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
+        if run.eval_due(step):
+            values = evaluate()
+            scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
+            run.log_eval(step, values | scores, samples)
+        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
+            run.save(step)
+        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+            break
+
+        window = windows[step]
+        set_lr(optimizer, lr_at(step))
+        loss = run.retry_smaller(gradients, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+            optimizer.step()
+        optimizer.zero_grad()
+        run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
+
+    run.finish(try_next=f"accelerate launch train_grpo.py --model_name_or_path {args.output_dir}")
+
+
+if __name__ == "__main__":
+    launch(main, Args, demo="experiments/configs/kto.yaml", default_model="outputs/sft")

@@ -1,0 +1,121 @@
+"""Supervised fine-tuning with label smoothing: a share of each target is spread over the vocabulary.
+
+Over the N trained tokens of a window (all micro-batches of all processes that make one optimizer step):
+
+    loss = -1/N · Σ_t m_t · [(1 - ε) · log p(token_t | token_<t) + ε/V · Σ_v log p(v | token_<t)]
+
+(Szegedy et al. 2016, arXiv 1512.00567, section 7), the same as torch's cross_entropy with label_smoothing.
+
+m_t is 1 on what the assistant writes, the token that ends its turn included, in every turn (--train_on). All sequences of a
+micro-batch lie end to end in one row, without padding, and do not see each other.
+
+    accelerate launch -m experiments.train_label_smoothing                    # the embedded demo, ~1 minute on a CPU
+
+Shapes: T tokens of the flat row, S sequences in it. A start that two neighbours have in common stands there once. A batch
+holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+(T,), 0 outside of loss_mask; on request also entropy, hidden states, what a function makes of the logits, modules of one's
+own. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+what keeps the load of a mixture's experts even (common/model/experts.py).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from common.args import CommonArgs, arg
+from common.collators import Window, Windows
+from common.command_line import launch
+from common.data import Row, Sequence, Tokenizer, as_chat, chat_format, drop_turns, load_data, pack, tokenize_chat
+from common.errors import UserError
+from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
+from common.model import load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.run import Run
+
+import torch  # after common, which sets how CPU threads wait
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/label_smoothing", help="folder of everything that the run leaves behind")
+    per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
+    max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
+    train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
+    label_smoothing: float = arg(0.1, help="share of a target that is spread over the vocabulary", within="[0, 1)")
+    turn_dropping: float = arg(0.0, help="probability, in each epoch anew, that a chat ends early", within="[0, 1]")
+    packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
+    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
+
+    def __post_init__(self) -> None:
+        if self.turn_dropping and self.train_on != "all_turns":
+            raise UserError("--turn_dropping trains answers in the middle of a chat: --train_on all_turns")
+
+
+def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
+    """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)} and any field
+    of one's own, n numbers or one, which arrives in the batch (--turn_dropping cuts it as it cuts the tokens). A row that
+    raises BadRow is left out, counted and named."""
+    return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
+
+
+def main(args: Args) -> None:
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    accelerator = run.accelerator
+
+    # --- data --------------------------------------------------------------------------------------------------------
+    tokenizer = load_tokenizer(args)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=chat_format)
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # of a file, else the first held-out ones
+    train = drop_turns(train, args.turn_dropping)
+    if args.packing:
+        train = pack(train, args.max_length)
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
+
+    # --- model -------------------------------------------------------------------------------------------------------
+    model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
+    optimizer = make_optimizer(args, model)
+    lr_at = schedule(args, len(windows))
+    run.describe(model, tokenizer, windows, held_out, example_name="conversation")
+    if args.dry_run:
+        return
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
+
+    # --- the gradient of a window ------------------------------------------------------------------------------------
+    def gradients(window: Window) -> torch.Tensor:
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        N = window.total("loss_mask")  # over all processes
+        for batch in window:
+            with accelerator.accumulate(model):
+                mask = batch["loss_mask"]  # (T,)
+                out = model(batch, nll_weights=mask / N, map_logits=lambda logits, rows: logits.log_softmax(-1).mean(-1))
+                smooth = -(out.mapped * mask[batch["targets"]]).sum() / N
+                loss = (1 - args.label_smoothing) * out.nll + args.label_smoothing * smooth  # <- the algorithm
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+            run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+
+    # --- loop --------------------------------------------------------------------------------------------------------
+    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
+        if run.eval_due(step):
+            values = evaluate_nll(args, accelerator, model, held_out)
+            scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
+            run.log_eval(step, values | scores, samples)
+        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
+            run.save(step)
+        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+            break
+
+        window = windows[step]
+        set_lr(optimizer, lr_at(step))
+        loss = run.retry_smaller(gradients, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+            optimizer.step()
+        optimizer.zero_grad()
+        run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
+
+    run.finish(try_next="accelerate launch train_grpo.py")
+
+
+if __name__ == "__main__":
+    launch(main, Args, demo="data/configs/sft.yaml", default_model="outputs/pretrain")

@@ -1,0 +1,153 @@
+"""Reward model: pairs of answers -> a model that scores an answer with one number, higher for the better one.
+
+Over the P pairs of a window (all micro-batches of all processes), r the score (Ouyang et al. 2022, arXiv 2203.02155, eq. 1):
+
+    loss = 1/P · Σ -log σ(r(chosen) - r(rejected) - margin) + center_rewards_coefficient · (r(chosen) + r(rejected))²
+
+--objective regression: of rows with a number, the column score, it is the mean of (r - score)². r is a linear head on the
+state of the last token. Dropout is off. Both answers of a pair lie in the same row, after a prompt that stands there once.
+The end is an AutoModelForSequenceClassification in output_dir/classifier, which GRPO takes as a reward.
+
+    accelerate launch -m experiments.train_reward                             # the embedded demo, ~1 minute on a CPU
+    accelerate launch train_grpo.py --reward_funcs outputs/reward/classifier  # and then
+
+Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
+loss_mask (T,); cu_seqlens (S+1,), the borders of what each sequence has for itself, which the prompt that it shares with the
+one before is not; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
+request also entropy, hidden states, what a function makes of the logits, modules of one's own. out.aux_loss is 0, or what
+keeps the load of a mixture's experts even (common/model/experts.py).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from common.args import CommonArgs, arg
+from common.collators import Batch, Window, Windows
+from common.command_line import launch
+from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, preference_format, tokenize_pair
+from common.data.formats import as_chat, chat_format
+from common.data.scored import number_of, up_to_the_score
+from common.data.tokens import tokenize_chat
+from common.errors import UserError
+from common.evaluate import evaluate_means
+from common.losses import bradley_terry_loss
+from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model.classifier import save_classifier, score_head
+from common.run import Run
+
+import torch  # after common, which sets how CPU threads wait
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/reward", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(1e-5, help="peak learning rate of AdamW")
+    per_device_train_batch_size: int = arg(8, help="pairs (with --packing: rows) per process and micro-batch")
+    max_length: int = arg(1024, help="tokens of prompt + answer; longer ones are left out", within="[2, 1e8]")
+    packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
+    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
+    objective: Literal["pairs", "regression"] = arg("pairs", help="regression: on the number of each row, column score")
+    center_rewards_coefficient: float = arg(0.0, help="how strongly scores are held around 0", within="[0, inf)")
+
+    def __post_init__(self) -> None:
+        if self.use_peft and not self.merge_lora:
+            raise UserError("--use_peft: the classifier that is saved is one model: add --merge_lora")
+
+
+def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
+    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any field of one's own;
+    for a regression as one. A row that raises BadRow is left out, counted and named."""
+    if args.objective == "regression":
+        chat = as_chat(row)
+        sides, field, is_text = [tokenize_chat(chat, tokenizer)], {"score": number_of(row, "score")}, "messages" not in chat
+    else:
+        pair = as_preference(row)
+        sides = tokenize_pair(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer, 10**9)
+        field, is_text = {"margin": number_of(row, "margin", 0.0)}, isinstance(pair["prompt"], str)
+    return [up_to_the_score(side, tokenizer, args.max_length, is_text) | field for side in sides]
+
+
+def main(args: Args) -> None:
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    accelerator = run.accelerator
+    pairs = args.objective == "pairs"
+
+    # --- data --------------------------------------------------------------------------------------------------------
+    tokenizer = load_tokenizer(args)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=preference_format if pairs else chat_format)
+    if args.packing:
+        train = pack(train, 2 * args.max_length)
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch, indivisible=1 + pairs)
+
+    # --- model -------------------------------------------------------------------------------------------------------
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    model.extra["score"] = score_head(model)  # (T, D) -> (T, 1)
+    optimizer = make_optimizer(args, model)
+    lr_at = schedule(args, len(windows))
+    run.describe(model, tokenizer, windows, held_out, example_name="pair" if pairs else "answer")
+    if args.dry_run:
+        return
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
+
+    # --- the gradient of a window ------------------------------------------------------------------------------------
+    def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
+        """The loss of each pair, and what is logged beside it, (B,) each; for a regression of each answer."""
+        scores = out.extra["score"][batch["cu_seqlens"][1:] - 1, 0].float()  # (S,)
+        if not pairs:
+            return {"loss": (scores - batch["score"]) ** 2, "rewards": scores}
+        chosen_rewards, rejected_rewards = scores[::2], scores[1::2]
+        margin, centre = batch["margin"][::2], args.center_rewards_coefficient
+        return {
+            "loss": bradley_terry_loss(chosen_rewards, rejected_rewards, margin, centre),
+            "rewards/chosen": chosen_rewards,
+            "rewards/rejected": rejected_rewards,
+            "rewards/margins": chosen_rewards - rejected_rewards,
+            "rewards/accuracies": (chosen_rewards > rejected_rewards).float(),
+            "rewards/confidences": (chosen_rewards - rejected_rewards).abs().sigmoid(),  # calibrated: as large as that
+        }
+
+    def eval_losses(batch: Batch) -> dict[str, torch.Tensor]:
+        return pair_losses(batch, model(batch, extra=["score"]))
+
+    def gradients(window: Window) -> torch.Tensor:
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        P = window.num_sequences // (1 + pairs)
+        for batch in window:
+            with accelerator.accumulate(model):
+                pair_mask = batch["sequence_mask"][:: 1 + pairs]  # (B,) 1; 0 where a process has no pair left
+                out = model(batch, extra=["score"])
+                logged = pair_losses(batch, out)
+                loss = (logged.pop("loss") * pair_mask).sum() / P  # <- the algorithm
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+            run.metrics.add(pair_mask, **logged)
+            run.metrics.add_sum(loss=loss)
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+
+    # --- loop --------------------------------------------------------------------------------------------------------
+    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
+        if run.eval_due(step):
+            values = evaluate_means(args, accelerator, model, held_out, eval_losses)
+            run.log_eval(step, values, [])
+        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
+            run.save(step)
+        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+            break
+
+        window = windows[step]
+        set_lr(optimizer, lr_at(step))
+        loss = run.retry_smaller(gradients, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+            optimizer.step()
+        optimizer.zero_grad()
+        run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
+
+    run.finish(try_next=f"accelerate launch train_grpo.py --reward_funcs {args.output_dir}/classifier")
+    if accelerator.is_main_process:
+        save_classifier(args.output_dir, "score", f"{args.output_dir}/classifier")
+
+
+if __name__ == "__main__":
+    launch(main, Args, demo="experiments/configs/reward.yaml", default_model="outputs/sft")

@@ -1,0 +1,99 @@
+"""The experiments: what the gallery says of them is so, and each runs as a module and as a copy in the root."""
+
+import os
+import re
+import subprocess
+import sys
+
+from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, train_metrics, words_of
+
+import pytest
+import yaml
+
+FOLDER = ROOT / "experiments"
+GALLERY = (FOLDER / "README.md").read_text()
+# | [train_kto.py](train_kto.py) | ... | train_dpo.py | +71 −84 | ...
+ENTRIES = dict(
+    (name, (parent, int(added), int(removed)))
+    for name, parent, added, removed in re.findall(
+        r"^\| `train_(\w+)\.py` \|.*\| `(train_\w+)\.py` \| \+(\d+) −(\d+) \|", GALLERY, re.M
+    )
+)
+LARGEST = 160  # lines that an experiment may add and remove
+
+
+def changed_lines(parent, experiment):
+    """(added, removed): of `diff parent experiment`, the lines that begin with > and <."""
+    run = subprocess.run(["diff", parent, experiment], capture_output=True, text=True, cwd=ROOT)
+    return tuple(len(re.findall(rf"^{sign} ?", run.stdout, re.M)) for sign in "><")
+
+
+def test_the_gallery_holds_every_experiment():
+    assert sorted(ENTRIES) == EXPERIMENTS
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_size_of_the_difference_is_what_the_gallery_says(name):
+    parent, added, removed = ENTRIES[name]
+    found = changed_lines(f"{parent}.py", f"experiments/train_{name}.py")
+    assert found == (added, removed), f"{name}: write +{found[0]} −{found[1]} into experiments/README.md"
+    assert added + removed <= LARGEST
+
+
+def test_common_knows_of_no_experiment():
+    for path in (ROOT / "common").rglob("*.py"):
+        assert "experiments" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_demo_is_there_and_its_settings_are_flags_of_the_script(name):
+    import importlib
+
+    known = {*importlib.import_module(f"experiments.train_{name}").Args.__dataclass_fields__}
+    settings = yaml.safe_load((ROOT / demo(name)).read_text())
+    assert settings.keys() <= known
+    assert all((ROOT / path).exists() for path in settings["dataset_name"])
+
+
+def test_the_demo_data_is_what_its_script_writes(tmp_path):
+    subprocess.run([sys.executable, str(FOLDER / "data" / "make_kto.py"), "--out", str(tmp_path)], check=True)
+    for path in tmp_path.rglob("*.jsonl"):
+        assert path.read_bytes() == (FOLDER / "data" / path.relative_to(tmp_path)).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatch):
+    """Copied to another place with the root on the path, which is what a copy in the root has."""
+    words = ["--model_name_or_path", "data/base_model", "--dry_run", "--output_dir", str(tmp_path / "out")]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
+    copy = tmp_path / f"train_{name}.py"
+    copy.write_text((FOLDER / copy.name).read_text())
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    for command in ([*launcher, *words_of(name)], [sys.executable, str(copy)]):
+        run = run_script([*command, *words, "--dataset_cache_dir", str(tmp_path / "cache")])
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert "parameters trained" in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_adapters_are_trained(name, launch):
+    """Where there is a reference, it is the model without them: the first KTO loss is 1/2."""
+    pytest.importorskip("peft")
+    words = [
+        "--config",
+        demo(name),
+        "--model_name_or_path",
+        "data/base_model",
+        "--use_peft",
+        "--merge_lora",
+        "--max_steps",
+        "4",
+    ]
+    words += ["--max_train_samples", "16", "--per_device_train_batch_size", "4", "--eval_steps", "0", "--save_steps", "2"]
+    words += ["--logging_steps", "1", "--learning_rate", "1e-2", "--warmup_steps", "0"]
+    rows = train_metrics(launch(name, *words))
+    assert rows[-1]["grad_norm"] > 0 and rows[-1]["loss"] != rows[0]["loss"]
+    if name == "kto":
+        assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-6)

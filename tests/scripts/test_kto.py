@@ -1,0 +1,136 @@
+"""experiments/train_kto.py against float64: which answer is good, what the KL term is made of, and what the reference is."""
+
+from common.data.order import Order
+from common.errors import UserError
+from tests.scripts.one_step import (
+    assert_gradient,
+    assert_metrics,
+    exact,
+    gradient_of,
+    ids_of,
+    make_model,
+    token_scores,
+    tokenizer,
+    watched,
+    write_rows,
+)
+
+import pytest
+import torch
+
+ROWS = [
+    ("What is 11-9+2?", "Sure! 11-9=2. 2+2=4. Answer: 4", True),
+    ("Zoe has 4 figs. She finds 6. She eats 3. So how many figs?", "4+6=12. 12-3=9. I think. Answer: 9", False),
+    ("Hi", "Hello! How are you?", True),
+    ("How much is 15-6-4?", "No.", False),
+    ("What is 5+5?", "Answer: 10", True),
+]
+HELD_OUT = [("What is 3+4?", "Sure! 3+4=7.", True), ("Max has 9 cards. He buys 5.", "14", False), ("Hi", "What?", False)]
+
+
+def as_rows(rows):
+    sides = [({"role": "user", "content": p}, {"role": "assistant", "content": a}, label) for p, a, label in rows]
+    return [{"prompt": [prompt], "completion": [answer], "label": label} for prompt, answer, label in sides]
+
+
+def parts_of(rows):
+    """(ids of the prompt, ids of the answer and its end of turn, label)."""
+    chats = [tokenizer().apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True) for r in as_rows(rows)]
+    return [(ids_of(chat), ids_of(a + "<|im_end|>"), label) for chat, (_, a, label) in zip(chats, rows, strict=True)]
+
+
+def answer_logp(lm, before, answer):
+    return token_scores(lm, before + answer)[0][len(before) - 1 :].sum()
+
+
+def window(policy, reference, parts, *, beta, weights=(1.0, 1.0), loss_type="kto"):
+    """The loss of a step on these rows, in the order in which the run meets them, by 2402.01306; and what is logged."""
+    mixed = [(parts[i][0], parts[(i + 1) % len(parts)][1]) for i in range(len(parts))]
+    with torch.no_grad():
+        ref = torch.stack([answer_logp(reference, before, answer) for before, answer, _ in parts])
+        ratios = [answer_logp(policy, *pair) - answer_logp(reference, *pair) for pair in mixed]
+        kl = torch.stack(ratios).mean().clamp(min=0) if loss_type == "kto" else torch.zeros(())
+    rewards = beta * (torch.stack([answer_logp(policy, before, answer) for before, answer, _ in parts]) - ref)
+    good = torch.tensor([label for *_, label in parts])
+    value = torch.where(good, torch.sigmoid(rewards - beta * kl), torch.sigmoid(beta * kl - rewards))
+    loss = (torch.where(good, *torch.tensor(weights).double()) * (1 - value)).mean()
+    logged = {"loss": loss.item(), "kl": kl.item()}
+    return loss, logged | {"rewards/chosen": rewards[good].mean().item(), "rewards/rejected": rewards[~good].mean().item()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("labelled")
+    write_rows(folder / "rows.jsonl", as_rows(ROWS))
+    write_rows(folder / "held_out.jsonl", as_rows(HELD_OUT))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "gpt2", "gpt2")  # which has dropout
+
+
+def kto(launch, data, model, *flags, output="out"):
+    rows = ["--dataset_name", data / "rows.jsonl", "--learning_rate", "3e-3"]
+    return watched(launch, "kto", model, *rows, *flags, output=output)
+
+
+def order_of(rows, steps):
+    """The rows of each step, as the order of the run gives them."""
+    order = Order([len(rows)], 0)
+    return [[rows[order[step * len(rows) + i]] for i in range(len(rows))] for step in range(steps)]
+
+
+LOSSES = {
+    "plain": ([], {"beta": 0.1}),
+    "weights": (
+        ["--beta", "0.5", "--desirable_weight", "1.5", "--undesirable_weight", "0.5"],
+        {"beta": 0.5, "weights": (1.5, 0.5)},
+    ),
+    "apo": (["--loss_type", "apo_zero_unpaired", "--beta", "0.3"], {"beta": 0.3, "loss_type": "apo_zero_unpaired"}),
+}
+
+
+@pytest.mark.parametrize("name", ["weights", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "apo"))])
+def test_a_loss_is_that_of_its_paper(name, launch, data, model):
+    """At the start, where the KL is 0, and later, when the policy is far from the reference."""
+    flags, settings = LOSSES[name]
+    run = kto(launch, data, model, "--max_steps", 3, "--per_device_train_batch_size", 5, *flags)
+    start, kls = exact(run.model), []
+    for step, rows in enumerate(order_of(parts_of(ROWS), 3)):
+        policy = start if step == 0 else run.policy(step)
+        loss, logged = window(policy, start, rows, **settings)
+        kls.append(logged["kl"])
+        assert_metrics(run.rows[step], logged, rel=2e-4, abs=3e-5)
+        assert_gradient(run.grads[step], gradient_of(policy, loss))
+    assert name == "apo" or max(kls) > 0.01, "the KL term was never seen at work"
+
+
+def test_an_evaluation_has_the_kl_of_the_held_out_rows(launch, data, model):
+    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 2, "--max_steps", 3, "--beta", "0.4"]
+    run = kto(launch, data, model, "--per_device_train_batch_size", 5, "--per_device_eval_batch_size", 2, *flags)
+    loss, _ = window(run.policy(2), exact(run.model), parts_of(HELD_OUT), beta=0.4)
+    assert run.evals[0]["eval_loss"] == pytest.approx(0.5, abs=1e-5)
+    assert run.evals[1]["eval_loss"] == pytest.approx(loss.item(), rel=2e-4)
+
+
+def refused(launch, model, path, *flags):
+    with pytest.raises(UserError) as error:
+        launch("kto", "--model_name_or_path", model, "--dataset_name", path, *flags)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_rows_of_another_kind_are_one_line(launch, data, model, tmp_path, capsys):
+    pairs = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    assert "pairs are for DPO" in refused(launch, model, pairs)
+    chats = write_rows(tmp_path / "chats.jsonl", [{"prompt": "q", "completion": "a"}])
+    assert "no column label" in refused(launch, model, chats)
+    assert "two rows" in refused(launch, model, data / "rows.jsonl", "--per_device_train_batch_size", 1)
+    some = as_rows(ROWS) + [{**as_rows(ROWS)[0], "label": "good"}, {**as_rows(ROWS)[0], "completion": ""}]
+    kto(launch, tmp_path, model, "--max_steps", 1, "--dataset_name", write_rows(tmp_path / "some.jsonl", some))
+    said = capsys.readouterr().out
+    assert "1 of 7 rows of some left out: label is 'good'; expected true or false" in said and "some.jsonl:6" in said
+    with pytest.raises(UserError, match="DPO needs chosen and rejected"):
+        launch("dpo", "--model_name_or_path", model, "--dataset_name", data / "rows.jsonl", output="dpo")

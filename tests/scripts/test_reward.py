@@ -1,0 +1,165 @@
+"""experiments/train_reward.py against float64, and its classifier against transformers and as a reward of GRPO."""
+
+import json
+
+from common.errors import UserError
+from common.sampling import load_rewards
+from tests.conftest import train_metrics
+from tests.scripts.one_step import exact, make_model, tokenizer, write_rows
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+PAIRS = [
+    ("What is 11-9+2?", "Sure! 11-9=2. 2+2=4. Answer: 4", "Answer: 4", 0.5),
+    ("Zoe has 4 figs. She finds 6.", "Answer: 7", "4+6=12. 12-3=9. I think. Answer: 9", None),
+    ("Hi", "Hello!", "What?", 2),
+    ("How much is 15-6-4?", "15-6=9. 9-4=5. So it is 5. Answer: 5", "No.", 0.0),
+]
+HELD_OUT = [("What is 3+4?", "Sure! 3+4=7.", "8", 1.0), ("Max has 9 cards.", "14", "9+5=13. Answer: 13", None)]
+FLAGS = ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--center_rewards_coefficient", "0.05"]
+
+
+def as_rows(pairs):
+    turn = lambda role, text: [{"role": role, "content": text}]  # noqa: E731
+    return [
+        {"prompt": turn("user", p), "chosen": turn("assistant", c), "rejected": turn("assistant", r), "margin": margin}
+        for p, c, r, margin in pairs
+    ]
+
+
+def text_ids(messages):
+    return tokenizer()(tokenizer().apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
+
+
+def ids_of_pairs(pairs):
+    return [[text_ids(row["prompt"] + row[side]) for side in ("chosen", "rejected")] for row in as_rows(pairs)]
+
+
+def loss_of(scores, pairs, centre=0.05):
+    """2203.02155, eq. 1, with Llama 2's margin and the centring term: scores (B, 2)."""
+    margin = torch.tensor([row[3] or 0.0 for row in pairs]).double()
+    losses = torch.log1p(torch.exp(margin - scores[:, 0] + scores[:, 1])) + centre * scores.sum(1) ** 2
+    return losses.mean()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+
+
+def reward(launch, model, folder, *flags, output="out"):
+    rows = write_rows(folder / "rows.jsonl", as_rows(PAIRS))
+    held_out = write_rows(folder / "held_out.jsonl", as_rows(HELD_OUT))
+    words = ["--model_name_or_path", model, "--dataset_name", rows, "--eval_dataset_name", held_out, *FLAGS]
+    words += [
+        "--logging_steps",
+        1,
+        "--eval_steps",
+        4,
+        "--save_steps",
+        0,
+        "--max_grad_norm",
+        0,
+        "--lr_scheduler_type",
+        "constant",
+    ]
+    words += ["--warmup_steps", 0, "--dataset_num_proc", 1]
+    return launch("reward", *words, *flags, output=output)
+
+
+def evals_of(output):
+    return [row for row in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()) if "eval_loss" in row]
+
+
+def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
+    output = reward(launch, model, tmp_path, "--max_steps", 4)
+    # At the start the head is 0: all scores are, and only the head has a gradient.
+    body = exact(model).model
+    with torch.no_grad():
+        states = [
+            [body(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in pair] for pair in ids_of_pairs(PAIRS)
+        ]
+    head = torch.zeros(states[0][0].shape, dtype=torch.float64, requires_grad=True)
+    loss = loss_of(torch.stack([torch.stack([state @ head for state in pair]) for pair in states]), PAIRS)
+    loss.backward()
+    first = train_metrics(output)[0]
+    assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(head.grad.norm().item(), rel=1e-4)
+    # At the end the classifier that was saved gives the scores of the last evaluation, with padding on either side.
+    classifier = AutoModelForSequenceClassification.from_pretrained(output / "classifier", dtype=torch.float64).eval()
+    saved = AutoTokenizer.from_pretrained(output / "classifier")
+    pairs = ids_of_pairs(HELD_OUT)
+    with torch.no_grad():
+        scores = torch.stack([torch.stack([classifier(torch.tensor([ids])).logits[0, 0] for ids in pair]) for pair in pairs])
+        for side in ("left", "right"):
+            saved.padding_side = side
+            batch = saved.pad({"input_ids": [ids for pair in pairs for ids in pair]}, return_tensors="pt")
+            torch.testing.assert_close(classifier(**batch).logits.view(-1, 2), scores, rtol=1e-6, atol=1e-6)
+    last = evals_of(output)[-1]
+    assert last["eval_loss"] == pytest.approx(loss_of(scores, HELD_OUT).item(), rel=1e-4)
+    margins = scores[:, 0] - scores[:, 1]
+    wanted = {"accuracies": (margins > 0).double(), "margins": margins, "confidences": torch.sigmoid(margins.abs())}
+    for name, values in wanted.items():
+        assert last[f"eval_rewards/{name}"] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-5)
+    assert margins.abs().min() > 0.01, "it has learned nothing"
+    # And so does the reward function that GRPO makes of it.
+    (function,) = load_rewards([str(output / "classifier")], torch.device("cpu"))
+    rows = as_rows(HELD_OUT)
+    found = function.function(prompts=[row["prompt"] for row in rows], completions=[row["chosen"] for row in rows])
+    assert found == pytest.approx(scores[:, 0].tolist(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_regression_on_a_number_also_of_plain_text(launch, model, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}." * i, "score": i / 2} for i in range(1, 6)]
+    words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
+    words += [
+        "--eval_dataset_name",
+        tmp_path / "rows.jsonl",
+        "--objective",
+        "regression",
+        "--max_steps",
+        6,
+        "--eval_steps",
+        6,
+    ]
+    words += ["--save_steps", 0, "--learning_rate", "1e-2", "--dataset_num_proc", 1]
+    output = launch("reward", *words)
+    first, last = evals_of(output)
+    assert first["eval_loss"] == pytest.approx(np.mean([row["score"] ** 2 for row in rows]), rel=1e-5)
+    (function,) = load_rewards([str(output / "classifier")], torch.device("cpu"))
+    columns = {f"{name}s": [row[name] for row in rows] for name in ("prompt", "completion")}
+    errors = [(score - row["score"]) ** 2 for score, row in zip(function.function(**columns), rows, strict=True)]
+    assert last["eval_loss"] == pytest.approx(np.mean(errors), rel=1e-4) and last["eval_loss"] < first["eval_loss"]
+
+
+def test_bad_rows_and_settings_are_one_line(launch, model, tmp_path, capsys):
+    rows = as_rows(PAIRS) + [{**as_rows(PAIRS)[0], "margin": "wide"}]
+    long = {**as_rows(PAIRS)[0], "chosen": [{"role": "assistant", "content": "1+1=2. " * 99}]}
+    words = [
+        "--model_name_or_path",
+        model,
+        "--save_steps",
+        0,
+        "--max_steps",
+        1,
+        "--max_length",
+        100,
+        "--dataset_num_proc",
+        1,
+    ]
+    launch("reward", *words, "--dataset_name", write_rows(tmp_path / "some.jsonl", [*rows, long]))
+    said = capsys.readouterr().out
+    assert "1 of 6 rows of some left out: margin is 'wide'; expected a number" in said
+    assert "1 of 6 rows of some left out: more than max_length 100 tokens" in said
+    for flags, expected in (
+        (["--dataset_name", tmp_path / "some.jsonl", "--objective", "regression"], "no chat format fits the columns"),
+        (["--dataset_name", "experiments/data/kto"], "DPO needs chosen and rejected"),
+        (["--dataset_name", tmp_path / "some.jsonl", "--use_peft"], "add --merge_lora"),
+    ):
+        with pytest.raises(UserError) as error:
+            launch("reward", *words, *flags, output="refused")
+        assert expected in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,79 @@
+"""The small experiments from train_sft.py against float64: one step of each, its gradient, and DFT's recorded values."""
+
+import json
+
+from tests.conftest import ROOT
+from tests.scripts.one_step import (
+    assert_gradient,
+    assert_metrics,
+    gradient_of,
+    ids_of,
+    logits_of,
+    make_model,
+    nll_window,
+    tokenizer,
+    watched,
+    write_rows,
+)
+
+import pytest
+import torch
+
+RECORDED = json.loads((ROOT / "tests" / "trl_recorded.json").read_text())["sft_dft"]
+CHATS = [("What is 2+3?", "2+3=5. Answer: 5"), ("Hi", "Hello! How are you?"), ("How much is 9-4-1?", "Answer: 4")]
+
+
+def sequences():
+    """(ids, mask) of each chat: the answer and its end of turn are trained."""
+    found = []
+    for question, answer in CHATS:
+        prompt = [{"role": "user", "content": question}]
+        before = ids_of(tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        after = ids_of(answer + "<|im_end|>")
+        found.append((before + after, [0] * len(before) + [1] * len(after)))
+    return found
+
+
+def trained_logits(policy):
+    """Of all trained tokens: logits (N, V) and the tokens (N,)."""
+    parts = [
+        (logits_of(policy, ids)[:-1], torch.tensor(ids[1:]), torch.tensor(mask[1:]).bool()) for ids, mask in sequences()
+    ]
+    return torch.cat([logits[keep] for logits, _, keep in parts]), torch.cat([ids[keep] for _, ids, keep in parts])
+
+
+def dft(logps, count):
+    """2508.05629, of the log-probabilities of the trained tokens."""
+    return -(logps.detach().exp() * logps).sum() / count
+
+
+@pytest.mark.parametrize("case", [case for case in RECORDED["cases"] if case["loss_type"] == "dft"], ids=str)
+def test_the_formula_of_dft_below_is_trls(case):
+    logps = torch.tensor(RECORDED["inputs"]["logps"][case["inputs"]], requires_grad=True)
+    keep = torch.tensor(RECORDED["inputs"]["labels"][case["labels"]])[:, 1:] != -100
+    loss = dft(logps[keep], case["num_items_in_batch"] or keep.sum())
+    loss.backward()
+    torch.testing.assert_close(loss.item(), case["loss"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logps.grad, torch.tensor(case["grad_logps"]), rtol=1e-5, atol=1e-6)
+
+
+def loss_of(name, policy):
+    logits, tokens = trained_logits(policy)
+    if name == "dft":
+        return dft(logits.log_softmax(-1).gather(-1, tokens[:, None]), len(tokens))
+    return torch.nn.functional.cross_entropy(logits, tokens, label_smoothing=0.2)
+
+
+@pytest.mark.parametrize("name", ["dft", "label_smoothing"])
+def test_a_step_is_that_of_the_paper(name, launch, tmp_path):
+    """The loss that is logged stays the cross-entropy, which compares with that of train_sft.py."""
+    model = make_model(tmp_path / "model")
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS]
+    data = write_rows(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
+    flags = ["--label_smoothing", "0.2"] if name == "label_smoothing" else []
+    words = ["--dataset_name", data, "--per_device_train_batch_size", 3, "--max_steps", 2, "--learning_rate", "3e-3"]
+    run = watched(launch, name, model, *words, *flags)
+    for step in range(2):
+        policy = run.policy(step)
+        assert_metrics(run.rows[step], nll_window(policy, sequences())[1])
+        assert_gradient(run.grads[step], gradient_of(policy, loss_of(name, policy)))
