@@ -200,6 +200,7 @@ def test_a_file_that_no_run_has_left_is_not_written_over(name, launch, tmp_path)
     assert (tmp_path / "out" / name).read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_readme_of_the_users_stays(launch, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("mine")
@@ -426,8 +427,7 @@ def test_a_file_that_the_run_needs_and_the_disk_does_not_take_is_one_line_and_th
 
 
 # --- terminals that close -------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_saves_and_leaves_and_nohup_goes_on(tmp_path, token_cache):
     words = [*SFT, "--max_steps", "100000", "--save_steps", "0", "--dataset_cache_dir", str(token_cache)]
     with Script(tmp_path, *words) as run:
@@ -470,9 +470,11 @@ def test_a_terminal_that_is_gone_takes_no_run_with_it(heeded, tmp_path, token_ca
 
 @pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
 def test_ctrl_c_while_libraries_are_imported_leaves_quietly(after, tmp_path):
-    command = [sys.executable, "train_sft.py", "--output_dir", str(tmp_path / "out")]
+    begun = "import common, runpy; print('begun', flush=True); runpy.run_path('train_sft.py', run_name='__main__')"
+    command = [sys.executable, "-c", begun, "--output_dir", str(tmp_path / "out")]
     options = {"cwd": ROOT, "text": True, "preexec_fn": usual_signals}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    assert process.stdout.readline() == "begun\n"
     time.sleep(after)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)

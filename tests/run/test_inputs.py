@@ -100,8 +100,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("stage", ["sft", "grpo", "sft streamed"])
+@pytest.mark.parametrize(
+    "stage, change",
+    [
+        pytest.param(stage, change, marks=[] if change == "another row" else pytest.mark.slow)
+        for stage in ("sft", "grpo", "sft streamed")
+        for change in CHANGES
+    ],
+)
 def test_changed_rows_are_noticed(stage, change, launch, tmp_path, capsys):
     stage, *streamed = stage.split()
     rows = rows_of(f"data/{stage}/train.jsonl")
@@ -135,7 +141,10 @@ def test_another_chat_template_and_another_reward_are_noticed(launch, tmp_path):
         launch("grpo", *words, "--max_steps", "2", output=f"out-{file.name}")
 
 
-@pytest.mark.parametrize("how", ["reference", "base", "base, named by an adapter", "tokenizer"])
+OTHERS = [pytest.param(how, marks=pytest.mark.slow) for how in ("base", "base, named by an adapter", "tokenizer")]
+
+
+@pytest.mark.parametrize("how", ["reference", *OTHERS])
 def test_another_model_under_the_same_name_is_noticed(how, launch, tmp_path, capsys):
     """The reference of DPO, and the base under an adapter, are loaded again by a run that goes on."""
     model = tmp_path / "model"
@@ -199,6 +208,7 @@ def test_another_commit_on_the_hub_is_noticed(tmp_path, monkeypatch):
         compare_rest(args, inputs | {"hub": hub_commits(args)}, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_edited_file_that_a_reward_imports_is_noticed(launch, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "plainloop_points.py").write_text("def points(text):\n    return len(text) / 100\n")

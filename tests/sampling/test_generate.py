@@ -8,7 +8,6 @@ from unittest import mock
 import common.sampling.generate
 import common.sampling.kv_cache
 from common.collators import flat_batch, split_row
-from common.errors import UserError
 from common.model.flat_model import body
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
@@ -595,13 +594,6 @@ def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at
     assert tokens.tolist() == [2, 4]
     total = [sum(math.exp(s * x) for x in LOGITS.tolist()) for s in (1, -1)]
     assert logps.tolist() == pytest.approx([2.0 - math.log(total[0]), 4.0 - math.log(total[1])], abs=1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in OWN_CACHE if name in HYBRIDS])
-def test_a_model_that_keeps_its_state_elsewhere_is_refused_in_one_line(name):
-    model = wrap(tiny_hybrid(name))
-    with pytest.raises(UserError, match="ForCausalLM is not supported: its cache is not one of transformers' own"):
-        sample(model, [[1, 2]], [(0,)], stop_ids=[0], max_new_tokens=2)
 
 
 def test_fewer_at_a_time_where_memory_runs_out(monkeypatch, capsys):
