@@ -61,6 +61,7 @@ def test_a_bfloat16_base_goes_out_as_bfloat16_and_its_checkpoints_are_exact(laun
     assert config_dtype(again) == "float32"
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_and_a_merged_adapter_go_out_as_their_base(launch, bf16_base):
     best = launch(*sft(bf16_base, "--eval_steps", "1", "--save_best", "min:eval_loss"), output="best")
     assert config_dtype(best) == "bfloat16" and weights(best)["model.embed_tokens.weight"].dtype == torch.bfloat16

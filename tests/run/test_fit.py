@@ -98,7 +98,7 @@ def test_what_cannot_be_split_ends_the_run_with_what_would_help(launch, monkeypa
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [s if s in ("sft", "dpo") else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
 def test_before_the_first_step_the_largest_micro_batch_is_tried(stage, launch, monkeypatch, capsys):
     words = [*STAGES[stage], *ONE]
     whole = losses(launch(stage, *words, output="whole"))

@@ -82,7 +82,10 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s == "reward" else s for s in STAGES])
+LONG = ("reward", "pretrain streamed", "sft mixed")
+
+
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in STAGES])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, monkeypatch):
     arguments, stage = [*STAGES[stage], *COMMON, "--logging_steps", "2"], stage.split()[0]
     whole = launch(stage, *arguments, output="whole")

@@ -89,7 +89,16 @@ def signal_in_step(monkeypatch, at: int, number: int) -> None:
     monkeypatch.setattr(Retry, "_seed_dropout", send_and_seed)
 
 
-@pytest.mark.parametrize(("stage", "at"), [("pretrain", 5), ("sft", 4), ("sft streamed", 5), ("dpo", 3), ("grpo", 5)])
+@pytest.mark.parametrize(
+    ("stage", "at"),
+    [
+        pytest.param("pretrain", 5, marks=pytest.mark.slow),
+        ("sft", 4),
+        pytest.param("sft streamed", 5, marks=pytest.mark.slow),
+        ("dpo", 3),
+        ("grpo", 5),
+    ],
+)
 def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, monkeypatch, capsys):
     """At 4 an evaluation is due, at 3 a checkpoint; GRPO at 5 is in the middle of a rollout that serves the steps 4 and 5."""
     words, stage = [*STAGES[stage], *COMMON, "--save_total_limit", "0"], stage.split()[0]

@@ -44,6 +44,7 @@ def wandb(tmp_path, monkeypatch):
     return lambda: [json.loads(line) for line in notes.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_in_the_same_run_of_wandb(wandb, tmp_path, token_cache, monkeypatch):
     command = [sys.executable, "train_sft.py", *SFT, "--output_dir", str(tmp_path / "out"), "--report_to", "wandb"]
     command += ["--dataset_cache_dir", str(token_cache), "--run_name", "mine"]
