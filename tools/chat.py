@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, printable, show_and_exit
+from common.model.lora import import_peft
 
 import torch
 
@@ -38,13 +39,10 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         if Path(name, "adapter_config.json").exists():
-            try:
-                from peft import AutoPeftModelForCausalLM
-            except ImportError:
-                raise UserError(f"{name} is an adapter, which needs peft: pip install peft") from None
+            peft = import_peft(f"the adapter {name}")
             if Path(name, "generation_config.json").exists():  # peft would take the base's, which stops elsewhere
                 options["generation_config"] = transformers.GenerationConfig.from_pretrained(name)
-            model = AutoPeftModelForCausalLM.from_pretrained(name, **options)
+            model = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options)
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
     except UserError:

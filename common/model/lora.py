@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MethodType, ModuleType
@@ -193,6 +194,7 @@ def _without_routers(config: "LoraConfig", lm: nn.Module) -> None:
 
 def import_peft(needed_for: str) -> ModuleType:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns of a kernel that is not needed
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # of transformers to peft
     try:
         import peft
     except ImportError:

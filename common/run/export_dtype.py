@@ -31,6 +31,8 @@ def cast_weights(folder: Path, dtype: str, model: FlatModel) -> None:
 
     Parts that transformers keeps in float32 stay so. Raises UserError where a number is too large for float16.
     """
+    if all(p.dtype == DTYPES[dtype] for p in model.lm.parameters() if p.is_floating_point()):
+        return
     files = sorted(folder.glob("model*.safetensors"))
     target, total = DTYPES[dtype], 0
     kept = {*(base_lm(model.lm)._keep_in_fp32_modules or ()), *(base_lm(model.lm)._keep_in_fp32_modules_strict or ())}
