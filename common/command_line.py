@@ -81,7 +81,8 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
     sys.stderr.flush()
     if code or os.environ.get("WORLD_SIZE", "1") != "1":  # nothing is destroyed: see KEPT in common/run/launch.py
         os._exit(int(code))
-    _leave_within(60)
+    if main.__module__ == "__main__" and not hasattr(sys, "ps1"):  # a script that ends here, and no notebook
+        _leave_within(60)
 
 
 def _leave_within(seconds: float) -> None:

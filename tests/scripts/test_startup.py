@@ -6,6 +6,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Literal, Optional, get_args
 
@@ -180,4 +181,5 @@ def test_a_mistake_found_in_main_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda code: left.append(code))
     monkeypatch.setattr(sys, "argv", ["train.py", "--dataset_name", "d"])
     launch(main, CommonArgs, "nowhere.yaml")
+    assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())  # which would end this process
     assert left[0] == 1 and capsys.readouterr().err == "error: what is wrong\n"
