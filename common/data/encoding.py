@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from multiprocessing import get_all_start_methods, get_context, parent_process
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.args import CommonArgs
 from common.data.chat import per_tokenizer
@@ -24,6 +24,7 @@ from common.time_limit import TimeLimitReached, time_limit
 import numpy as np
 
 ROW_SECONDS = 30  # that a row may take
+LONGEST_WORD = 10_000_000  # characters without white space; one call of a tokenizer cannot be interrupted
 CHUNK = 200  # rows that a worker gets at a time
 Encode = Callable[[Row, Tokenizer, CommonArgs], list[Sequence] | str]
 
@@ -82,6 +83,8 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
     for number, row in rows:
         where = row.where
         try:
+            if (longest := _longest_word(row)) > LONGEST_WORD:
+                raise BadRow(f"a word of {longest:,} characters")
             with time_limit(ROW_SECONDS):
                 example = job.encode(row, job.tokenizer, job.args)
             difficulty = float("nan") if job.column is None else number_in(row, job.column)
@@ -92,7 +95,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
         except TimeLimitReached:
             raise UserError(
                 f"{where}: this row takes more than {ROW_SECONDS} s to tokenise: a chat template that "
-                "never ends, or a word of many megabytes?"
+                "never ends, or a very long word?"
             ) from None
         except BadRow as reason:
             dropped.add(str(reason), where)
@@ -121,6 +124,14 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
         fields,
         dropped,
     )
+
+
+def _longest_word(value: Any) -> int:
+    """Of the texts in a row that are longer than LONGEST_WORD: the characters of the longest word; else 0."""
+    if isinstance(value, str):
+        return max(map(len, value.split()), default=0) if len(value) > LONGEST_WORD else 0
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max(map(_longest_word, values), default=0)
 
 
 def _checked(example: object, largest_id: int) -> Example:

@@ -17,7 +17,7 @@ from common.model.attention import first_occurrences, plan_flat_row
 from common.model.experts import Experts, idle_parameters, routing_size
 from common.model.mixers import dealing
 from common.model.quantised import sizes
-from common.model.rope import following, one_for_all
+from common.model.rope import following, knowing, one_for_all
 
 import torch
 from torch import Tensor, nn
@@ -180,15 +180,11 @@ class FlatModel(nn.Module):
         if batch.get("token_map") is not None and not one_for_all(self.rotaries, max(batch["lengths"])):
             batch, first = _written_out(batch)  # a shared start is not the same for each of its sequences
             previous = None if previous is None else first[batch["targets"]] - 1
-        for rotary in self.rotaries:
-            rotary.own_lengths = batch["lengths"]
         listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
         offload = torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext()
-        with offload, listening as chosen:
+        with offload, listening as chosen, knowing(self.rotaries, batch["lengths"]):
             out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
             hidden = to_row(out.last_hidden_state)
-        for rotary in self.rotaries:
-            rotary.own_lengths = None
         predicting = None if previous is None else hidden.index_select(0, previous)
         hidden = hidden if first is None else hidden[first]
         if not router_logits:

@@ -1,17 +1,15 @@
 """Models and tokenizers from a folder or the Hub, made ready to train."""
 
-import contextlib
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.args import CommonArgs
 from common.data.chat import read_chat_template, stop_token_ids
 from common.data.types import Tokenizer
 from common.errors import UserError, say
-from common.memory import SHARDED, is_oom
+from common.memory import SHARDED
 from common.model import attention, mixers
+from common.model.checks import check_numbers, check_weights, hub_errors, make_savable
 from common.model.create import DTYPES, create_model
 from common.model.experts import add_experts
 from common.model.flat_model import FlatModel, base_lm
@@ -23,7 +21,7 @@ import torch
 from accelerate import Accelerator
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenizer:
@@ -167,9 +165,9 @@ def load_pretrained(
             lm, found = AutoModelForCausalLM.from_pretrained(
                 name, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
-            _check_weights(name, lm, found)
+            check_weights(name, lm, found)
             config = _file_config(args, name, revision)
-        _check_numbers(name, lm)
+        check_numbers(name, lm)
     lm.base_dtype = _dtype_of(config)  # what is exported has it again
     lm.left_out = ""
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
@@ -254,115 +252,3 @@ def _freeze_all_but_text(lm: torch.nn.Module) -> None:
     for parameter in lm.parameters():
         if id(parameter) not in text:
             parameter.requires_grad_(False)
-
-
-def _check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> None:
-    """Raise UserError for tensors that the files lack, or have in another size, which would be random, and for a NaN or an
-    infinity in one; say which of theirs have no place in the model."""
-    for tensor, in_file, wanted in sorted(found.get("mismatched_keys") or []):
-        raise UserError(
-            f"cannot load the model {name}: {tensor} is {tuple(in_file)} in its files and {tuple(wanted)} by its config.json"
-        )
-    if missing := sorted(found["missing_keys"]):
-        shown = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
-        raise UserError(f"cannot load the model {name}: its files lack {shown}")
-    if unexpected := sorted(found["unexpected_keys"]):
-        shown = ", ".join(unexpected[:3]) + f" and {len(unexpected) - 3} more" * (len(unexpected) > 3)
-        say(f"model: {type(lm).__name__} has no place for {shown} of {name}: left out")
-    for tensor, parameter in lm.named_parameters():
-        if parameter.is_floating_point() and not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
-            if not torch.isfinite(parameter.detach()).all():
-                raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
-
-
-def _check_numbers(name: str, lm: torch.nn.Module) -> None:
-    """Raise UserError for a dropout that is no probability, and for rotary frequencies that are no numbers: the one is seen
-    at the first step, the other hardly ever."""
-    for key, value in lm.config.get_text_config().to_dict().items():
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
-            raise UserError(f"cannot load the model {name}: {key} {value} of its config.json is no probability")
-    for key, buffer in lm.named_buffers():
-        if key.endswith("inv_freq") and not buffer.is_meta and not buffer.isfinite().all():
-            raise UserError(f"cannot load the model {name}: {key} is not finite: look at rope_theta in its config.json")
-
-
-def _damage(name: str) -> str | None:
-    """Which file of a model folder cannot be read at all, and why."""
-    from safetensors import safe_open
-
-    for file in sorted(Path(name).glob("*config.json")):
-        try:
-            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
-                return f"{file} holds no JSON object"
-        except (OSError, ValueError, RecursionError) as error:
-            return f"{file} is not valid JSON ({error})"
-    adapter = Path(name, "adapter_config.json")
-    if adapter.exists():
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if not isinstance(base, str) or Path(base).resolve() == Path(name).resolve():
-            return f"{adapter} names no other model as its base (base_model_name_or_path {base})"
-        if base.startswith((".", "/")) and not Path(base).exists():
-            return f"{adapter} names the base {base}, which is not there"
-    for file in sorted(Path(name).glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except Exception as error:  # SafetensorError, OSError
-            return f"{file} is no whole safetensors file ({error})"
-    return None
-
-
-def make_savable(config: "GenerationConfig") -> None:
-    """Change settings that transformers would refuse to save, at the first checkpoint: sampling settings without sampling,
-    those of beams without beams. What is dropped is said."""
-
-    def refused() -> bool:
-        try:
-            config.validate(strict=True)
-        except ValueError:
-            return True
-        return False
-
-    if not refused():
-        return
-    asked, config.do_sample = config.do_sample, True
-    if not refused():  # they are for sampling
-        return
-    config.do_sample = asked
-    usual, dropped = type(config)(), []
-    for name, value in sorted(config.to_diff_dict().items()):
-        if name.endswith("token_id") or name in ("transformers_version", "do_sample") or not hasattr(usual, name):
-            continue
-        setattr(config, name, getattr(usual, name))
-        dropped.append(f"{name} {value}")
-        if not refused():
-            break
-    say(f"generation_config.json: transformers would not save {', '.join(dropped)}: left out")
-
-
-@contextlib.contextmanager
-def hub_errors(kind: str, name: str) -> Iterator[None]:
-    """Loading without progress bars and reports, and errors of transformers (often ten lines) as one."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
-    verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # a report of many lines, with names of tensors as they are in the file
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # what lies in a folder may be anything
-        if is_oom(error):
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if kind == "tokenizer" and Path(name, "config.json").exists():  # it reads the configuration, too
-            try:
-                transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-            except Exception:
-                kind = "config"
-        reason = _damage(name) or reason
-        hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
-        raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)

@@ -5,7 +5,8 @@ frequencies, up to the original length and beyond it; "dynamic" (NTK-aware scali
 So in a row, or a batch, the longest sequence would decide for its neighbours, and "dynamic" for what comes after.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 
 def follow_lengths(lm: nn.Module) -> None:
-    """Let the rotary embeddings of such a model compute for each sequence of a call by itself, where they know the lengths:
-    `own_lengths`, which a FlatModel sets."""
+    """Let the rotary embeddings of such a model compute for each sequence of a call by itself, where they know the lengths
+    (`knowing`)."""
     for module in lm.modules():
         kinds = _kinds(module)
         if any("dynamic" in kind or kind == "longrope" for kind in kinds.values()) and not hasattr(module, "own_lengths"):
@@ -26,6 +27,18 @@ def follow_lengths(lm: nn.Module) -> None:
 def following(lm: nn.Module) -> list[nn.Module]:
     """The rotary embeddings of a model that `follow_lengths` has changed."""
     return [module for module in lm.modules() if hasattr(module, "own_lengths")]
+
+
+@contextlib.contextmanager
+def knowing(rotaries: Sequence[nn.Module], lengths: list[int]) -> Iterator[None]:
+    """While it lasts, they are called for sequences of these lengths: a flat row, or the rows of a padded batch."""
+    for module in rotaries:
+        module.own_lengths = lengths
+    try:
+        yield
+    finally:
+        for module in rotaries:
+            module.own_lengths = None
 
 
 def one_for_all(rotaries: Sequence[nn.Module], longest: int) -> bool:

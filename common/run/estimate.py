@@ -381,12 +381,19 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     """Training mode with gradients; afterwards modes, gradients and random numbers are what they were."""
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
+    drops = [
+        (module, module.layerdrop) for module in model.modules() if isinstance(getattr(module, "layerdrop", None), float)
+    ]
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     try:
         # The compiler does not look into calls that are watched, and would pass over the same code for the whole run.
         with torch.enable_grad(), forked, torch.compiler.set_stance("force_eager"):
             model.train()
+            for module, _ in drops:  # each probe passes all layers
+                module.layerdrop = 0.0
             yield
     finally:
         for module, training in modes:
             module.training = training
+        for module, drop in drops:
+            module.layerdrop = drop

@@ -41,7 +41,7 @@ def cast_weights(folder: Path, dtype: str, model: FlatModel) -> None:
         tensors = {}
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata()
-            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+            for name in opened.keys():
                 tensor = opened.get_tensor(name)
                 if tensor.is_floating_point() and tensor.dtype != target and not any(part in name for part in kept):
                     rounded = tensor.to(target)

@@ -6,6 +6,7 @@ random generator of its own, so that it does not depend on what else is in the b
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from common.errors import say
@@ -58,10 +59,12 @@ def sample(
     completions: list[Sampled] = []
     cached = why_no_cache(model, max(map(len, prompts), default=0) + max_new_tokens) is None
     with generating(model, cached) as lm:
-        make_decoder = PaddedDecoder if model.padded or recurrent_mixers(lm) else FlatDecoder
-        if cached and make_decoder is PaddedDecoder and not joinable(lm):
-            batch_size = 1
-        make_decoder, model_or_lm = (make_decoder, lm) if cached else (WholeDecoder, model)
+        if not cached:
+            make_decoder = partial(WholeDecoder, model)
+        elif model.padded or recurrent_mixers(lm):
+            make_decoder, batch_size = partial(PaddedDecoder, lm), batch_size if joinable(lm) else 1
+        else:
+            make_decoder = partial(FlatDecoder, lm)
         while len(completions) < len(prompts):
             part = slice(len(completions), len(completions) + batch_size)
             distinct = list(dict.fromkeys(map(tuple, prompts[part])))
@@ -69,7 +72,7 @@ def sample(
             owner = [number[tuple(prompt)] for prompt in prompts[part]]
             batch = None
             try:
-                decoder = make_decoder(model_or_lm, distinct, owner, max_new_tokens)
+                decoder = make_decoder(distinct, owner, max_new_tokens)
                 batch = _sample_batch(decoder, keys[part], stop_ids, max_new_tokens, temperature, top_k, top_p)
             except Exception as error:
                 if not is_oom(error) or len(owner) == 1:

@@ -2,65 +2,23 @@
 
 import json
 import os
-import pty
-import resource
-import select
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-from common.args import CommonArgs
 from common.data import encoding
 from common.data.chat import read_chat_template
 from common.data.sources import load_rows
 from common.data.tokens import tokenize_messages, tokenize_prompt
-from common.errors import UserError, _Lasting, printable, say
-from common.run.metrics import Metrics
-from common.run.retry import Retry
-from common.run.signals import EXIT_CODE
+from common.errors import UserError
 from tests.conftest import ROOT, read_metrics
 from tests.run.test_folder import SFT
-from tests.run.test_signals import Script, usual_signals
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 BASE = ROOT / "data" / "base_model"
-
-
-# --- the terminal ---------------------------------------------------------------------------------------------------
-
-EVIL = "\x1b[2J\x1b]0;owned\x07 a \x9b31m b \r c \u202e d \u2028 e \x7f"
-
-
-def test_control_characters_are_spelled_out():
-    assert printable(EVIL) == "\\x1b[2J\\x1b]0;owned\\x07 a \\x9b31m b \\r c \\u202e d \\u2028 e \\x7f"
-    assert printable("one\n\ttwo é 你 🙂") == "one\n\ttwo é 你 🙂"
-
-
-def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_control_sequence(tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": f"{EVIL} {i}"}, {"role": "assistant", "content": EVIL}]} for i in range(20)
-    ]
-    rows.append({"messages": [{"role": EVIL, "content": "x"}]})
-    data = tmp_path / "\x1b[31mred.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "train_sft.py", "--model_name_or_path", str(BASE), "--dataset_name", str(data)]
-    command += ["--max_steps", "2", "--eval_fraction", "0.3", "--output_dir", str(tmp_path / "\x1b[32mout")]
-    command += ["--eval_max_new_tokens", "4", "--dataset_cache_dir", str(tmp_path / "cache")]
-    for more in ([], ["--learning_rat\x1b[5m", "1"], ["--dataset_name", "\x1b[6mmissing.jsonl"]):
-        run = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, timeout=200)
-        assert run.returncode == (1 if more else 0), run.stderr.decode()[-3000:]
-        assert ("\\x1b]0;owned" in run.stdout.decode()) or more, "it was shown, spelled out"
-        for shown in (run.stdout, run.stderr):
-            text = shown.decode().replace("\x1b[A", "").replace("\r", "")  # of the progress bars
-            assert not [c for c in text if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 or c in "\u202e\u2028"]
 
 
 # --- special tokens -------------------------------------------------------------------------------------------------
@@ -178,7 +136,7 @@ def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path
 
 def test_a_name_of_a_tensor_reaches_the_terminal_spelled_out(launch, tmp_path, capfd):
     shutil.copytree(BASE, tmp_path / "model")
-    tensors = load_file(BASE / "model.safetensors") | {f"model.{EVIL}": torch.zeros(2)}
+    tensors = load_file(BASE / "model.safetensors") | {"model.\x1b[2J\x1b]0;owned\x07 a \u202e d": torch.zeros(2)}
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     launch("sft", *SFT, "--model_name_or_path", str(tmp_path / "model"), "--dry_run")
     said = capfd.readouterr()
@@ -250,236 +208,6 @@ def test_a_chat_template_that_never_ends_is_one_line(launch, tmp_path, monkeypat
         UserError, match=r"train.jsonl:1: this row takes more than 1 s to tokenise: a chat template that never"
     ):
         launch("sft", *SFT, "--chat_template", str(tmp_path / "endless.jinja"))
-
-
-# --- a disk that does not take it -----------------------------------------------------------------------------------
-
-
-def test_numbers_that_json_does_not_know_are_null_with_the_reason(tmp_path):
-    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
-    metrics.log(1, loss=float("nan"), grad_norm=torch.tensor(float("inf")), rate=0.5)
-    metrics.log_eval(1, {"eval_loss": float("-inf")}, [{"prompt": "a", "completion": "b", "score": float("nan")}], show=0)
-    metrics.finish()
-
-    def refuse(word):
-        raise ValueError(word)
-
-    def read(name):
-        return [json.loads(line, parse_constant=refuse) for line in (tmp_path / name).read_text().splitlines()]
-
-    first, second = read("metrics.jsonl")
-    assert first["loss"] is first["grad_norm"] is None and first["rate"] == 0.5
-    assert first["not_finite"] == {"loss": "nan", "grad_norm": "inf"} and second["not_finite"] == {"eval_loss": "-inf"}
-    assert read("samples.jsonl")[0]["score"] is None
-    json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-def test_a_line_that_the_disk_does_not_take_is_counted_and_training_goes_on(tmp_path, capsys):
-    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    metrics.log(1, loss=1.0)
-    metrics.log(2, loss=2.0)
-    assert capsys.readouterr().out.count("metrics.jsonl cannot be written (No space left on device): training goes on") == 1
-    (tmp_path / "metrics.jsonl").unlink()
-    metrics.log(3, loss=3.0)
-    metrics.finish()
-    assert json.loads((tmp_path / "summary.json").read_text())["lost_lines"] == 2
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines if line] == [3]
-
-
-def test_a_disk_that_is_full_for_a_while_leaves_whole_lines(tmp_path, capsys):
-    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
-    file, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    for step in range(1, 8):
-        if step == 3:  # room for half a line
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 40, limits[1]))
-        if step == 5:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        metrics.log(step, loss=1.0)
-    metrics.finish()
-    assert [json.loads(line)["step"] for line in file.read_text().split("\n")[:-1]] == [1, 2, 5, 6, 7]
-    assert json.loads((tmp_path / "summary.json").read_text())["lost_lines"] == 2
-    assert capsys.readouterr().out.count("cannot be written") == 1 and (tmp_path / "curves.png").exists()
-
-
-@pytest.mark.parametrize("how", ["a line is damaged", "no such backend", "no place"])
-def test_a_picture_is_not_worth_a_run(how, tmp_path, monkeypatch, capsys):
-    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
-    metrics.log(1, loss=1.0)
-    if how == "a line is damaged":
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo\n\n{"step": 2, "loss": 1.0}\n')
-    elif how == "no place":
-        (tmp_path / "curves.png").mkdir()
-    else:
-        monkeypatch.setattr("common.run.metrics.draw_curves", lambda _: {}["nosuch"])
-    metrics.finish()
-    assert (tmp_path / "summary.json").exists()
-    assert ("curves.png was not drawn" in capsys.readouterr().err) == (how != "a line is damaged")
-
-
-TALK = "import sys, common; from common.errors import keep_talking, say; keep_talking()\n"
-TALK += "for i in range(3000): say(f'line {i} {chr(233)} {chr(20320)}'); print('err', i, file=sys.stderr, flush=True)\n"
-TALK += "open(sys.argv[1], 'w').write('done')\n"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-@pytest.mark.parametrize("how", ["| head -1", "2>&1 | head -1", ">/dev/full", "2>/dev/full", ">&- 2>&-", ">/dev/full 2>&1"])
-def test_a_log_that_cannot_be_written_does_not_end_a_run(how, tmp_path):
-    command = f'set -o pipefail; {sys.executable} -c "$TALK" {tmp_path}/done {how}'
-    env = os.environ | {"TALK": TALK, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    run = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0 and (tmp_path / "done").read_text() == "done", run.stderr[-2000:]
-    assert "Exception ignored" not in run.stderr and (how != "2>/dev/full" or "line 2 \\xe9 \\u4f60" in run.stdout)
-
-
-def test_a_log_says_where_lines_are_missing(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with open(tmp_path / "log", "w") as file:
-        log = _Lasting(file)
-        for i in range(6):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]) if 2 <= i < 4 else limits)
-            log.write(f"line {i}\n")
-            log.flush()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = (tmp_path / "log").read_text()
-    assert said.startswith("line 0\nline 1\n") and said.endswith("line 4\nline 5\n")
-    assert said.count("[lines are missing here: File too large]") == 1
-
-
-def test_who_speaks(monkeypatch, capsys):
-    for world, rank, speaks in (("", "1", True), (None, "abc", True), ("2", "0", True), ("2", "1", False)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", world) if world is not None else monkeypatch.delenv("WORLD_SIZE", raising=False)
-        say("a line")
-        assert (capsys.readouterr().out == "a line\n") == speaks
-
-
-@pytest.mark.parametrize(
-    "kind, value", [("FSDP", "1"), ("DEEPSPEED", "yes"), ("MEGATRON_LM", "true"), ("DEEPSPEED", "True")]
-)
-def test_what_accelerate_would_ignore_is_one_line(kind, value, launch, monkeypatch):
-    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", value)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=f"ACCELERATE_USE_{kind}={value}|asks for DeepSpeed: pip install deepspeed"):
-        launch("sft", *SFT)
-
-
-# --- a folder that vanishes -----------------------------------------------------------------------------------------
-
-
-def before_step(monkeypatch, step, act) -> None:
-    seed_dropout = Retry._seed_dropout
-
-    def act_and_seed(self, at):
-        if at == step:
-            act()
-        seed_dropout(self, at)
-
-    monkeypatch.setattr(Retry, "_seed_dropout", act_and_seed)
-
-
-def test_a_folder_that_is_deleted_is_made_anew_at_the_next_save(launch, tmp_path, monkeypatch, capsys):
-    words = [*SFT, "--save_steps", "4"]
-    whole = launch("sft", *words, "--max_steps", "8", output="whole")
-    with monkeypatch.context() as patch:
-        before_step(patch, 2, lambda: shutil.rmtree(tmp_path / "out"))
-        output = launch("sft", *words, "--max_steps", "6")
-    said = capsys.readouterr().out
-    assert "the folder was deleted): training goes on" in said and "was deleted: it is made anew" in said
-    assert [row["step"] for row in read_metrics(output)] == [5, 6]
-    assert json.loads((output / "summary.json").read_text())["lost_lines"] == 2
-    launch("sft", *words, "--max_steps", "8")  # it is known whose it is
-    assert read_metrics(output)[-2:] == read_metrics(whole)[-2:]
-
-
-def test_a_folder_that_another_run_has_meanwhile_is_left_to_it(launch, tmp_path, monkeypatch):
-    code = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); f.write('process 7')"
-    code += "; f.flush(); print(flush=True); sys.stdin.read()"
-    other = []
-
-    def take() -> None:
-        shutil.rmtree(tmp_path / "out")
-        (tmp_path / "out").mkdir()
-        command = [sys.executable, "-c", code, str(tmp_path / "out" / ".lock")]
-        other.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        other[0].stdout.readline()
-
-    before_step(monkeypatch, 2, take)
-    with pytest.raises(UserError, match="is in use by process 7"):
-        launch("sft", *SFT, "--save_steps", "4")
-    assert os.listdir(tmp_path / "out") == [".lock"]
-    other[0].communicate()
-
-
-@pytest.mark.parametrize("what", ["dataset.json", "inputs.json", "summary.json"])
-def test_a_file_that_the_run_needs_and_the_disk_does_not_take_is_one_line_and_the_run_goes_on_later(what, launch, tmp_path):
-    words = [*SFT, "--max_steps", "4", "--save_steps", "2"]
-    whole = launch("sft", *words, output="whole")
-    (tmp_path / "out").mkdir()
-    blocked = tmp_path / "out" / (f".{what}.tmp" if what == "summary.json" else what)
-    blocked.mkdir()
-    with pytest.raises(UserError, match="cannot be written"):
-        launch("sft", *words)
-    blocked.rmdir()
-    assert read_metrics(launch("sft", *words)) == read_metrics(whole)
-
-
-# --- terminals that close -------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_a_terminal_that_is_closed_saves_and_leaves_and_nohup_goes_on(tmp_path, token_cache):
-    words = [*SFT, "--max_steps", "100000", "--save_steps", "0", "--dataset_cache_dir", str(token_cache)]
-    with Script(tmp_path, *words) as run:
-        run.until(lambda: run.steps() >= 3)
-        run.process.send_signal(signal.SIGHUP)
-        assert run.process.wait(30) == EXIT_CODE
-        assert "by SIGHUP; the same command goes on from" in run.log.read_text()
-    nohup = (
-        "-c",
-        "import signal, runpy, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv = sys.argv[1:];"
-        "sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')",
-    )
-    with Script(tmp_path, *words, launcher=nohup, prefix="nohup") as run:
-        run.until(lambda: run.steps() >= 2)
-        run.process.send_signal(signal.SIGHUP)
-        reached = run.steps()
-        run.until(lambda: run.steps() > reached + 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("heeded", [True, False], ids=["SIGHUP", "nohup"])
-def test_a_terminal_that_is_gone_takes_no_run_with_it(heeded, tmp_path, token_cache):
-    """What is printed after that has nowhere to go (EIO)."""
-    output = tmp_path / "out"
-    words = [*SFT, "--max_steps", "60", "--dataset_cache_dir", str(token_cache), "--output_dir", str(output)]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL if heeded else signal.SIG_IGN)
-        os.chdir(ROOT)
-        os.execv(sys.executable, [sys.executable, "train_sft.py", *words])
-    deadline = time.monotonic() + 100
-    while not (output / "metrics.jsonl").exists() or len(read_metrics(output)) < 5:
-        assert time.monotonic() < deadline
-        if select.select([terminal], [], [], 0.1)[0]:
-            os.read(terminal, 65536)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (EXIT_CODE if heeded else 0)
-    assert (output / "summary.json").exists() != heeded and list(output.glob("checkpoint-*"))
-
-
-@pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
-def test_ctrl_c_while_libraries_are_imported_leaves_quietly(after, tmp_path):
-    begun = "import common, runpy; print('begun', flush=True); runpy.run_path('train_sft.py', run_name='__main__')"
-    command = [sys.executable, "-c", begun, "--output_dir", str(tmp_path / "out")]
-    options = {"cwd": ROOT, "text": True, "preexec_fn": usual_signals}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
-    assert process.stdout.readline() == "begun\n"
-    time.sleep(after)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said and "stopped before the first step" in said
 
 
 # --- nothing held out -----------------------------------------------------------------------------------------------

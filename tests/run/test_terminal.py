@@ -1,0 +1,105 @@
+"""What is printed, and terminals, pipes and logs that are gone: they end no run, and nothing hostile reaches them."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from common.errors import printable
+from common.run.signals import EXIT_CODE
+from tests.conftest import ROOT, read_metrics
+from tests.run.test_folder import SFT
+from tests.run.test_signals import Script, usual_signals
+
+import pytest
+
+BASE = ROOT / "data" / "base_model"
+
+
+# --- the terminal ---------------------------------------------------------------------------------------------------
+
+EVIL = "\x1b[2J\x1b]0;owned\x07 a \x9b31m b \r c \u202e d \u2028 e \x7f"
+
+
+def test_control_characters_are_spelled_out():
+    assert printable(EVIL) == "\\x1b[2J\\x1b]0;owned\\x07 a \\x9b31m b \\r c \\u202e d \\u2028 e \\x7f"
+    assert printable("one\n\ttwo é 你 🙂") == "one\n\ttwo é 你 🙂"
+
+
+def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_control_sequence(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"{EVIL} {i}"}, {"role": "assistant", "content": EVIL}]} for i in range(20)
+    ]
+    rows.append({"messages": [{"role": EVIL, "content": "x"}]})
+    data = tmp_path / "\x1b[31mred.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "train_sft.py", "--model_name_or_path", str(BASE), "--dataset_name", str(data)]
+    command += ["--max_steps", "2", "--eval_fraction", "0.3", "--output_dir", str(tmp_path / "\x1b[32mout")]
+    command += ["--eval_max_new_tokens", "4", "--dataset_cache_dir", str(tmp_path / "cache")]
+    for more in ([], ["--learning_rat\x1b[5m", "1"], ["--dataset_name", "\x1b[6mmissing.jsonl"]):
+        run = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, timeout=200)
+        assert run.returncode == (1 if more else 0), run.stderr.decode()[-3000:]
+        assert ("\\x1b]0;owned" in run.stdout.decode()) or more, "it was shown, spelled out"
+        for shown in (run.stdout, run.stderr):
+            text = shown.decode().replace("\x1b[A", "").replace("\r", "")  # of the progress bars
+            assert not [c for c in text if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 or c in "\u202e\u2028"]
+
+
+# --- terminals that close -------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_saves_and_leaves_and_nohup_goes_on(tmp_path, token_cache):
+    words = [*SFT, "--max_steps", "100000", "--save_steps", "0", "--dataset_cache_dir", str(token_cache)]
+    with Script(tmp_path, *words) as run:
+        run.until(lambda: run.steps() >= 3)
+        run.process.send_signal(signal.SIGHUP)
+        assert run.process.wait(30) == EXIT_CODE
+        assert "by SIGHUP; the same command goes on from" in run.log.read_text()
+    nohup = (
+        "-c",
+        "import signal, runpy, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv = sys.argv[1:];"
+        "sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')",
+    )
+    with Script(tmp_path, *words, launcher=nohup, prefix="nohup") as run:
+        run.until(lambda: run.steps() >= 2)
+        run.process.send_signal(signal.SIGHUP)
+        reached = run.steps()
+        run.until(lambda: run.steps() > reached + 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heeded", [True, False], ids=["SIGHUP", "nohup"])
+def test_a_terminal_that_is_gone_takes_no_run_with_it(heeded, tmp_path, token_cache):
+    """What is printed after that has nowhere to go (EIO)."""
+    output = tmp_path / "out"
+    words = [*SFT, "--max_steps", "60", "--dataset_cache_dir", str(token_cache), "--output_dir", str(output)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL if heeded else signal.SIG_IGN)
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "train_sft.py", *words])
+    deadline = time.monotonic() + 100
+    while not (output / "metrics.jsonl").exists() or len(read_metrics(output)) < 5:
+        assert time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (EXIT_CODE if heeded else 0)
+    assert (output / "summary.json").exists() != heeded and list(output.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
+def test_ctrl_c_while_libraries_are_imported_leaves_quietly(after, tmp_path):
+    begun = "import common, runpy; print('begun', flush=True); runpy.run_path('train_sft.py', run_name='__main__')"
+    command = [sys.executable, "-c", begun, "--output_dir", str(tmp_path / "out")]
+    options = {"cwd": ROOT, "text": True, "preexec_fn": usual_signals}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said and "stopped before the first step" in said
