@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,15 @@ def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> No
 
 
 def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
-    """Whether a tensor's name leads into a part of the model: one more layer, a bias that config.json does not know."""
-    part: torch.nn.Module | None = lm
+    """Whether a tensor's name leads into a part of the model: one more layer, a bias that config.json does not know.
+
+    Layers that predict further tokens (num_nextn_predict_layers: DeepSeek, GLM) lie behind the last one, and are no part.
+    """
+    config, layer = lm.config.get_text_config(), re.search(r"layers\.(\d+)\.", tensor)
+    further = getattr(config, "num_nextn_predict_layers", None) or 0
+    if layer and further and 0 <= int(layer[1]) - config.num_hidden_layers < further:
+        return False
+    part: torch.nn.Module = lm
     for name in tensor.split(".")[:-1]:
         inner = getattr(part, name, None)
         if not isinstance(inner, torch.nn.Module):
