@@ -17,7 +17,7 @@ from common.model.lm_head import logits_of
 from common.model.mixers import recurrent_mixers
 from common.sampling import kv_cache
 from common.sampling.kv_cache import CACHED, KVCache
-from common.sampling.padded import PaddedDecoder, joinable
+from common.sampling.padded import PaddedDecoder, joinable, steps_as_trained
 from common.sampling.whole import WholeDecoder, why_no_cache
 
 import numpy as np
@@ -100,10 +100,11 @@ def generating(model: FlatModel, cached: bool = True) -> Iterator[nn.Module]:
     lm.eval()
     if implementation == FLAT and cached:
         inner.set_attn_implementation(inner.stock_attention if recurrent_mixers(inner) else CACHED)
+    eager = torch.compiler.set_stance("force_eager")
     try:
         # Compiled blocks would be compiled again for every number of rows. Weights are gathered outside of inference mode,
         # because no backward pass may use tensors that were made in it.
-        with torch.no_grad(), gathered(model), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        with steps_as_trained(inner), torch.no_grad(), gathered(model), torch.inference_mode(), eager:
             yield lm
     finally:
         if implementation == FLAT:
