@@ -16,6 +16,7 @@ from common.model.flat_model import FlatModel, base_lm, body, gathered
 from common.model.lm_head import logits_of
 from common.model.mixers import recurrent_mixers
 from common.sampling import kv_cache
+from common.sampling.graph import StepGraph
 from common.sampling.kv_cache import CACHED, KVCache
 from common.sampling.padded import PaddedDecoder, joinable, steps_as_trained
 from common.sampling.whole import WholeDecoder, why_no_cache
@@ -178,8 +179,7 @@ class FlatDecoder:
         static = self.device.type == "cuda" if static is None else static
         self.cache = KVCache(prompts, owner, max_new_tokens, self.device, static)
         self.owner = torch.tensor(owner, device=self.device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.graph_version = -1  # of the cache that the graph was made for
+        self.graph = StepGraph(self._next) if self.device.type == "cuda" else None
 
     def _hidden(self, ids: Tensor, position_ids: Tensor) -> Tensor:
         """(T,), (T,) -> (T, D)."""
@@ -204,26 +204,11 @@ class FlatDecoder:
         """(n,) newest tokens -> (n, V) float32."""
         self.cache.advance()
         self.position += 1
-        if self.device.type == "cuda":
-            return self._next_by_graph(tokens)
-        return logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
+        return self._next(tokens) if self.graph is None else self.graph(tokens, self.cache.version)
 
-    def _next_by_graph(self, tokens: Tensor) -> Tensor:
-        """The same by a CUDA graph. When shapes change, a step runs without it, and one is captured for the next steps."""
-        if self.graph is not None and self.graph_version == self.cache.version:
-            self.tokens.copy_(tokens)
-            self.graph.replay()
-            return self.logits
-        logits = logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
-        if self.graph_version != self.cache.version:
-            self.graph_version, self.graph, self.tokens = self.cache.version, None, tokens.clone()
-            self.cache.masks = {}  # they are made inside the graph
-            graph = torch.cuda.CUDAGraph()
-            with contextlib.suppress(RuntimeError):  # a layer reads a value from the device: no graph is possible
-                with torch.cuda.graph(graph):
-                    self.logits = logits_of(base_lm(self.lm), self._hidden(self.tokens, self.position)).float()
-                self.graph = graph
-        return logits
+    def _next(self, tokens: Tensor) -> Tensor:
+        self.cache.begin_pass()
+        return logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
