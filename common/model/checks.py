@@ -112,7 +112,7 @@ def _damage(name: str) -> str | None:
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
         if not isinstance(base, str) or Path(base).resolve() == Path(name).resolve():
             return f"{adapter} names no other model as its base (base_model_name_or_path {base})"
-        if base.startswith((".", "/")) and not Path(base).exists():
+        if (base.startswith(".") or Path(base).is_absolute()) and not Path(base).exists():
             return f"{adapter} names the base {base}, which is not there"
     for file in sorted(Path(name).glob("*.safetensors")):
         try:

@@ -61,7 +61,7 @@ def adapter_config(adapter: str | Path, revision: str | None = None, base: str |
     base = base or config.base_model_name_or_path
     if not base:
         raise UserError(f"{adapter}/adapter_config.json names no base model (base_model_name_or_path)")
-    if base.startswith((".", "/")) and not Path(base).exists():
+    if (base.startswith(".") or Path(base).is_absolute()) and not Path(base).exists():
         raise UserError(f"the adapter {adapter} stands on {base}, which is not here")  # from this folder
     return config
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from common.errors import say
-from common.memory import empty_caches, is_oom, to_device
+from common.memory import empty_caches, finest_dtype, is_oom, to_device
 from common.model.attention import FLAT
 from common.model.flat_model import FlatModel, base_lm, body, gathered
 from common.model.lm_head import logits_of
@@ -243,25 +243,26 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """(rows, W) weights of any sum, (rows,) uniforms -> (rows, 1): where the cumulative share of the sum reaches `uniforms`.
 
     In two levels for a large vocabulary: first the block, then the token in it. A cumulative sum over all tokens would be
-    one more pass over memory, and in float32 too coarse for rare tokens; these short ones are in float64, so the 24 bits of
+    one more pass over memory, and in float32 too coarse for rare tokens; these short ones are in float64 (where there is
+    one), so the 24 bits of
     a float32 uniform are the only limit. An index of weight 0 is never returned.
     """
-    W = weights.shape[-1]
+    W, fine = weights.shape[-1], finest_dtype(weights.device)
     if W <= DRAW_AT_ONCE:
-        return _invert_short(weights.double(), uniforms[:, None].double())[0]
+        return _invert_short(weights.to(fine), uniforms[:, None].to(fine))[0]
     full = W - W % DRAW_BLOCK  # the tokens in full blocks
     blocks = weights[:, :full].unflatten(-1, (full // DRAW_BLOCK, DRAW_BLOCK)).sum(-1)
-    blocks = torch.cat([blocks, weights[:, full:].sum(-1, keepdim=True)], -1).double()
-    block, share = _invert_short(blocks, uniforms[:, None].double())
+    blocks = torch.cat([blocks, weights[:, full:].sum(-1, keepdim=True)], -1).to(fine)
+    block, share = _invert_short(blocks, uniforms[:, None].to(fine))
     index = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
     inside = weights.gather(-1, index.clamp(max=W - 1)) * (index < W)
-    return block * DRAW_BLOCK + _invert_short(inside.double(), share)[0]
+    return block * DRAW_BLOCK + _invert_short(inside.to(fine), share)[0]
 
 
 def _invert_short(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, W) float64, (rows, 1) in [0, 1) -> the index whose interval holds the share, and where in it, in [0, 1)."""
     cumulative = weights.cumsum(-1)
-    target = share * cumulative[:, -1:]
+    target = share.clamp(max=1 - 2 * torch.finfo(share.dtype).eps) * cumulative[:, -1:]  # below the sum in float32, too
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
     weight = weights.gather(-1, index)
     return index, ((target - cumulative.gather(-1, index) + weight) / weight).clamp(0, 1 - 2**-24)
