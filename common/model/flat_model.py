@@ -172,7 +172,8 @@ class FlatModel(nn.Module):
         return self._run_body(batch).hidden
 
     def predicting(self, batch: Batch) -> Tensor:
-        """What the LM head reads to predict the targets, in their order, (N, D)."""
+        """What the LM head reads to predict the targets, in their order, (N, D). Raises UserError as a call does."""
+        check_positions(self, max(batch["lengths"]))
         return self._run_body(batch).predicting
 
     def _run_body(self, batch: Batch, router_logits: bool = False) -> "_States":
