@@ -19,7 +19,7 @@ processes), N of them:
 5. One rollout serves steps_per_generation windows (minibatches), num_iterations times each (epochs). Values and advantages
    stay what they were when it was sampled; a minibatch is whitened by itself.
 
-    accelerate launch -m experiments.train_ppo                                # the embedded demo, ~1 minute on a CPU
+    accelerate launch -m experiments.train_ppo                                # the embedded demo, ~2 minutes on a CPU
     accelerate launch -m experiments.train_ppo --model_name_or_path outputs/sft --dataset_name prompts.jsonl
 
 Shapes: T tokens of the row, C completions of a rollout, F reward functions.

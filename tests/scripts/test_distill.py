@@ -81,7 +81,7 @@ def kl(p, q):
 
 
 def window_loss(policy, teacher, rollout, beta, temperature):
-    """The loss (2306.13649, eq. 1 and definition 3.1), and its means over what was sampled and what is the data's."""
+    """The loss (2306.13649), and its means over what was sampled and what is the data's."""
     parts = {True: [], False: []}
     for prompt, ids, _, sampled in rollout:
         s = next_logps(policy, prompt, ids, temperature)
