@@ -7,6 +7,7 @@ from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source
+from common.errors import UserError
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
 from common.model.reference import Reference, fingerprint, load_reference, precompute_ref_logps
@@ -127,6 +128,11 @@ def test_logits_of_some_targets_are_those_of_each_sequence_alone(accelerator):
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(logits(batch["targets"][[4, 1]]), wanted[[4, 1]], atol=1e-5, rtol=1e-4)
     assert not found.requires_grad
+    long = np.arange(2, 60).repeat(20)
+    batch = flat_batch([[{"input_ids": long, "loss_mask": np.ones(len(long))}]], accelerator.device)
+    model.config.max_position_embeddings = 64
+    with pytest.raises(UserError, match="1160 tokens, the model has 64 positions"):
+        Reference(accelerator, model).logits(batch)
 
 
 def test_a_reference_is_a_second_model_that_stays_or_the_model_without_its_adapters(accelerator, tmp_path):

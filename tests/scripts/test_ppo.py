@@ -114,21 +114,23 @@ def window_loss(run, s, step):
     everyones = torch.cat([A for *_, A in known])
     returns = torch.cat([A + values for *_, values, A in known])
     mean, std = everyones.mean(), everyones.std(correction=0)
-    total, critic, clipped = torch.zeros(()).double(), 0.0, 0.0
+    total, critic, clipped, kls = torch.zeros(()).double(), 0.0, 0.0, 0.0
     for (prompt, ids, _), (old_logps, ref_logps, values, A) in zip(counted, known, strict=True):
         logps, entropy, now = say(lm, head, prompt, ids, s)
         ratio, target, A = (logps - old_logps).exp(), A + values, (A - mean) / std
         losses = -torch.minimum(ratio * A, ratio.clamp(1 - s.epsilon, 1 + s.epsilon_high) * A)
+        x = ref_logps - logps
+        kl = ratio * (x.exp() - 1 - x)
         if not s.use_kl_in_reward:
-            x = ref_logps - logps
-            losses = losses + s.beta * ratio * (x.exp() - 1 - x)
+            losses = losses + s.beta * kl
         near = torch.maximum(torch.minimum(now, values + s.cliprange_value), values - s.cliprange_value)
         squares = 0.5 * torch.maximum((now - target) ** 2, (near - target) ** 2)
         total = total + (losses + s.vf_coef * squares - s.entropy_coef * entropy).sum()
+        kls += kl.sum().item()
         critic += squares.sum().item()
         clipped += ((near - target) ** 2 > (now - target) ** 2).sum().item()
     N = len(everyones)
-    logged = {"value_loss": critic / N, "value_clip_ratio": clipped / N}
+    logged = {"value_loss": critic / N, "value_clip_ratio": clipped / N, "kl": kls / N}
     explained = 1 - everyones.var(correction=0).item() / returns.var(correction=0).item()
     trained = dict(lm.named_parameters()) | {f"extra.{i}": tensor for i, tensor in enumerate(head)}
     return total / N, trained, logged, explained, len(counted)
