@@ -172,6 +172,11 @@ class FlatModel(nn.Module):
         """What the LM head reads, (T, D)."""
         return self._run_body(batch).hidden
 
+    def predicting(self, batch: Batch) -> Tensor:
+        """What the LM head reads to predict the targets, in their order, (N, D). Raises UserError as a call does."""
+        check_positions(self, max(batch["lengths"]))
+        return self._run_body(batch).predicting
+
     def _run_body(self, batch: Batch, router_logits: bool = False) -> "_States":
         options: dict[str, Any] = {"use_cache": False}  # with a cache, or any attention_mask, sequences see each other
         routes = hasattr(self.config.get_text_config(), "output_router_logits") or routing_size(base_lm(self.lm))
