@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 GIB = 2**30
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # each process holds a part of the weights
-CROWDED = 0.9  # of the limit: from here on caches are emptied
 # What running out says, where it is not an exception of its own: CUDA and its libraries, MPS, the allocators of the CPU.
 MESSAGES = (
     "out of memory",
@@ -80,10 +79,10 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
     return max(least, CACHED_NUMBERS // model.config.get_text_config().hidden_size)
 
 
-def relieve(device: torch.device) -> bool:
-    """Empty the caches of the allocator where they fill the device. Returns whether there was need."""
+def relieve(device: torch.device, above: float = 0.9) -> bool:
+    """Empty the caches of the allocator where more than this share of the memory is used. Returns whether there was need."""
     used = torch.cuda.memory_reserved(device) / GIB if device.type == "cuda" else memory(device).current
-    if not used > CROWDED * memory(device).limit:
+    if not used > above * memory(device).limit:
         return False
     empty_caches(device)
     return True

@@ -7,7 +7,8 @@ from typing import Any
 from common.args import CommonArgs
 from common.errors import UserError, say
 
-LOWER, HIGHER = ("loss", "perplexity"), ("accurac", "reward", "exact", "margin")  # in a metric's name: what is better
+LOWER = ("loss", "perplexity")  # in a metric's name: what is better
+HIGHER = ("accurac", "reward", "exact", "margin", "regression")
 
 
 class Best:
