@@ -269,7 +269,7 @@ class EvalArgs:
     report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...; none")
     run_name: str | None = arg(help="what the tracker calls this run")
     alert_webhook: str | None = arg(
-        help="address that is told how the run fares (Slack, Discord, plain JSON); better PLAINLOOP_ALERT_WEBHOOK: it is secret",
+        help="address that is told how the run fares (Slack, Discord, JSON); better PLAINLOOP_ALERT_WEBHOOK: it is secret",
         secret=True,
     )
     alert_memory_above: float = arg(

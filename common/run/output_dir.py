@@ -24,12 +24,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-LINES = (
-    "metrics.jsonl",
-    "samples.jsonl",
-    "completions.jsonl",
-    "regression.jsonl",
-)  # one object per line, each with its step
+LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")  # an object per line, with its step
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and what lies beside them, by the kind of tokenizer

@@ -2,7 +2,8 @@
 
 regression.jsonl has a line for each time:
 
-    {"step", "samples", "pass_at", "groups": {group: {"passed", "total", "rate", "low", "high"}},
+    {"step", "samples", "pass_at", "temperature", "max_new_tokens",
+     "groups": {group: {"passed", "total", "rate", "low", "high"}},
      "turned": {"since_last": {"step", "fell", "rose"}, "since_base": {"step", "fell", "rose"}},
      "failed": {id: {"why", "completion"}}, "cases": {id: {"rate", "digest"}}}
 
@@ -79,8 +80,7 @@ class Regression:
         if not self.suite.temperature:
             self._say(changes["since_last"], {r.case.id: r for r in results})
         failed = {r.case.id: {"why": r.why, "completion": r.completion} for r in results if r.why}
-        asked = {"samples": self.suite.samples, "pass_at": self.suite.pass_at}
-        line = {"step": step, **asked, "groups": groups, "turned": changes, "failed": failed, "cases": cases}
+        line = {"step": step, **self.suite.asked(), "groups": groups, "turned": changes, "failed": failed, "cases": cases}
         metrics.append(FILE, [line])
         worse = {}
         for then in filter(None, since.values()):

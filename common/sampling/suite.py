@@ -68,6 +68,11 @@ class Suite:
     def __post_init__(self) -> None:
         self.groups = list(dict.fromkeys(case.group for case in self.cases))
 
+    def asked(self) -> dict[str, float]:
+        """What has to be the same for rates to be comparable."""
+        names = ("samples", "pass_at", "temperature", "max_new_tokens")
+        return {name: getattr(self, name) for name in names}
+
     def tokenize(self, tokenizer: Tokenizer) -> int:
         """Give each case its tokens. Returns those of the longest, its answer included."""
         longest = 0
@@ -101,12 +106,14 @@ def load_suite(
     temperature: float = 0.0,
     max_new_tokens: int = 128,
     timeout: float = 0.0,
+    flag: str = "--regression_",
 ) -> Suite:
-    """The suite of a file. device: for reward models. Raises UserError with file, row and field for what cannot be used."""
+    """The suite of a file. device: for reward models. flag: how those begin that hold these values, for the user. Raises
+    UserError with file, row and field for what cannot be used."""
     if samples > 1 and temperature == 0:
-        raise UserError("--regression_samples: answers of temperature 0 are all the same: --regression_temperature 1")
+        raise UserError(f"{flag}samples: answers of temperature 0 are all the same: {flag}temperature 1")
     if pass_at > samples:
-        raise UserError(f"--regression_pass_at {pass_at}: there are only {samples} answers (--regression_samples)")
+        raise UserError(f"{flag}pass_at {pass_at}: there are only {samples} answers ({flag}samples)")
     rows = load_rows(path)
     cases, places = [], {}
     for row in rows:
@@ -289,7 +296,7 @@ def counts(results: list[Result]) -> dict[str, dict[str, float]]:
 def turned(before: Known, results: Sequence[Result]) -> dict[str, list[str]]:
     """{"fell": ids, "rose": ids} of the cases that pass no longer, and now. Those that `before` does not hold as they are
     now are left out."""
-    pairs = [(r.case.id, before[r.case.id]["rate"] >= PASSES, r.rate >= PASSES) for r in _both(before, results)]
+    pairs = [(r.case.id, before[r.case.id]["rate"] >= PASSES, r.rate >= PASSES) for r in shared(before, results)]
     return {"fell": [i for i, then, now in pairs if then > now], "rose": [i for i, then, now in pairs if then < now]}
 
 
@@ -297,10 +304,11 @@ def falls(before: Known, results: list[Result]) -> dict[str, float]:
     """{group: p} by `fall_p_value`."""
     found = {}
     for group, own in by_group(results):
-        change = [r.rate - before[r.case.id]["rate"] for r in _both(before, own)]
+        change = [r.rate - before[r.case.id]["rate"] for r in shared(before, own)]
         found[group] = fall_p_value(sum(c < -1e-5 for c in change), sum(c > 1e-5 for c in change))
     return found
 
 
-def _both(before: Known, results: Sequence[Result]) -> list[Result]:
+def shared(before: Known, results: Sequence[Result]) -> list[Result]:
+    """Those of which `before` knows how the same case went."""
     return [r for r in results if before.get(r.case.id, {}).get("digest") == r.case.digest]
