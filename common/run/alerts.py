@@ -106,7 +106,8 @@ class Alerts:
             LAST_WORDS.remove(self._died)
 
     def _died(self, error: BaseException) -> None:
-        self.close("died", f"at step {self._step}: {type(error).__name__}: {error}")
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        self.close("died", f"at step {self._step}: {kind}{error}")
 
     def _start(self) -> None:
         if self._thread is None:

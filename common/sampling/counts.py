@@ -35,5 +35,8 @@ def fall_p_value(fell: int, rose: int) -> float:
     McNemar's test (1947) in its exact form, one-sided: the sum of C(n, i) / 2^n for i from `fell` to n. Where a case has a
     share of passed answers, and not a verdict, it is the sign test of the pairs. 1 where nothing changed.
     """
-    n = fell + rose
-    return sum(math.comb(n, i) for i in range(fell, n + 1)) / 2**n
+    n, term, total = fell + rose, math.comb(fell + rose, fell), 0
+    for i in range(fell, n + 1):
+        total += term
+        term = term * (n - i) // (i + 1)
+    return total / 2**n

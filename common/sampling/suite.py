@@ -80,7 +80,7 @@ class Suite:
             try:
                 case.row = tokenize_row(case.row, tokenizer)
             except (BadRow, UserError) as error:
-                raise UserError(f"{case.where}: {'messages' if 'messages' in case.row else 'prompt'}: {error}") from None
+                raise UserError(f"{case.where}: {'messages' if case.row.get('messages') else 'prompt'}: {error}") from None
             longest = max(longest, len(case.row["prompt_ids"]) + (case.limit or self.max_new_tokens))
         return longest
 
@@ -169,7 +169,7 @@ def _case(row: Row) -> Case:
         raise bad("messages", "the last one is the assistant's, whose answer is asked for: leave it out")
     text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return Case(str(columns["id"]), str(columns["group"]), prompt, checks, row.where, digest)
+    return Case(str(columns["id"]), str(columns["group"]), {**row, **prompt}, checks, row.where, digest)
 
 
 def _problem(name: str, value: Any) -> str:
