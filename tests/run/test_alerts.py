@@ -257,6 +257,7 @@ def test_a_run_tells_its_end_and_its_address_is_in_no_file_and_no_line(launch, m
     assert [got["event"] for got in server.got] == ["finished", "finished"]
 
 
+@pytest.mark.slow
 def test_bad_steps_spikes_and_memory_that_runs_out_are_told(launch, monkeypatch):
     from common.run import metrics
 

@@ -1,0 +1,180 @@
+"""A suite within a run: every stage answers it, training does not notice, and what is written stands there once."""
+
+import json
+import shutil
+
+from common.errors import UserError
+from common.run import regression as module
+from tests.conftest import EXPERIMENTS, demo, read_metrics
+from tests.run.test_resume import Stop, stop_after_save
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+TINY = ["--max_steps", "6", "--max_train_samples", "16", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
+TINY += [
+    "--model_name_or_path",
+    "data/base_model",
+    "--max_eval_samples",
+    "2",
+    "--eval_steps",
+    "4",
+    "--eval_max_new_tokens",
+    "4",
+]
+ROWS = [
+    {"id": "short", "group": "ends", "messages": [{"role": "user", "content": "Is 4 even or odd?"}], "max_tokens": 3},
+    {"id": "text", "group": "words", "prompt": "Tom has 3 nuts. He", "regex": "[a-z]"},
+    {"id": "sum", "group": "words", "messages": [{"role": "user", "content": "What is 2+2?"}], "number": 4},
+    {"id": "none", "group": "words", "prompt": "Question: What is 7-3?\n", "not_contains": ["Working", "Answer"]},
+]
+
+
+@pytest.fixture
+def suite(tmp_path):
+    path = tmp_path / "suite.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    few = {"prompt": ROWS[2]["messages"], "answer": "4", "kind": "sym", "steps": 1}
+    (tmp_path / "few.jsonl").write_text(json.dumps(few) + "\n")
+    return str(path)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "regression.jsonl").read_text().splitlines()]
+
+
+def words(stage, suite, *more):
+    prompts = suite.replace("suite.jsonl", "few.jsonl")
+    return ["--config", demo(stage), *TINY, "--eval_prompts", prompts, "--regression_suite", suite, *more]
+
+
+@pytest.mark.slow
+def test_training_does_not_notice_it_and_its_counts_are_metrics(launch, suite, capsys):
+    drawn = ["--regression_samples", "3", "--regression_temperature", "1", "--regression_pass_at", "2"]
+    plain = launch("sft", *words("sft", suite)[:-2], output="plain")
+    with_suite = launch("sft", *words("sft", suite, "--regression_steps", "3", *drawn), output="with")
+    rows = read_metrics(with_suite)
+    assert [row for row in rows if "eval_regression/all" not in row] == read_metrics(plain)
+    a, b = (load_file(folder / "model.safetensors") for folder in (plain, with_suite))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    found = lines(with_suite)
+    assert [line["step"] for line in found] == [0, 3, 6]
+    for line, row in zip(found, [row for row in rows if "eval_regression/all" in row], strict=True):
+        assert (line["samples"], line["pass_at"], line["temperature"], line["max_new_tokens"]) == (3, 2, 1.0, 4)
+        assert row == {"step": line["step"]} | {f"eval_regression/{k}": v["rate"] for k, v in line["groups"].items()}
+        assert {name: group["total"] for name, group in line["groups"].items()} == {"all": 4, "ends": 1, "words": 3}
+        assert line["cases"].keys() == {row["id"] for row in ROWS} and line["failed"].keys() <= line["cases"].keys()
+        assert line["groups"]["all"]["passed"] == pytest.approx(sum(case["rate"] for case in line["cases"].values()))
+    assert found[0]["turned"] == {"since_last": None, "since_base": None}
+    assert [line["turned"]["since_last"]["step"] for line in found[1:]] == [0, 3]
+    assert [line["turned"]["since_base"]["step"] for line in found[1:]] == [0, 0]
+    out = capsys.readouterr().out
+    assert "regression suite: 4 cases in 2 groups (ends, words)" in out and "regression.jsonl, summary.json" in out
+
+
+def test_a_resumed_run_writes_what_an_uninterrupted_one_does(launch, suite, monkeypatch):
+    more = [
+        "--regression_steps",
+        "2",
+        "--save_steps",
+        "3",
+        "--save_best",
+        "eval_regression/words",
+        "--save_total_limit",
+        "0",
+    ]
+    whole = launch("sft", *words("sft", suite, *more), output="whole")
+    with monkeypatch.context() as patch:
+        stop_after_save(patch, 3)
+        with pytest.raises(Stop):
+            launch("sft", *words("sft", suite, *more), output="stopped")
+    stopped = launch("sft", *words("sft", suite, *more), output="stopped")
+    assert lines(stopped) == lines(whole) and [line["step"] for line in lines(whole)] == [0, 2, 4, 6]
+    assert read_metrics(stopped) == read_metrics(whole)
+    best = [json.loads((folder / "summary.json").read_text())["best"] for folder in (whole, stopped)]
+    rates = {line["step"]: line["groups"]["words"]["rate"] for line in lines(whole)[1:]}
+    assert best[0] == best[1] and best[0]["step"] == max(rates, key=rates.get) and best[0]["higher_is_better"]
+    assert best[0]["value"] == rates[best[0]["step"]]
+
+
+def test_what_cannot_be_is_said_at_the_start(launch, suite, tmp_path):
+    with pytest.raises(UserError, match="--save_best eval_regression/words: there is no --regression_suite"):
+        launch("sft", "--config", demo("sft"), *TINY, "--save_best", "eval_regression/words")
+    with pytest.raises(UserError, match="suite.jsonl:1: messages: the tokenizer has no chat template"):
+        launch(
+            "pretrain",
+            *words(
+                "pretrain",
+                suite,
+                "--dry_run",
+                "--eval_prompts",
+                "data/prompts/base_test.jsonl",
+                "--model_name_or_path",
+                without_template(tmp_path),
+            ),
+        )
+    odd = ["--save_best", "eval_regression/all", "--num_iterations", "2", "--regression_steps", "3"]
+    with pytest.raises(UserError, match="--regression_steps has to be a multiple of 2"):
+        launch("grpo", *words("grpo", suite, *odd, "--per_device_train_batch_size", "8"))
+    with pytest.raises(UserError, match="a sequence may have .* lower max_tokens or the prompts of --regression_suite"):
+        launch("sft", *words("sft", suite, "--eval_max_new_tokens", "100000", "--dry_run"))
+
+
+def without_template(tmp_path):
+    folder = shutil.copytree("data/base_model", tmp_path / "plain")
+    for file in folder.glob("chat_template*"):
+        file.unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_fall_is_told_once(launch, suite, monkeypatch, capsys):
+    """Six cases pass, then fail twice, then pass: McNemar's p is 1/64."""
+    told = []
+    monkeypatch.setattr(module.Alerts, "send", lambda self, event, text, pause=0.0: told.append((event, text)))
+    verdicts = iter([1.0, 0.0, 0.0, 1.0])
+    real = module.run_suite
+
+    def scripted(suite, *rest):
+        rate = next(verdicts)
+        results = [r._replace(rate=rate, why="" if rate else "no") for r in real(suite, *rest)]
+        return [r._replace(case=type(r.case)(**vars(r.case) | {"id": f"{r.case.id}{i}"})) for r in results for i in (1, 2)]
+
+    monkeypatch.setattr(module, "run_suite", scripted)
+    out = launch("sft", *words("sft", suite, "--regression_steps", "2"))
+    falls = [text for event, text in told if event == "regression"]
+    assert falls == [
+        "step 2: all has fallen since step 0, to 0 of 8 (p = 0.0039)",
+        "step 2: words has fallen since step 0, to 0 of 6 (p = 0.016)",
+    ]
+    said = capsys.readouterr().out
+    assert "fell since step 0: short1, short2" in said and said.count("has fallen") == 2
+    assert [len(line["turned"]["since_last"]["fell"]) for line in lines(out)[1:]] == [8, 0, 0]
+    assert [len(line["turned"]["since_base"]["fell"]) for line in lines(out)[1:]] == [8, 8, 0]
+    assert [len(line["turned"]["since_last"]["rose"]) for line in lines(out)[1:]] == [0, 0, 8]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_alone_knows_how_the_cases_went(launch, suite):
+    """In a folder that has no lines of its own."""
+    more = ["--regression_steps", "2", "--save_steps", "3", "--save_total_limit", "0"]
+    whole = launch("sft", *words("sft", suite, *more), output="whole")
+    more += ["--resume_from_checkpoint", whole / "checkpoint-3"]
+    assert lines(launch("sft", *words("sft", suite, *more), output="elsewhere")) == lines(whole)[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["pretrain", "dpo", "grpo", *EXPERIMENTS])
+def test_every_stage_has_it_without_a_line_of_its_own(launch, suite, stage, monkeypatch):
+    size = ["--per_device_train_batch_size", "16" if stage == "grpo" else "2"]
+    more = ["--regression_steps", "2", "--save_steps", "2", *size]
+    whole = launch(stage, *words(stage, suite, *more), output="whole")
+    assert [line["step"] for line in lines(whole)] == [0, 2, 4, 6]
+    with monkeypatch.context() as patch:
+        stop_after_save(patch, 4)
+        with pytest.raises(Stop):
+            launch(stage, *words(stage, suite, *more), output="stopped")
+    assert lines(launch(stage, *words(stage, suite, *more), output="stopped")) == lines(whole)
