@@ -1,41 +1,35 @@
 """What somebody who is not looking wants to be told: a JSON POST to --alert_webhook.
 
 A thread sends what lies in a short queue, so that no address, however slow, holds up a step or ends a run; where the queue
-is full an alert is dropped, and that is said. The address is a secret: it is taken out of the arguments before anything is
-written, and out of sys.argv, and stands in no message.
+is full an alert is dropped, and that is said. A small process beside it tells of a run that was killed. The address is a
+secret: it is taken out of the arguments before anything is written, and out of sys.argv, and stands in no message.
 """
 
 import contextlib
 import json
+import os
 import queue
+import subprocess
 import sys
 import threading
 import time
 import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from common.args import CommonArgs
 from common.errors import LAST_WORDS, UserError, is_first, say
+from common.run import post as last_will
+from common.run.post import BYE, post
 
 HIDDEN = "(secret)"
 WAITING = 32  # alerts that the queue holds
 WAITS = (0.0, 1.0, 3.0)  # seconds before each attempt
-TIMEOUT = 10.0  # seconds that the address may take to connect, or between two parts of its answer
 LAST_SECONDS = 5.0  # that the end of a run waits for what is not sent yet
 PAUSE = 300.0  # seconds between two alerts of a kind that may come at every step
 LONGEST = 1500  # characters; Discord takes 2,000
 LEVELS = {"finished": "info", "goes on": "info", "stopped": "info", "died": "error"}  # the others: warn
-MARKS = {"info": "🟢", "warn": "🟠", "error": "🔴"}
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """To follow one would tell another address what is meant for this one."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 class Alerts:
@@ -58,6 +52,7 @@ class Alerts:
         self._unsaid: dict[str, int] = {}  # how often since then
         self._stall = args.alert_stall_minutes * 60
         self._step, self._step_at, self._stalled = 0, 0.0, False  # step_at 0: none is awaited
+        self._will: subprocess.Popen[bytes] | None = None
         if self._url:
             LAST_WORDS.append(self._died)
 
@@ -72,12 +67,9 @@ class Alerts:
         more = self._unsaid.pop(event, 0)
         text = f"{text} (and {more} more before it)" if more else text
         self._told[event] = now
-        text = text.replace(self._url, HIDDEN)[:LONGEST]
-        alert = {"title": f"{self.run}: {event}", "text": text, "level": LEVELS.get(event, "warn"), "event": event}
-        alert |= {"run": self.run, "step": self._step, "time": round(time.time(), 3)}
         try:
             self._start()
-            self._waiting.put_nowait(alert)
+            self._waiting.put_nowait(self._alert(event, text))
         except queue.Full:
             self._complain("it does not take them as fast as they come")
         except RuntimeError as error:  # no thread can be started
@@ -89,14 +81,17 @@ class Alerts:
         if self._stalled:
             self._stalled = False
             self.send("goes on", f"step {step}")
-        if self._url and self._stall:
-            with contextlib.suppress(RuntimeError):
+        if self._url and not self._closed:
+            with contextlib.suppress(OSError, RuntimeError):  # no more processes or threads
                 self._start()
+                self._write_will(str(step))
 
     def close(self, event: str, text: str) -> None:
         """The last alert: waits a little for it and those before it to be sent."""
         self.send(event, text)
         self._closed, self._step_at = True, 0.0
+        if self._will:
+            self._write_will(BYE)
         end = time.monotonic() + LAST_SECONDS
         while self._url and self._waiting.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.02)
@@ -108,6 +103,25 @@ class Alerts:
     def _died(self, error: BaseException) -> None:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         self.close("died", f"at step {self._step}: {kind}{error}")
+
+    def _alert(self, event: str, text: str) -> dict[str, Any]:
+        text = text.replace(self._url, HIDDEN)[:LONGEST]
+        alert = {"title": f"{self.run}: {event}", "text": text, "level": LEVELS.get(event, "warn"), "event": event}
+        return alert | {"run": self.run, "step": self._step, "time": round(time.time(), 3)}
+
+    def _write_will(self, word: str) -> None:
+        """What the process beside this one knows of it; the address goes through the pipe, and not by its command line."""
+        words = f"{word}\n"
+        if self._will is None:
+            command = [sys.executable, "-I", "-S", last_will.__file__]
+            nothing = subprocess.DEVNULL
+            self._will = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True, cwd="/"
+            )
+            os.set_blocking(self._will.stdin.fileno(), False)
+            words = json.dumps({"url": self._url, "alert": self._alert("died", "")}) + "\n" + words
+        with contextlib.suppress(OSError):  # it is gone, or does not read
+            os.write(self._will.stdin.fileno(), words.encode())
 
     def _start(self) -> None:
         if self._thread is None:
@@ -157,28 +171,6 @@ class Alerts:
         if not self._said:
             self._said = True
             say(f"--alert_webhook: alerts do not arrive ({problem}): training goes on without, which is said only once")
-
-
-def post(url: str, alert: dict[str, Any]) -> None:
-    """One attempt. Raises what urllib raises."""
-    body = json.dumps(body_for(url, alert)).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "plainloop"})
-    with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT):
-        pass
-
-
-def body_for(url: str, alert: dict[str, Any]) -> dict[str, Any]:
-    """What the host of the address takes: Slack "text", Discord "content", any other the alert as it is.
-
-    Nobody is called by name, whatever a text holds: not by Slack's <!channel>, nor by Discord's @everyone.
-    """
-    host = urlsplit(url).hostname or ""
-    text = f"{MARKS[alert['level']]} {alert['title']}\n{alert['text']}"
-    if host == "slack.com" or host.endswith(".slack.com"):
-        return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
-    if host.removeprefix("ptb.").removeprefix("canary.") in ("discord.com", "discordapp.com"):
-        return {"content": text, "allowed_mentions": {"parse": []}}
-    return alert
 
 
 def check_address(address: str) -> str:

@@ -3,7 +3,9 @@
 import http.server
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +14,8 @@ from common import errors
 from common.args import CommonArgs
 from common.errors import UserError, last_words
 from common.run import alerts as module
-from common.run.alerts import Alerts, body_for, check_address
+from common.run.alerts import Alerts, check_address
+from common.run.post import body_for
 from tests.conftest import ROOT, run_script
 
 import pytest
@@ -269,6 +272,35 @@ def test_bad_steps_spikes_and_memory_that_runs_out_are_told(launch, monkeypatch)
     with pytest.raises(UserError, match="exploded"):
         launch("sft", *words, "--learning_rate", "1e30", "--max_bad_steps", "99", "--warmup_steps", "0", output="bad")
     assert [got["event"] for got in server.wait_for(4)][3:] == ["bad step"]
+
+
+def test_a_will_is_not_read_where_the_run_said_its_end(monkeypatch):
+    server = Server()
+    alerts = alerts_to(server.url)
+    alerts.watch(1)
+    assert TOKEN not in " ".join(alerts._will.args)
+    alerts.close("finished", "")
+    alerts._will.stdin.close()
+    assert alerts._will.wait(20) == 0 and [got["event"] for got in server.got] == ["finished"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_has_left_word(tmp_path):
+    server = Server()
+    words = [sys.executable, "train_sft.py", "--output_dir", str(tmp_path / "out"), *SMALL, "--max_steps", "100000"]
+    environment = os.environ | {"PLAINLOOP_ALERT_WEBHOOK": server.url}
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=said, stderr=said, start_new_session=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (tmp_path / "out" / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    (got,) = server.wait_for(1)
+    assert (got["event"], got["level"], got["title"]) == ("died", "error", "out: died") and got["step"] >= 1
+    assert got["text"].startswith(f"after step {got['step']}: the process ended without a word")
+    assert TOKEN not in (tmp_path / "said").read_text()
 
 
 @pytest.mark.slow
