@@ -271,10 +271,6 @@ class Metrics:
                 say(f"{path} cannot be written ({error.strerror}): training goes on, lines are lost")
             self.lost_lines += len(rows)
 
-    def seconds(self) -> float:
-        """Since this process began to train."""
-        return time.perf_counter() - self.started
-
     def finish(self, best: dict[str, Any] | None = None) -> None:
         """curves.png, and summary.json, which stands for a complete run. best: what is known of the best evaluation."""
         self.flush()
@@ -292,7 +288,7 @@ class Metrics:
             "bad_steps": self.bad_steps,
             "loss_spikes": self.spikes,
             "lost_lines": self.lost_lines,
-            "seconds": round(self.seconds(), 1),
+            "seconds": round(time.perf_counter() - self.started, 1),
             "peak_memory_gib": memory(self.accelerator.device).peak,
             "memory_limit_gib": memory(self.accelerator.device).limit,
             "processes": self.accelerator.num_processes,

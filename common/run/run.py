@@ -227,7 +227,7 @@ class Run:
         for name, before, after in both:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
         what = "adapter" if args.use_peft and not args.merge_lora else "model"
-        files = f"metrics.jsonl, samples.jsonl, {'regression.jsonl, ' * bool(args.regression_suite)}summary.json, curves.png"
+        files = f"metrics.jsonl, samples.jsonl, {'regression.jsonl, ' * bool(self.regression.suite)}summary.json, curves.png"
         say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
         if what == "adapter":
             say(
@@ -237,7 +237,7 @@ class Run:
         say(f"talk to it: python -m tools.chat {args.output_dir}")
         say(f"try next: {try_next}")
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
-        self.alerts.close("finished", f"{self.step} steps in {metrics.seconds():.0f} s; {shown}")
+        self.alerts.close("finished", f"{self.step} steps; {shown}")
         self.accelerator.wait_for_everyone()  # none leaves while another still writes
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1:
