@@ -206,7 +206,7 @@ def _say_origins(values: dict[str, Any], layers: dict[str, list[str]], args_clas
             is_secret = first_definition(args_class, f.name)[1].metadata.get("secret")
             shown = "(secret)" if is_secret else value
             shown = " ".join(map(str, shown)) if isinstance(shown, list) else str(shown)
-            origin = origins.get(f.name) or ("the demo" if f.name == "dataset_name" else "the last stage")
+            origin = origins.get(f.name) or ("the demo" if f.name == "dataset_name" else "this script")
             say(f"    {f.name:28} {shown if len(shown) <= 60 else shown[:59] + '…':28} {origin}")
     say("")
 

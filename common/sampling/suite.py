@@ -145,6 +145,8 @@ def _case(row: Row) -> Case:
         value = columns.get(name)
         if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
             raise bad(name, "missing" if value is None else f"expected a name, found {quoted(value)}")
+    if not re.fullmatch(r"[\w .:/-]{1,100}", str(columns["group"])):
+        raise bad("group", f"letters, digits and . : / - are what trackers take in a name, found {quoted(columns['group'])}")
     if columns["group"] == ALL:
         raise bad("group", f"{ALL} is the name of all cases together: choose another")
     if ("prompt" in columns) == ("messages" in columns):

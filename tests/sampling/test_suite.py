@@ -82,6 +82,7 @@ GOOD = {"id": "a", "group": "g", "prompt": "x", "contains": "y"}
         ({"id": None}, "id", "missing"),
         ({"id": 1.5}, "id", "expected a name"),
         ({"group": " "}, "group", "expected a name"),
+        ({"group": "a@b"}, "group", "what trackers take"),
         ({"group": "all"}, "group", "name of all cases"),
         ({"prompt": None}, "prompt", "prompt .text. or messages"),
         ({"messages": USER}, "prompt", "one of them"),

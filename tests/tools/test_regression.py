@@ -1,10 +1,15 @@
 """The gate: a model's suite against another model's, or against what was written of it earlier."""
 
 import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 
 from common.errors import UserError
-from tests.conftest import run_script
+from tests.conftest import ROOT, run_script
 from tools import regression
 
 import pytest
@@ -79,6 +84,26 @@ def test_mistakes_are_one_line(gate, tmp_path):
             gate([ask(1, regex=".")], *words)
     with pytest.raises(UserError, match="cannot load the tokenizer"):
         gate([ask(1, regex=".")], model=str(tmp_path / "nothing"))
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run_as_written(tmp_path):
+    """In a folder with the demo's data, where outputs/sft is the base model."""
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    shutil.copytree(ROOT / MODEL, tmp_path / "outputs" / "sft")
+    page = (ROOT / "docs" / "regression.md").read_text()
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.S))
+    commands = [line.split("#")[0] for line in blocks.splitlines() if line.startswith("python -m tools.regression")]
+    assert len(commands) == 3
+    for command in commands:
+        words = [sys.executable, *shlex.split(command)[1:]]
+        done = subprocess.run(
+            words, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+        assert done.returncode == 0 and "refusing     0/6" in done.stdout, (command, done.stderr[-2000:])
+    rows = [json.loads(line) for line in re.search(r"```json\n(.*?)```", page, re.S)[1].splitlines()]
+    shipped = [json.loads(line) for line in (ROOT / "data" / "regression.jsonl").read_text().splitlines()]
+    assert all(row in shipped for row in rows)
 
 
 @pytest.mark.slow
