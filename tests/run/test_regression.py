@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import sys
 
 from common.errors import UserError
 from common.run import regression as module
-from tests.conftest import EXPERIMENTS, demo, read_metrics
+from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script
+from tests.run.test_fsdp import LAUNCHER
 from tests.run.test_resume import Stop, stop_after_save
+from tests.scripts.test_equivalence import free_port
 
 import pytest
 import torch
@@ -178,3 +181,25 @@ def test_every_stage_has_it_without_a_line_of_its_own(launch, suite, stage, monk
         with pytest.raises(Stop):
             launch(stage, *words(stage, suite, *more), output="stopped")
     assert lines(launch(stage, *words(stage, suite, *more), output="stopped")) == lines(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("cases", [1, 4])
+def test_two_processes_answer_as_one_does(launch, suite, tmp_path, token_cache, kind, cases):
+    """Also where the second one has no case; nothing else is evaluated, and a checkpoint is saved right after it."""
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:cases]))
+    more = words("sft", str(tmp_path / "some.jsonl"), "--eval_steps", "0", "--regression_steps", "2", "--save_steps", "2")
+    more += ["--regression_samples", "2", "--regression_temperature", "1", "--max_steps", "4"]
+    one = lines(launch("sft", *more, "--per_device_train_batch_size", "4", output="one"))
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    if kind == "fsdp2":
+        command += [str(tmp_path / "launcher.py"), "sft", "no"]
+    else:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
+        command += ["--main_process_port", str(free_port()), "train_sft.py"]
+    command += [*more, "--output_dir", str(tmp_path / "two"), "--dataset_cache_dir", str(token_cache)]
+    run = run_script(command, timeout=150)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert lines(tmp_path / "two") == one and (tmp_path / "two" / "checkpoint-2").is_dir()
