@@ -3,9 +3,13 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
+from common.args import CommonArgs
 from common.errors import UserError
 from common.run import regression as module
+from common.sampling.suite import Result
 from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script
 from tests.run.test_fsdp import LAUNCHER
 from tests.run.test_resume import Stop, stop_after_save
@@ -76,29 +80,35 @@ def test_training_does_not_notice_it_and_its_counts_are_metrics(launch, suite, c
     assert "regression suite: 4 cases in 2 groups (ends, words)" in out and "regression.jsonl, summary.json" in out
 
 
-def test_a_resumed_run_writes_what_an_uninterrupted_one_does(launch, suite, monkeypatch):
-    more = [
-        "--regression_steps",
-        "2",
-        "--save_steps",
-        "3",
-        "--save_best",
-        "eval_regression/words",
-        "--save_total_limit",
-        "0",
-    ]
-    whole = launch("sft", *words("sft", suite, *more), output="whole")
+def stopped_at_3(launch, monkeypatch, arguments):
+    """A run that is stopped by its save at step 3, and gone on with."""
     with monkeypatch.context() as patch:
         stop_after_save(patch, 3)
         with pytest.raises(Stop):
-            launch("sft", *words("sft", suite, *more), output="stopped")
-    stopped = launch("sft", *words("sft", suite, *more), output="stopped")
-    assert lines(stopped) == lines(whole) and [line["step"] for line in lines(whole)] == [0, 2, 4, 6]
-    assert read_metrics(stopped) == read_metrics(whole)
-    best = [json.loads((folder / "summary.json").read_text())["best"] for folder in (whole, stopped)]
-    rates = {line["step"]: line["groups"]["words"]["rate"] for line in lines(whole)[1:]}
-    assert best[0] == best[1] and best[0]["step"] == max(rates, key=rates.get) and best[0]["higher_is_better"]
-    assert best[0]["value"] == rates[best[0]["step"]]
+            launch("sft", *arguments, output="stopped")
+    return launch("sft", *arguments, output="stopped")
+
+
+BEST = ["--regression_steps", "2", "--save_steps", "3", "--save_best", "eval_regression/words", "--save_total_limit", "0"]
+
+
+def test_a_resumed_run_writes_no_line_twice_and_a_group_chooses_the_best_checkpoint(launch, suite, monkeypatch):
+    stopped = stopped_at_3(launch, monkeypatch, words("sft", suite, *BEST, "--eval_steps", "0"))
+    found = lines(stopped)
+    assert [line["step"] for line in found] == [0, 2, 4, 6]
+    assert [line["turned"]["since_last"]["step"] for line in found[1:]] == [0, 2, 4]
+    best = json.loads((stopped / "summary.json").read_text())["best"]
+    rates = {line["step"]: line["groups"]["words"]["rate"] for line in found[1:]}
+    assert best["step"] == max(rates, key=rates.get) and best["value"] == rates[best["step"]] and best["higher_is_better"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_writes_what_an_uninterrupted_one_does(launch, suite, monkeypatch):
+    whole = launch("sft", *words("sft", suite, *BEST), output="whole")
+    stopped = stopped_at_3(launch, monkeypatch, words("sft", suite, *BEST))
+    assert lines(stopped) == lines(whole) and read_metrics(stopped) == read_metrics(whole)
+    one, other = (json.loads((folder / "summary.json").read_text())["best"] for folder in (whole, stopped))
+    assert one == other
 
 
 def test_what_cannot_be_is_said_at_the_start(launch, suite, tmp_path):
@@ -134,30 +144,35 @@ def without_template(tmp_path):
     return folder
 
 
-def test_a_fall_is_told_once(launch, suite, monkeypatch, capsys):
-    """Six cases pass, then fail twice, then pass: McNemar's p is 1/64."""
-    told = []
-    monkeypatch.setattr(module.Alerts, "send", lambda self, event, text, pause=0.0: told.append((event, text)))
-    verdicts = iter([1.0, 0.0, 0.0, 1.0])
-    real = module.run_suite
-
-    def scripted(suite, *rest):
-        rate = next(verdicts)
-        results = [r._replace(rate=rate, why="" if rate else "no") for r in real(suite, *rest)]
-        return [r._replace(case=type(r.case)(**vars(r.case) | {"id": f"{r.case.id}{i}"})) for r in results for i in (1, 2)]
-
-    monkeypatch.setattr(module, "run_suite", scripted)
-    out = launch("sft", *words("sft", suite, "--regression_steps", "2"))
-    falls = [text for event, text in told if event == "regression"]
-    assert falls == [
-        "step 2: all has fallen since step 0, to 0 of 8 (p = 0.0039)",
-        "step 2: words has fallen since step 0, to 0 of 6 (p = 0.016)",
+def test_a_fall_is_told_once(suite, monkeypatch, capsys):
+    """Eight cases pass, then fail twice, then pass: McNemar's p is 1/256, and 1/64 for the group of six."""
+    told, written, measured = [], [], []
+    part = module.Regression(CommonArgs(regression_suite=suite, regression_steps=2), SimpleNamespace(device="cpu"))
+    cases = [replace(case, id=f"{case.id}{i}") for case in part.suite.cases for i in (1, 2)]
+    metrics = SimpleNamespace(
+        append=lambda file, rows: written.extend(rows), log_eval=lambda step, values, samples, show: measured.append(values)
+    )
+    alerts = SimpleNamespace(send=lambda event, text: told.append((event, text)))
+    for step, rate in ((0, 1.0), (2, 0.0), (4, 0.0), (6, 1.0)):
+        results = [Result(case, rate, "" if rate else "no", "text") for case in cases]
+        monkeypatch.setattr(module, "run_suite", lambda *_, results=results: results)
+        assert part.run(None, step, metrics, alerts) == dict.fromkeys(part_names(), rate)
+        kept, part = part, module.Regression(part.args, part.accelerator)  # as after a resumption
+        part.restore(json.loads(json.dumps(kept.state())))
+    assert told == [
+        ("regression", "step 2: all has fallen since step 0, to 0 of 8 (p = 0.0039)"),
+        ("regression", "step 2: words has fallen since step 0, to 0 of 6 (p = 0.016)"),
     ]
     said = capsys.readouterr().out
     assert "fell since step 0: short1, short2" in said and said.count("has fallen") == 2
-    assert [len(line["turned"]["since_last"]["fell"]) for line in lines(out)[1:]] == [8, 0, 0]
-    assert [len(line["turned"]["since_base"]["fell"]) for line in lines(out)[1:]] == [8, 8, 0]
-    assert [len(line["turned"]["since_last"]["rose"]) for line in lines(out)[1:]] == [0, 0, 8]
+    assert [len(line["turned"]["since_last"]["fell"]) for line in written[1:]] == [8, 0, 0]
+    assert [len(line["turned"]["since_base"]["fell"]) for line in written[1:]] == [8, 8, 0]
+    assert [len(line["turned"]["since_last"]["rose"]) for line in written[1:]] == [0, 0, 8]
+    assert [len(line["failed"]) for line in written] == [0, 8, 8, 0] and len(measured) == 4
+
+
+def part_names():
+    return [f"eval_regression/{name}" for name in ("all", "ends", "words")]
 
 
 @pytest.mark.slow

@@ -22,8 +22,17 @@ def ask(i, **checks):
 
 
 @pytest.fixture
-def gate(tmp_path, capsys):
-    """gate(rows, *words): the exit code and what was printed."""
+def gate(tmp_path, capsys, monkeypatch):
+    """gate(rows, *words): the exit code and what was printed. The model is loaded once."""
+    loaded = {}
+    real = regression.load_model
+
+    def load_once(args, *rest):
+        name = args.model_name_or_path
+        loaded[name] = loaded[name] if name in loaded else real(args, *rest)
+        return loaded[name]
+
+    monkeypatch.setattr(regression, "load_model", load_once)
 
     def run(rows, *words, model=MODEL):
         path = tmp_path / "suite.jsonl"
