@@ -53,6 +53,7 @@ class Alerts:
         self._stall = args.alert_stall_minutes * 60
         self._step, self._step_at, self._stalled = 0, 0.0, False  # step_at 0: none is awaited
         self._will: subprocess.Popen[bytes] | None = None
+        self._no_will = False
         if self._url:
             LAST_WORDS.append(self._died)
 
@@ -72,7 +73,7 @@ class Alerts:
             self._waiting.put_nowait(self._alert(event, text))
         except queue.Full:
             self._complain("it does not take them as fast as they come")
-        except RuntimeError as error:  # no thread can be started
+        except Exception as error:  # no thread can be started
             self._complain(type(error).__name__)
 
     def watch(self, step: int) -> None:
@@ -82,9 +83,12 @@ class Alerts:
             self._stalled = False
             self.send("goes on", f"step {step}")
         if self._url and not self._closed:
-            with contextlib.suppress(OSError, RuntimeError):  # no more processes or threads
+            try:
                 self._start()
                 self._write_will(str(step))
+            except Exception as error:  # no more threads or processes; or not on this system
+                self._stall, self._no_will = 0.0, True
+                self._complain(type(error).__name__)
 
     def close(self, event: str, text: str) -> None:
         """The last alert: waits a little for it and those before it to be sent."""
@@ -112,6 +116,8 @@ class Alerts:
     def _write_will(self, word: str) -> None:
         """What the process beside this one knows of it; the address goes through the pipe, and not by its command line."""
         words = f"{word}\n"
+        if self._no_will:
+            return
         if self._will is None:
             command = [sys.executable, "-I", "-S", last_will.__file__]
             nothing = subprocess.DEVNULL

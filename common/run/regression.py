@@ -44,6 +44,10 @@ class Regression:
                 max_new_tokens=args.eval_max_new_tokens,
                 timeout=args.reward_timeout,
             )
+        others = ("regression_steps", "regression_samples", "regression_pass_at", "regression_temperature")
+        asked = [name for name in others if getattr(args, name) != getattr(CommonArgs, name)]
+        if asked and not self.suite:
+            raise UserError(f"--{asked[0]}: there is no --regression_suite")
         if args.save_best and self.is_ours(args.save_best) and not self.suite:
             raise UserError(f"--save_best {args.save_best}: there is no --regression_suite")
         # every so many steps; a number that no run reaches: before the first and after the last

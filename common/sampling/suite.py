@@ -182,7 +182,11 @@ def _problem(name: str, value: Any) -> str:
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         return "" if number else "expected a number"
     if name == "max_tokens":
-        return "" if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else "expected 1, 2, ..."
+        return (
+            ""
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            else "expected a whole number from 1 on"
+        )
     texts = value if isinstance(value, list) else [value]
     fits = bool(texts) and all(isinstance(text, str) and (text or name == "equals") for text in texts)
     return "" if fits else "expected text, or a list of texts, none of them empty"

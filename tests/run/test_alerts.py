@@ -274,6 +274,25 @@ def test_bad_steps_spikes_and_memory_that_runs_out_are_told(launch, monkeypatch)
     assert [got["event"] for got in server.wait_for(4)][3:] == ["bad step"]
 
 
+def test_without_threads_or_processes_training_goes_on(monkeypatch, capsys):
+    def none(*args, **kwargs):
+        raise OSError("Cannot allocate memory")
+
+    server = Server()
+    monkeypatch.setattr(module.subprocess, "Popen", none)
+    alerts = alerts_to(server.url)
+    for step in range(3):
+        alerts.watch(step)
+    alerts.close("finished", "")
+    assert [got["event"] for got in server.got] == ["finished"]
+    monkeypatch.setattr(module.threading.Thread, "start", none)
+    alerts = alerts_to(server.url)
+    for step in range(3):
+        alerts.watch(step)
+    alerts.close("finished", "")
+    assert capsys.readouterr().out.count("alerts do not arrive (OSError)") == 2
+
+
 def test_a_will_is_not_read_where_the_run_said_its_end(monkeypatch):
     server = Server()
     alerts = alerts_to(server.url)

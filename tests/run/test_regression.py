@@ -114,6 +114,8 @@ def test_a_resumed_run_writes_what_an_uninterrupted_one_does(launch, suite, monk
 def test_what_cannot_be_is_said_at_the_start(launch, suite, tmp_path):
     with pytest.raises(UserError, match="--save_best eval_regression/words: there is no --regression_suite"):
         launch("sft", "--config", demo("sft"), *TINY, "--save_best", "eval_regression/words")
+    with pytest.raises(UserError, match="--regression_samples: there is no --regression_suite"):
+        launch("sft", "--config", demo("sft"), *TINY, "--regression_samples", "3")
     with pytest.raises(UserError, match="suite.jsonl:1: messages: the tokenizer has no chat template"):
         launch(
             "pretrain",
