@@ -77,7 +77,7 @@ class Metrics:
         self.bad_steps: list[int] = []  # that were not taken
         self.flush: Callable[[], None] = lambda: None  # brings bad_steps up to date (see NonFinite)
         self.alert: Callable[..., None] = lambda *_, **__: None  # tells somebody (see Alerts.send)
-        self.alert_above, self.empty_above = args.alert_memory_above, args.empty_cache_above  # shares of the memory
+        self.args, self.crowded = args, False  # crowded: that memory runs out has been told
         self.losses: list[float] = []  # the last ones that were logged, to know a spike by
         self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
@@ -207,10 +207,10 @@ class Metrics:
         peak = peak_flops(self.accelerator.device)
         if self.flops_per_token and peak:
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / (peak * self.accelerator.num_processes)
-        relieve(self.accelerator.device, self.empty_above)
+        relieve(self.accelerator.device, self.args.empty_cache_above)
         values["memory_gib"], values["peak_memory_gib"], limit = memory(self.accelerator.device)
-        if values["peak_memory_gib"] > self.alert_above * limit:
-            peak, self.alert_above = values["peak_memory_gib"], 1.0  # a peak stays: this is told once
+        if values["peak_memory_gib"] > self.args.alert_memory_above * limit and not self.crowded:
+            self.crowded, peak = True, values["peak_memory_gib"]  # a peak stays
             self.alert("memory", f"step {step}: {peak:.1f} GiB of {limit:.1f} have been in use (alert_memory_above)")
         if self.bad_steps:
             values["bad_steps"] = len(self.bad_steps)
