@@ -156,7 +156,7 @@ class BatchArgs:
     )
     empty_cache_above: float = arg(
         0.9,
-        help="give back what the allocator keeps, when this share of the memory is used",
+        help="share of the machine's memory above which the allocator gives back what it keeps (CUDA's does by itself)",
         within="(0, 1]",
         may_change="execution",
     )

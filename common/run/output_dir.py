@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.args import CommonArgs, MayChange, may_change
+from common.data.folders import flush
 from common.errors import UserError, say
 
 import yaml
@@ -239,14 +240,6 @@ def replace_text(path: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
     os.replace(temporary, path)
-
-
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _compare(
