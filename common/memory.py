@@ -91,8 +91,7 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
 
 
 def relieve(device: torch.device, above: float = 0.9) -> bool:
-    """Empty the caches of the allocator where more than this share of the machine is used. Returns whether there was
-    need.
+    """Empty the caches of the allocator where more than this share of the memory is used. Returns whether there was need.
 
     CUDA's allocator does it by itself when it needs to; done at each line of the log, its blocks would be asked for anew.
     """
