@@ -50,10 +50,10 @@ def sample(
 ) -> list[Sampled]:
     """One completion for each prompt (token ids). The same prompt may occur many times.
 
-    keys: one tuple of non-negative integers per prompt, the seed of its completion. max_new_tokens: of each completion, or of
-    all. stop_ids: the tokens that end a completion; None: the model's own. temperature 0 takes the most probable token. top_k
-    0 and top_p 1 leave the distribution as it is. batch_size: completions sampled at a time, which bounds the memory and
-    changes nothing else. Where memory runs out it is halved.
+    keys: one tuple of non-negative integers per prompt, the seed of its completion. max_new_tokens: of each completion, or
+    of all. stop_ids: the tokens that end a completion; None: the model's own. temperature 0 takes the most probable token.
+    top_k 0 and top_p 1 leave the distribution as it is. batch_size: completions sampled at a time, which bounds the memory
+    and changes nothing else. Where memory runs out it is halved.
     """
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
