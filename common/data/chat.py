@@ -119,22 +119,6 @@ def assistant_spans(
     return text, spans
 
 
-def function_schemas(functions: list[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Python functions or methods as chat templates get tools: names, docstrings (with "Args:") and types as JSON schemas.
-
-    Raises UserError for one that says too little of itself.
-    """
-    from transformers.utils import get_json_schema
-
-    schemas = []
-    for function in functions:
-        try:
-            schemas.append(get_json_schema(function))
-        except Exception as error:  # no docstring, an argument that it does not explain, a type that JSON does not have
-            raise UserError(f"{function.__qualname__} cannot be described to a model: {error}") from None
-    return schemas
-
-
 @per_tokenizer
 def end_of_turn(tokenizer: Tokenizer) -> str | None:
     """The special token with which the chat template ends an assistant turn; None without a template or such a token."""

@@ -146,18 +146,21 @@ def tokenize_reply(messages: list[Message], tokenizer: Tokenizer, calls: list[di
     it, of tools or of the user, in the template's own framing, and the header of the next turn.
 
     With it a chat goes on after the tokens that were sampled, which need not be encoded again. calls: the tool calls of the
-    answered turn, which some templates look up. Raises BadRow where the template refuses these messages or leaves one out.
+    answered turn, which some templates look up. Raises UserError where the template refuses a message or leaves it out.
     """
     word, mark = "plainloop", end_of_turn(tokenizer)
     turn = {"role": "assistant", "content": word} | ({"tool_calls": calls} if calls else {})
-    text = render([{"role": "user", "content": "a"}, turn, *messages], tokenizer, add_generation_prompt=True)
+    try:
+        text = render([{"role": "user", "content": "a"}, turn, *messages], tokenizer, add_generation_prompt=True)
+    except BadRow as error:
+        raise UserError(str(error)) from None
     if mark is None or (end := text.find(mark, text.find(word))) < 0:
-        raise BadRow("the chat template ends answers with no special token (try --chat_template chatml)")
+        raise UserError("the chat template ends answers with no special token (try --chat_template chatml)")
     at, literal = end + len(mark), hidden_texts(tokenizer)
     for said in (message["content"].strip() for message in messages):
         as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # how some templates write what a tool says
         if not (said in text[at:] or as_json in text[at:] or any(hidden in said for hidden in literal)):
-            raise BadRow(f"the chat template leaves out a {messages[0]['role']} message (try --chat_template chatml)")
+            raise UserError(f"the chat template leaves out a {messages[0]['role']} message (try --chat_template chatml)")
     ids, characters = _encode(text, tokenizer, cuts=[at])
     return [token for token, (start, _) in zip(ids, characters.tolist(), strict=True) if start >= at]
 

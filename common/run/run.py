@@ -190,8 +190,8 @@ class Run:
             say(line)
 
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
-        """Write the final model, summary.json and curves.png, and say what is where and what to do next. also: writes something
-        else there, of the final model, on the main process, before the run counts as complete."""
+        """Write the final model, summary.json and curves.png, and say what is where and what to do next. also: writes more
+        of the final model there, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)

@@ -1,6 +1,7 @@
 """Somebody else's code in this process: loaded from a file; what it sets is set back, and it neither ends the process nor
 makes a second one."""
 
+import asyncio
 import contextlib
 import importlib.util
 import inspect
@@ -45,6 +46,24 @@ def from_file(spec: str, timeout: float = 0.0, kind: str = "function") -> Any:
     if not callable(getattr(module, name, None)):
         raise UserError(f"{path} has no {kind} {name}")
     return getattr(module, name)
+
+
+def call(function: Callable[..., Any], timeout: float, **arguments: Any) -> Any:
+    """function(**arguments), awaited if need be, undisturbed. Raises whatever it raises, and TimeLimitReached after timeout
+    seconds (0: any)."""
+    with undisturbed(), time_limit(timeout):
+        value = function(**arguments)
+        return asyncio.run(value) if inspect.isawaitable(value) else value
+
+
+def must(what: str, function: Callable[..., Any], timeout: float, **arguments: Any) -> Any:
+    """As `call`, where a failure is the end of the run: a UserError that says what failed, how, and in which line."""
+    try:
+        return call(function, timeout, **arguments)
+    except TimeLimitReached:
+        raise UserError(f"{what} took more than {timeout:g} s") from None
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what} raised {raised(error)} ({line_of(error, function)})") from None
 
 
 def raised(error: BaseException) -> str:

@@ -737,5 +737,5 @@ def test_a_reply_that_the_template_leaves_out_or_refuses_is_named():
     strict = silent + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
     cases = ((silent, "leaves out a tool message"), (strict, "refuses it: no"), ("{{ 'x' }}", "no special token"))
     for template, line in cases:
-        with pytest.raises(BadRow, match=line):
+        with pytest.raises(UserError, match=line):
             tokenize_reply([{"role": "tool", "name": "add", "content": "7"}], make_tokenizer(template))
