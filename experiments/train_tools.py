@@ -27,8 +27,8 @@ As in train_grpo.py, over the tokens t that the model itself has written in the 
    max_tool_calling_iterations, is cut.
 9. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions of a prompt.
 
-    accelerate launch train_sft.py --config experiments/configs/tools_sft.yaml --output_dir outputs/tools_sft
-    accelerate launch -m experiments.train_tools            # the demo: that model has seen a calculator used now and then
+    accelerate launch train_sft.py --config experiments/configs/tools_sft.yaml  # has seen a calculator used now and then
+    accelerate launch -m experiments.train_tools                                # the demo: uses it, ~1 minute on a CPU
     accelerate launch -m experiments.train_tools --model_name_or_path Qwen/Qwen3-0.6B --dataset_name prompts.jsonl \
         --environment_factory my.py:MyEnvironment --max_completion_length 1024
 
@@ -50,6 +50,7 @@ from common.data.chat import end_of_turn
 from common.data.tokens import tokenize_reply
 from common.data.tool_calls import Tools, describe_tools, read_calls
 from common.errors import UserError, quoted, say
+from common.evaluate import load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import FlatModel, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
@@ -118,8 +119,8 @@ class Args(CommonArgs):
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
-        if self.eval_prompts or self.eval_reward_funcs:
-            raise UserError("--eval_prompts, --eval_reward_funcs: held-out rows are played, and scored as in training")
+        if self.eval_reward_funcs:
+            raise UserError("--eval_reward_funcs: held-out prompts are played and scored as in training")
 
 
 class Environment(NamedTuple):
@@ -391,6 +392,8 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, partial(encode, tools=environment.tools), tokenizer, recognise=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout) + environment.rewards
     weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
+    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out).rows
+    eval_prompts = [tokenize_row(row | {"tools": environment.tools.schemas}, tokenizer) for row in eval_prompts]
     rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
@@ -420,8 +423,8 @@ def main(args: Args) -> None:
     def evaluate() -> tuple[dict[str, float], list[dict[str, Any]]]:
         """The held-out prompts, played at each of eval_temperatures: means, and the episodes."""
         means, samples = {}, []
-        for temperature in args.eval_temperatures if len(held_out) else ():
-            completions = play(held_out.rows, (args.seed,), group=1, temperature=temperature)
+        for temperature in args.eval_temperatures if eval_prompts else ():
+            completions = play(eval_prompts, (args.seed,), group=1, temperature=temperature)
             table = torch.tensor(
                 [[math.nan if r is None else r for r in c.rewards] for c in completions], dtype=torch.float64
             )
@@ -504,4 +507,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, Args, demo="experiments/configs/tools.yaml", default_model="outputs/tools_sft")
+    launch(main, Args, demo="experiments/configs/tools.yaml", default_model="outputs/sft")

@@ -18,6 +18,7 @@ import yaml
 SCRIPTS = {"train_pretrain": 190, "train_sft": 140, "train_dpo": 190, "train_grpo": 360}
 FOUR = list(SCRIPTS)
 SCRIPTS |= {f"experiments.{path.stem}": 190 for path in sorted((ROOT / "experiments").glob("train_*.py"))}
+SCRIPTS["experiments.train_tools"] = 520
 COMMON = ROOT / "common"
 MODULES = sorted(COMMON.rglob("*.py"))
 LONGEST = 420  # lines of a module

@@ -41,7 +41,8 @@ def from_file(spec: str, timeout: float = 0.0, kind: str = "function") -> Any:
         raise UserError(f"importing it failed: {raised(error)} ({line_of(error)})") from None
     if not name:
         is_kind = inspect.isclass if kind == "class" else inspect.isfunction
-        found = [f"{path}:{n}" for n, value in vars(module).items() if is_kind(value) and not n.startswith("_")]
+        own = {n: value for n, value in vars(module).items() if getattr(value, "__module__", None) == module_spec.name}
+        found = [f"{path}:{n}" for n, value in own.items() if is_kind(value) and not n.startswith("_")]
         raise UserError(f"name the {kind}: {' or '.join(found) or 'it has none'}")
     if not callable(getattr(module, name, None)):
         raise UserError(f"{path} has no {kind} {name}")

@@ -53,6 +53,7 @@ STAGES = {
     "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20"]
     + ["--per_device_train_batch_size", "4"],
     "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
+    "tools": ["--config", "experiments/configs/tools.yaml", "--per_device_train_batch_size", "16"],
     "grpo": [
         "--config",
         "data/configs/grpo.yaml",
@@ -82,7 +83,7 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-LONG = ("reward", "pretrain streamed", "sft mixed")
+LONG = ("reward", "tools", "pretrain streamed", "sft mixed")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in STAGES])
