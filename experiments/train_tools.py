@@ -119,6 +119,8 @@ class Args(CommonArgs):
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
+        if not self.environment_factory:
+            raise UserError("--environment_factory: name the class, file.py:Class (experiments/environments.py has two)")
         if self.eval_reward_funcs:
             raise UserError("--eval_reward_funcs: held-out prompts are played and scored as in training")
 

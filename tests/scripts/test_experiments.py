@@ -66,7 +66,8 @@ def test_the_demo_data_is_what_its_scripts_write(tmp_path):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatch):
     """Copied to another place with the root on the path, which is what a copy in the root has."""
-    words = ["--model_name_or_path", "data/base_model", "--dry_run", "--output_dir", str(tmp_path / "out")]
+    words = ["--config", demo(name), "--model_name_or_path", "data/base_model", "--dry_run"]
+    words += ["--output_dir", str(tmp_path / "out")]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     copy = tmp_path / f"train_{name}.py"
     copy.write_text((FOLDER / copy.name).read_text())
@@ -75,6 +76,10 @@ def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatc
         run = run_script([*command, *words, "--dataset_cache_dir", str(tmp_path / "cache")])
         assert run.returncode == 0, run.stderr[-3000:]
         assert "parameters trained" in run.stdout
+
+
+# So that the base model gets rewards that differ.
+SOMETHING_TO_LEARN = {"tools": ["--reward_funcs", "length:4", "--num_generations", "4", "--max_completion_length", "16"]}
 
 
 @pytest.mark.slow
@@ -94,7 +99,7 @@ def test_adapters_are_trained(name, launch):
     ]
     words += ["--max_train_samples", "16", "--per_device_train_batch_size", "4", "--eval_steps", "0", "--save_steps", "2"]
     words += ["--logging_steps", "1", "--learning_rate", "1e-2", "--warmup_steps", "0"]
-    rows = train_metrics(launch(name, *words))
+    rows = train_metrics(launch(name, *words, *SOMETHING_TO_LEARN.get(name, [])))
     assert rows[-1]["grad_norm"] > 0 and rows[-1]["loss"] != rows[0]["loss"]
     if name == "kto":
         assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-6)

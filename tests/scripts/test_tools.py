@@ -315,7 +315,8 @@ def test_mistakes_are_one_line(launch, model, flags, tmp_path):
     text = write_rows(tmp_path / "texts.jsonl", [{"prompt": "What is 3+4?", "answer": "7"}])
     file = f"{tmp_path}/environments.py"
     for words, expected in (
-        (["--environment_factory", ""], "there is no file"),
+        (["--environment_factory", ""], "name the class, file.py:Class"),
+        (["--environment_factory", "missing.py:A"], "there is no file missing.py"),
         (["--environment_factory", file], f"name the class: {file}:Counter or {file}:Lazy"),
         (["--environment_factory", f"{file}:Missing"], "has no class Missing"),
         (["--environment_factory", f"{file}:Idle"], "needs a method reset"),
@@ -334,15 +335,13 @@ def test_mistakes_are_one_line(launch, model, flags, tmp_path):
 
 @pytest.fixture(scope="module")
 def asking(tmp_path_factory):
-    """A model that asks the calculator now and then: SFT's demo for tools, shortened."""
+    """A model that asks the calculator now and then: the demo's."""
     output = tmp_path_factory.mktemp("asking") / "sft"
     words = [
         "--config",
         "experiments/configs/tools_sft.yaml",
         "--model_name_or_path",
         "data/base_model",
-        "--max_steps",
-        "300",
     ]
     run = run_script([sys.executable, "train_sft.py", *words, "--eval_steps", "0", "--output_dir", str(output)])
     assert run.returncode == 0, run.stderr[-3000:]
