@@ -30,6 +30,8 @@ STAGES = {
     "dft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "label_smoothing": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "rft": ["--config", "experiments/configs/rft.yaml", "--max_train_samples", "10", "--max_steps", "-1"]
+    + ["--reward_threshold", "0", "--num_generations", "2", "--eval_prompts", ""],
     "tools": ["--config", "experiments/configs/tools.yaml", "--max_steps", "2", "--num_generations", "4"],
     "grpo": ["--config", "data/configs/grpo.yaml", "--max_steps", "2", "--num_generations", "4", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
@@ -61,7 +63,7 @@ def arguments(stage, batch, accumulation):
     ]
 
 
-SLOW = ("reward", "dft", "label_smoothing", "tools")  # their fast tests are in tests/scripts
+SLOW = ("reward", "dft", "label_smoothing", "rft", "tools")  # their fast tests are in tests/scripts
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STAGES])

@@ -79,7 +79,10 @@ def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatc
 
 
 # So that the base model gets rewards that differ.
-SOMETHING_TO_LEARN = {"tools": ["--reward_funcs", "length:4", "--num_generations", "4", "--max_completion_length", "16"]}
+SOMETHING_TO_LEARN = {
+    "rft": ["--reward_threshold", "0"],
+    "tools": ["--reward_funcs", "length:4", "--num_generations", "4", "--max_completion_length", "16"],
+}
 
 
 @pytest.mark.slow

@@ -1,0 +1,179 @@
+"""Rejection-sampling fine-tuning: prompts and rewards -> the model's own answers that they accept -> SFT on these.
+
+Before its first step the model answers each prompt num_generations times. The answers whose rewards add up to
+reward_threshold or more are written to output_dir/accepted.jsonl, each once (Yuan et al. 2023, arXiv 2308.01825). The rest
+is SFT on this file. Over the N trained tokens of a window (all micro-batches of all processes that make one optimizer step):
+
+    loss = -1/N · Σ_t m_t · log p(token_t | token_<t)
+
+m_t is 1 on what the assistant writes, the token that ends its turn included, in every turn (--train_on). All sequences of a
+micro-batch lie end to end in one row, without padding, and do not see each other.
+
+    accelerate launch -m experiments.train_rft                                # the embedded demo, ~1 minute on a CPU
+
+Shapes: T tokens of the flat row, S sequences in it. A start that two neighbours have in common stands there once. A batch
+holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+(T,), 0 outside of loss_mask; on request also entropy, hidden states, what a function makes of the logits, modules of one's
+own. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+what keeps the load of a mixture's experts even (common/model/experts.py).
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from common.args import CommonArgs, arg
+from common.collators import Window, Windows
+from common.command_line import launch
+from common.data import Row, Sequence, Tokenizer, as_chat, chat_format, drop_turns, load_data, pack, tokenize_chat
+from common.data.formats import as_prompt, prompt_format
+from common.data.load import load_prompts
+from common.data.tokens import tokenize_row
+from common.errors import UserError, say
+from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
+from common.model import FlatModel, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.processes import gather_lists
+from common.run import Run
+from common.run.output_dir import replace_text
+from common.sampling import load_rewards, sample, score
+
+import torch  # after common, which sets how CPU threads wait
+from accelerate import Accelerator
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/rft", help="folder of everything that the run leaves behind")
+    reward_funcs: list[str] = arg(["exact_number"], help="as in train_grpo.py; their sum decides", is_path=True)
+    reward_threshold: float = arg(1.0, help="what their sum has to be, at least", within="(-inf, inf)")
+    num_generations: int = arg(4, help="answers sampled for each prompt", within="[1, 1e5]")
+    max_completion_length: int = arg(256, help="tokens of an answer; longer ones are rejected", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="of the sampling", within="[0, inf)")
+    per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
+    max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
+    train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
+    turn_dropping: float = arg(0.0, help="probability, in each epoch anew, that a chat ends early", within="[0, 1]")
+    packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
+    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
+
+    def __post_init__(self) -> None:
+        if self.turn_dropping and self.train_on != "all_turns":
+            raise UserError("--turn_dropping trains answers in the middle of a chat: --train_on all_turns")
+
+
+def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
+    """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)} and any field
+    of one's own, n numbers or one, which arrives in the batch (--turn_dropping cuts it as it cuts the tokens). A row that
+    raises BadRow is left out, counted and named."""
+    return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
+
+
+def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> dict[str, Any]:
+    """A dataset row as a prompt to sample from, with the columns that the rewards read."""
+    return tokenize_row(as_prompt(row), tokenizer, args.max_length)
+
+
+def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer, file: Path) -> None:
+    """Answer the prompts of the dataset, each process its share, and write the distinct answers that the rewards accept.
+    What is drawn for an answer is a function of (seed, its place)."""
+    prompts = load_prompts(args, encode_prompt, tokenizer, recognise=prompt_format)[0].rows
+    rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
+    mine = range(accelerator.process_index, len(prompts) * args.num_generations, accelerator.num_processes)
+    rows = [prompts[i // args.num_generations] for i in mine]
+    with accelerator.autocast():
+        answers = sample(
+            model,
+            [row["prompt_ids"] for row in rows],
+            [(args.seed, i) for i in mine],
+            max_new_tokens=args.max_completion_length,
+            temperature=args.temperature,
+        )
+    texts = [tokenizer.decode(answer.ids, skip_special_tokens=True) for answer in answers]
+    scores = score(rewards, rows, texts, [answer.ids for answer in answers])  # [F][answer]
+    found = []
+    for k, i in enumerate(mine):
+        values = [function[k] for function in scores if function[k] is not None]
+        if answers[k].finished and values and sum(values) >= args.reward_threshold:
+            found.append((i // args.num_generations, texts[k]))
+    accepted = dict.fromkeys(sorted(gather_lists(accelerator, found)))  # (number of the prompt, text), each once
+    if not accepted:
+        raise UserError(f"no answer has a reward of {args.reward_threshold:g} or more: nothing to train on")
+    if accelerator.is_main_process:
+        rows = [{"prompt": prompts[i]["prompt"], "completion": text} for i, text in accepted]
+        for row in rows:
+            if not isinstance(row["prompt"], str):
+                row["completion"] = [{"role": "assistant", "content": row["completion"]}]
+        replace_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    answered = len({i for i, _ in accepted})
+    say(f"{len(accepted):,} distinct answers to {answered:,} of {len(prompts):,} prompts are accepted: {file}")
+    accelerator.wait_for_everyone()
+
+
+def main(args: Args) -> None:
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    accelerator = run.accelerator
+
+    # --- data --------------------------------------------------------------------------------------------------------
+    tokenizer = load_tokenizer(args)
+    model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
+    file = Path(args.output_dir, "accepted.jsonl")
+    if run.checkpoint is None:  # else it is there, of the model before its first step
+        write_accepted(args, accelerator, model, tokenizer, file)
+    own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
+    own |= dict.fromkeys(("dataset_config", "dataset_weights", "dataset_format"))
+    train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer, recognise=chat_format)
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # of a file, else the first held-out ones
+    train = drop_turns(train, args.turn_dropping)
+    if args.packing:
+        train = pack(train, args.max_length)
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
+
+    # --- model -------------------------------------------------------------------------------------------------------
+    optimizer = make_optimizer(args, model)
+    lr_at = schedule(args, len(windows))
+    run.describe(model, tokenizer, windows, held_out, example_name="conversation")
+    if args.dry_run:
+        return
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
+
+    # --- the gradient of a window ------------------------------------------------------------------------------------
+    def gradients(window: Window) -> torch.Tensor:
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        N = window.total("loss_mask")  # over all processes
+        for batch in window:
+            with accelerator.accumulate(model):
+                mask = batch["loss_mask"]  # (T,)
+                out = model(batch, nll_weights=mask / N)
+                loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+            run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+
+    # --- loop --------------------------------------------------------------------------------------------------------
+    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
+        if run.eval_due(step):
+            values = evaluate_nll(args, accelerator, model, held_out)
+            scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
+            run.log_eval(step, values | scores, samples)
+        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
+            run.save(step)
+        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+            break
+
+        window = windows[step]
+        set_lr(optimizer, lr_at(step))
+        loss = run.retry_smaller(gradients, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+            optimizer.step()
+        optimizer.zero_grad()
+        run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
+
+    run.finish(try_next="accelerate launch train_grpo.py")
+
+
+if __name__ == "__main__":
+    launch(main, Args, demo="experiments/configs/rft.yaml", default_model="outputs/sft")
