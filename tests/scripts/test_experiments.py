@@ -19,7 +19,7 @@ ENTRIES = dict(
         r"^\| `train_(\w+)\.py` \|.*\| `(train_\w+)\.py` \| \+(\d+) −(\d+) \|", GALLERY, re.M
     )
 )
-LARGEST = {"train_grpo": 275}  # lines that an experiment may add and remove, by its parent; of the others 160
+LARGEST = {"train_grpo": 275}  # lines that an experiment may add and remove, by its parent; of the others 170
 
 
 def changed_lines(parent, experiment):
@@ -37,7 +37,7 @@ def test_the_size_of_the_difference_is_what_the_gallery_says(name):
     parent, added, removed = ENTRIES[name]
     found = changed_lines(f"{parent}.py", f"experiments/train_{name}.py")
     assert found == (added, removed), f"{name}: write +{found[0]} −{found[1]} into experiments/README.md"
-    assert added + removed <= LARGEST.get(parent, 160)
+    assert added + removed <= LARGEST.get(parent, 170)
 
 
 def test_common_knows_of_no_experiment():
