@@ -76,9 +76,9 @@ def test_a_step_is_that_of_the_paper(name, launch, tmp_path):
     model = make_model(tmp_path / "model")
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS]
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
-    flags = ["--label_smoothing", "0.2"] if name == "label_smoothing" else []
+    script, flags = {"dft": ("sft", ["--loss_type", "dft"]), "label_smoothing": (name, ["--label_smoothing", "0.2"])}[name]
     words = ["--dataset_name", data, "--per_device_train_batch_size", 3, "--max_steps", 2, "--learning_rate", "3e-3"]
-    run = watched(launch, name, model, *words, *flags)
+    run = watched(launch, script, model, *words, *flags)
     for step in range(2):
         policy = run.policy(step)
         assert_metrics(run.rows[step], nll_window(policy, sequences())[1])
