@@ -49,6 +49,7 @@ STAGES = {
     "sft": "--config data/configs/sft.yaml --max_train_samples 20",
     "dpo": "--config data/configs/dpo.yaml --max_train_samples 20 --precompute_ref_log_probs false --gradient_checkpointing",
     "kto": "--config experiments/configs/kto.yaml --max_train_samples 20",
+    "tools": "--config experiments/configs/tools.yaml --num_generations 4 --reward_funcs length:4",
     "grpo": "--config data/configs/grpo.yaml --num_generations 4 --num_iterations 2 --beta 0.02",
 }
 
@@ -109,7 +110,7 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, la
     assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
     for folder in ("", "checkpoint-2"):
         assert_same_model(one / folder, two / folder)
-    if stage == "grpo":
+    if stage in ("grpo", "tools"):
         tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
 
