@@ -18,7 +18,6 @@ As in train_grpo.py, over the tokens t that the model itself has written in the 
    left out of the forward pass (and of the means of what is logged of it), and stay in the denominator.
 5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
    value of the loss says little: look at the reward.
-
 6. --environment_factory file.py:Class, as in TRL: `reset(**columns)` begins an episode, and may return text that is put
    after the prompt; `get_reward()`, if there is one, is a reward beside --reward_funcs, which get the objects as
    `environments`; any other public method is a tool. What goes wrong in a tool is told to the model, in words.
@@ -223,7 +222,7 @@ def end_turn(args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn
     goes on."""
     c.write(turn.ids, turn.logps)
     can_go_on = turn.ids[-1] == tokenizer.convert_tokens_to_ids(end_of_turn(tokenizer))
-    calls = read_calls(tokenizer.decode(turn.ids), tools) if can_go_on else []
+    calls = read_calls(tokenizer.decode(turn.ids, clean_up_tokenization_spaces=False), tools) if can_go_on else []
     c.messages.append({"role": "assistant", "content": tokenizer.decode(turn.ids, skip_special_tokens=True)})
     c.finished = turn.finished and not calls
     if is_last or not calls:

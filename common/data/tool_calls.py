@@ -47,8 +47,9 @@ def describe_tools(functions: list[Callable[..., Any]], tokenizer: Tokenizer) ->
     described = any(schema["function"]["name"] in text for schema in schemas)
     if described and ("<tool_call>" not in text or "<function=" in text):
         raise UserError("the chat template asks for tool calls in a form that is not known here (JSON in <tool_call> is)")
-    for schema in schemas[:1]:
-        tokenize_reply([{"role": "tool", "name": schema["function"]["name"], "content": "7"}], tokenizer)
+    for name in [schema["function"]["name"] for schema in schemas[:1]]:
+        call = {"type": "function", "function": {"name": name, "arguments": {}}}
+        tokenize_reply([{"role": "tool", "name": name, "content": "7"}], tokenizer, [call])
     return Tools(schemas, as_json=described)
 
 
