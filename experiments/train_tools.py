@@ -429,13 +429,16 @@ def main(args: Args) -> None:
             table = torch.tensor(
                 [[math.nan if r is None else r for r in c.rewards] for c in completions], dtype=torch.float64
             )
-            columns = dict(zip([reward.name for reward in rewards], table.T, strict=True))
+            names = [reward.name for reward in rewards]
+            columns = dict(zip(names, table.T, strict=True))
             columns["reward"] = combine_rewards(table, torch.tensor(weights, dtype=torch.float64))
             columns["tools/call_frequency"] = torch.tensor([float(c.calls) for c in completions])
             suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
-            means |= {f"eval_{name}{suffix}": column.nanmean().item() for name, column in columns.items()}
+            known = {name: column for name, column in columns.items() if not column.isnan().all()}
+            means |= {f"eval_{name}{suffix}": column.nanmean().item() for name, column in known.items()}
             samples += [
-                {"temperature": temperature, "prompt": c.prompt["prompt"], "completion": c.text, "rewards": c.rewards}
+                {"temperature": temperature, "prompt": c.prompt["prompt"], "completion": c.text}
+                | dict(zip(names, c.rewards, strict=True))
                 for c in completions
             ]
         return means, samples
