@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.sampling import Sampled
 from experiments.environments import Calculator, HigherOrLower
 from tests.conftest import read_metrics, run_script, train_metrics, words_of
+from tests.data.test_tool_calls import HERMES
 from tests.run.test_resume import Stop, stop_after_save
 from tests.scripts.one_step import (
     assert_gradient,
@@ -192,9 +193,17 @@ def test_a_step_is_that_of_the_formula_over_the_sampled_tokens(launch, model, fl
     assert row["sampling/logp_difference"] < 1e-5
 
 
-def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(launch, model, flags, calling, completions):
+def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
+    launch, model, flags, calling, completions, monkeypatch
+):
     words = [*flags, "--model_name_or_path", model, "--max_steps", 1, "--eval_steps", 0, "--save_steps", 0]
-    launch("tools", *words, output="whole")
+    keys, sample = [], script.sample
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            script, "sample", lambda model, prompts, k, **options: keys.extend(k) or sample(model, prompts, k, **options)
+        )
+        launch("tools", *words, output="whole")
+    assert keys[:16] == [(0, 0, i, 0) for i in range(16)] and len({*keys}) == len(keys) > 16  # no turn draws as another does
     whole = list(completions)
     completions.clear()
     launch("tools", *words, "--generation_batch_size", 3, output="parts")
@@ -294,6 +303,29 @@ def test_a_game_with_a_state_is_played_over_several_turns(launch, model, monkeyp
             low, high, guesses = (middle + 1, high, guesses + 1) if middle < hidden else (low, middle - 1, guesses + 1)
         assert one.calls == guesses and one.reward == pytest.approx(1 - (guesses - 1) / 6)
         assert " It is between 1 and 20." in one.prompt["prompt"][0]["content"]
+
+
+def test_calls_in_json_where_the_template_asks_for_them(launch, flags, monkeypatch, tmp_path, completions):
+    """A player who calls two tools at once, one of them wrongly, and then answers, in place of the model."""
+    (tmp_path / "hermes.jinja").write_text(HERMES)
+    calls = '<tool_call>{"name": "count", "arguments": {"word": "x"}}</tool_call><tool_call>{"name": "no"}</tool_call>'
+
+    def sample(model, prompts, keys, **options):
+        texts = ["So it is." if "now " in tokenizer().decode(ids) else calls for ids in prompts]
+        turns = [ids_of(text + "<|im_end|>") for text in texts]
+        return [Sampled(ids, [-1.0] * len(ids), True) for ids in turns]
+
+    monkeypatch.setattr(script, "sample", sample)
+    model = make_model(tmp_path / "model", max_position_embeddings=1024)
+    words = ["--model_name_or_path", model, "--max_prompt_length", 500, "--max_completion_length", 500, "--max_steps", 1]
+    launch("tools", *flags, *words, "--chat_template", tmp_path / "hermes.jinja", "--eval_steps", 0, "--save_steps", 0)
+    for c in completions:
+        assert '{"type": "function", "function": {"name": "count"' in tokenizer().decode(c.prompt["prompt_ids"])
+        assert [m["role"] for m in c.messages] == ["assistant", "tool", "tool", "assistant"]
+        assert c.messages[2]["content"] == "error: there is no tool no, but count"
+        told = "".join(f"<|im_start|>tool\n{m['content']}<|im_end|>\n" for m in c.messages[1:3])
+        assert c.text == f"{calls}<|im_end|>\n{told}<|im_start|>assistant\nSo it is.<|im_end|>"
+        assert (c.calls, c.finished) == (2, True) and 1 <= c.failures <= 2
 
 
 def test_the_environments_of_the_demo():
