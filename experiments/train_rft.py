@@ -22,6 +22,7 @@ what keeps the load of a mixture's experts even (common/model/experts.py).
 
 import json
 import math
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +104,7 @@ def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, token
     accepted = dict.fromkeys(sorted(gather_lists(accelerator, found)))  # (number of the prompt, text), each once
     if not accepted:
         raise UserError(f"no answer has a reward of {args.reward_threshold:g} or more: nothing to train on")
-    if accelerator.is_main_process:
+    if accelerator.is_main_process or args.dry_run:  # which has a folder on each process
         rows = [{"prompt": prompts[i]["prompt"], "completion": text} for i, text in accepted]
         for row in rows:
             if not isinstance(row["prompt"], str):
@@ -121,7 +122,7 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
-    file = Path(args.output_dir, "accepted.jsonl")
+    file = Path(tempfile.mkdtemp() if args.dry_run else args.output_dir, "accepted.jsonl")
     if run.checkpoint is None:  # else it is there, of the model before its first step
         write_accepted(args, accelerator, model, tokenizer, file)
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
