@@ -106,6 +106,7 @@ class NonFinite:
             return
         metrics, step = self.metrics, found.step
         metrics.bad_steps.append(step + 1)
+        metrics.event("bad", step + 1, "a NaN or an infinity in the loss or the gradient: the step was not taken")
         norm = float("nan") if found.grad_norm is None else float(found.grad_norm)
         what = f"step {step + 1}: loss {found.loss.item():g}, gradient norm {norm:g}: the step was not taken"
         path = metrics.output_dir / "bad_batches" / f"step-{step + 1}.jsonl"

@@ -5,6 +5,8 @@ script in one place (`retry_smaller`), to begin a window again that has run out 
 """
 
 import gc
+import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from common.args import CommonArgs
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
 from common.errors import UserError, is_first, printable, say
+from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.run.best import Best
@@ -93,6 +96,7 @@ class Run:
         self.best = Best(args)
         for part in (self.metrics, self.retry, self.best):
             part.restore(state)
+        self._note_start()
         windows.restore(self.first_step, state.get("windows", {}))
         if (before := state.get("step_size", windows.step_size)) != windows.step_size:
             say(
@@ -137,6 +141,8 @@ class Run:
         self.metrics.log_eval(step, values, samples, show=self.args.num_samples)
         if step % self.save_every == 0:  # where it can be saved
             self.best.update(step, values)
+            if self.best.step == step > 0:
+                self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
 
     def save_due(self, step: int) -> bool:
         """save_steps, save_minutes, a new best evaluation, a signal, max_hours. The same on every process."""
@@ -153,7 +159,10 @@ class Run:
         state = self.metrics.state() | self.retry.state() | {"weight_norms": self.nonfinite.begun}
         state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
         state |= {"base_dtype": self.base_dtype}
-        save_checkpoint(self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best)
+        written = save_checkpoint(
+            self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best
+        )
+        self.metrics.event("saved" if written else "not saved", step, f"checkpoint-{step}")
         self.signals.saved()
         self.save_wanted = False
 
@@ -161,6 +170,8 @@ class Run:
         """After the last step, or without a better evaluation for long; a run that was told to stop leaves here, with exit
         code 75."""
         if self.asked_for == "stop":
+            self.metrics.event("stopped", step, "told to stop, or out of time: the same command goes on")
+            self.metrics.write_report()
             self.signals.leave(self.args.output_dir, step)
         return step == self.last_step or self.best.stops(step)
 
@@ -190,7 +201,7 @@ class Run:
             say(line)
 
     def finish(self, try_next: str) -> None:
-        """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
+        """Write the final model, summary.json, curves.png and report.html, and say what is where and what to do next."""
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
@@ -199,6 +210,7 @@ class Run:
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
+        metrics.event("finished", self.step, f"the final model is in {args.output_dir}")
         metrics.finish(best.state() if best.step else None)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         if both:
@@ -206,9 +218,8 @@ class Run:
         for name, before, after in both:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
         what = "adapter" if args.use_peft and not args.merge_lora else "model"
-        say(
-            f"\nsaved in {args.output_dir}: the {what} and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png"
-        )
+        files = "metrics.jsonl, samples.jsonl, summary.json, curves.png, report.html"
+        say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
         if what == "adapter":
             say(
                 "it stops where the chat does with the generation_config.json beside it (docs/models.md); as a model: "
@@ -221,6 +232,22 @@ class Run:
         if self.accelerator.num_processes > 1:
             KEPT.append(self.model)
         self.signals.close()
+
+    def _note_start(self) -> None:
+        """Begin a stretch of events.jsonl: where the run starts or goes on, and on what."""
+        accelerator = self.accelerator
+        known = {
+            "script": os.path.relpath(self.script),
+            "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device),
+            "processes": accelerator.num_processes,
+            "mixed_precision": accelerator.mixed_precision,
+            "distributed": accelerator.distributed_type.value,
+            "memory_limit_gib": memory(accelerator.device).limit,
+            "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
+            "python": platform.python_version(),
+        }
+        text = f"from {self.checkpoint}" if self.checkpoint else "from the beginning"
+        self.metrics.event("resumed" if self.checkpoint else "started", self.first_step, text, **known)
 
     def _due(self, step: int, every: int, done: int, last: int = -1) -> bool:
         """Whether something that happens every N steps (0: never), and at the step `last`, happens at this one.
