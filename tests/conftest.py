@@ -24,7 +24,7 @@ import psutil  # noqa: E402
 import pytest  # noqa: E402
 
 # Written anew at every run: they depend on the clock or on the machine, not on what was learned.
-CLOCK = ("tokens_per_second", "memory_gib", "peak_memory_gib")
+CLOCK = ("seconds", "tokens_per_second", "memory_gib", "peak_memory_gib")
 
 
 # What the scripts hand to `launch` at their end.

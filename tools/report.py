@@ -1,8 +1,8 @@
 """One page of one or several runs: their curves over one another, what differs in their settings, and their samples.
 
-    python -m tools.report outputs/sft                          # makes outputs/sft/report.html again
-    python -m tools.report outputs/sft outputs/sft_lr3e-3       # one page that compares them, comparison.html
-    python -m tools.report outputs/* --to pages/all.html
+python -m tools.report outputs/sft                          # makes outputs/sft/report.html again
+python -m tools.report outputs/sft outputs/sft_lr3e-3       # one page that compares them, comparison.html
+python -m tools.report outputs/* --to pages/all.html
 """
 
 import argparse

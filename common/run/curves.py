@@ -17,7 +17,8 @@ FEW = 12  # points that stand by themselves; a line between them would show what
 
 
 def frame_of(name: str) -> str:
-    """The frame of a metric: training and evaluation share one, as do all temperatures, a reward and its evaluation, and memory and its peak."""
+    """The frame of a metric: training and evaluation share one, as do all temperatures, a reward and its evaluation, and
+    memory and its peak."""
     frame = re.sub(r"_t[\d.]+$", "", name.removeprefix("eval_")) if name.startswith("eval_") else name
     score = SCORE.fullmatch(frame)
     return score[1] if score else "memory_gib" if frame == "peak_memory_gib" else frame
@@ -27,7 +28,8 @@ def frames_of(names: Iterable[str]) -> dict[str, list[str]]:
     """{frame: its metrics, training first}, what matters most first: a reward, margins, the loss; then what completions
     scored; what the machine did comes last."""
     frames: dict[str, list[str]] = {}
-    for name in sorted(set(names) - set(NOT_DRAWN), key=lambda name: name.startswith("eval_")):
+    drawn = [name for name in names if name not in NOT_DRAWN]
+    for name in sorted(drawn, key=lambda name: name.startswith("eval_")):
         frames.setdefault(frame_of(name), []).append(name)
     rewarded = "reward" in frames  # there the loss is centred on 0 by its construction
     losses = [frame for frame in frames if frame.endswith("loss")]

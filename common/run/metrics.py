@@ -288,7 +288,8 @@ class Metrics:
             self.report.write(summary)
 
     def finish(self, best: dict[str, Any] | None = None) -> None:
-        """curves.png, report.html, and summary.json, which stands for a complete run. best: what is known of the best evaluation."""
+        """curves.png, report.html, and summary.json, which stands for a complete run. best: what is known of the best
+        evaluation."""
         self.flush()
         if not self.accelerator.is_main_process:
             return
@@ -309,7 +310,7 @@ class Metrics:
             "memory_limit_gib": memory(self.accelerator.device).limit,
             "processes": self.accelerator.num_processes,
             "device": str(self.accelerator.device),
-            "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
+            "versions": versions(),
             "python": platform.python_version(),
         }
         self.write_report(summary)
@@ -322,6 +323,11 @@ class Metrics:
         self.append("metrics.jsonl", [{"step": step, **values, "seconds": round(self.seconds(), 2)}])
         if self.accelerator.log_with:
             self.accelerator.log(values, step=step)
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that figures depend on, as far as they are loaded."""
+    return {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate") if name in sys.modules}
 
 
 def _main(values: dict[str, float]) -> str:

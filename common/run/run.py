@@ -25,7 +25,7 @@ from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
 from common.run.inputs import compare_rest, hub_commits, inputs_of, keep, loaded_code
 from common.run.launch import KEPT, hold_on, start
-from common.run.metrics import Metrics
+from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
 from common.run.output_dir import writing
 from common.run.retry import Gradients, Retry
@@ -243,7 +243,7 @@ class Run:
             "mixed_precision": accelerator.mixed_precision,
             "distributed": accelerator.distributed_type.value,
             "memory_limit_gib": memory(accelerator.device).limit,
-            "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
+            "versions": versions(),
             "python": platform.python_version(),
         }
         text = f"from {self.checkpoint}" if self.checkpoint else "from the beginning"

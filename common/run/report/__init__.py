@@ -20,7 +20,8 @@ SHARE = 50  # and at least so many times what it took to write the last one
 
 
 class Report:
-    """The report of a run that is under way, in its output folder. It costs a line where it cannot be written, not the run."""
+    """The report of a run that is under way, in its output folder. Where it cannot be written that costs a line, not the
+    run."""
 
     def __init__(self, output_dir: Path):
         self.folder = Folder(output_dir)

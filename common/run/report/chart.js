@@ -112,6 +112,11 @@ class Chart {
     const lines = this.series.map((series) => within(series, domain, smooth));
     const ends = lines.flatMap((line) => [...line.y, ...line.drawn, ...(line.low || []), ...(line.high || [])]).filter(Number.isFinite);
     let low = Math.min(...ends), high = Math.max(...ends);
+    const core = scale === "auto" ? withoutPeaks(lines) : null;
+    if (core && high - low > 5 * (core[1] - core[0])) {  // a single peak would flatten everything else: it is cut, and marked
+      const room = 0.35 * (core[1] - core[0]);
+      [low, high] = [Math.max(low, core[0] - room), Math.min(high, core[1] + room)];
+    }
     const log = low > 0 && (scale === "log" || (scale === "auto" && this.frame.log));
     if (!ends.length) [low, high] = [0, 1];
     if (low === high) [low, high] = low ? [low - Math.abs(low) / 10, high + Math.abs(high) / 10] : [-1, 1];
@@ -121,7 +126,8 @@ class Chart {
     const span = domain[1] - domain[0] || 1;
     const X = (x) => left + ((x - domain[0]) / span) * (width - left - right);
     const share = log ? (y) => Math.log(y / low) / Math.log(high / low) : (y) => (y - low) / (high - low);
-    const Y = (y) => this.height - bottom - share(y) * (this.height - top - bottom);
+    const Y = (y) => this.height - bottom - Math.min(1, Math.max(0, share(Math.max(y, log ? 1e-300 : -Infinity)))) * (this.height - top - bottom);
+    Object.assign(this, { low, high });
     Object.assign(this, { X, Y, lines, left, width, domain, right });
 
     const drawn = [];
@@ -152,6 +158,10 @@ class Chart {
     if (line.low && line.x.length > 1) {
       const back = line.x.map((x, i) => `L${X(x).toFixed(1)} ${Y(line.low[i]).toFixed(1)}`).reverse().join("");
       drawn.push(element("svg:path", { class: "band", style: colour, d: `${path(line.high)}${back}Z` }));
+    }
+    const cut = (line.high || line.y).map((y, i) => [i, y]).filter(([, y]) => y > this.high);
+    for (const [i, y] of cut.slice(0, 40)) {
+      drawn.push(element("svg:path", { class: "peak", style: colour, d: `M${X(line.x[i]) - 3.5} 8h7l-3.5 -6z` }, element("svg:title", {}, shown(y))));
     }
     const few = series.eval ? line.x.length <= 12 : line.x.length === 1;
     if (!few) {
@@ -227,6 +237,14 @@ function within(series, domain, smooth) {
   const pick = (list) => list && inside.map((i) => list[i]);
   const y = pick(series.y);
   return { x: pick(series.x), y, drawn: wanted ? pick(drawn) : y, low: pick(series.low), high: pick(series.high) };
+}
+
+// The range of what is drawn without single peaks: of the medians of five neighbours. null where there are few values.
+function withoutPeaks(lines) {
+  const found = lines.filter((line) => line.y.length >= 60).flatMap(({ y }) => y.map((_, i) => y.slice(Math.max(0, i - 2), i + 3).sort((a, b) => a - b)[2]));
+  const rest = lines.filter((line) => line.y.length < 60).flatMap((line) => line.y);
+  const values = [...found, ...rest].filter(Number.isFinite);
+  return found.length ? [Math.min(...values), Math.max(...values)] : null;
 }
 
 // The place of the number in a sorted list that is nearest to x; -1 in an empty list.

@@ -44,6 +44,7 @@ def describe_run(folder: Folder, summary: dict[str, Any] | None = None) -> dict[
         "best": summary.get("best") if isinstance(summary.get("best"), dict) else None,
         **curves_of(folder),
         "events": events,
+        "happened": sum(kind.count for kind in folder.events.values()),
         "samples": samples_of(samples),
         "rates": rates_of(samples[-1]) if samples else {},
         "completions": completions_of(folder.completions()),
@@ -60,7 +61,8 @@ def describe_run(folder: Folder, summary: dict[str, Any] | None = None) -> dict[
 
 
 def curves_of(folder: Folder) -> dict[str, Any]:
-    """Steps that curves share, the curves, their frames in order, what did not change, and the tokens and seconds of steps."""
+    """The curves, the steps that they share, their frames in order, what did not change, and the tokens and seconds of
+    steps."""
     steps: list[list[int]] = []
     curves, frames, constant = [], [], {}
     for frame, names in frames_of(folder.curves).items():
@@ -236,7 +238,9 @@ def data_of(facts: dict[str, Any]) -> dict[str, Any] | None:
 
 def memory_of(folder: Folder, facts: dict[str, Any], summary: dict[str, Any], begun: Row) -> dict[str, Any] | None:
     """In GiB: what was estimated, part by part, the most that was used, and what there is."""
-    peak = folder.curves["peak_memory_gib"].range()[1] if "peak_memory_gib" in folder.curves else summary.get("peak_memory_gib")
+    peak = (
+        folder.curves["peak_memory_gib"].range()[1] if "peak_memory_gib" in folder.curves else summary.get("peak_memory_gib")
+    )
     parts = facts.get("memory_gib") if isinstance(facts.get("memory_gib"), dict) else {}
     if peak is None and not parts:
         return None
@@ -260,8 +264,8 @@ def settings_of(settings: dict[str, Any], script: Path) -> list[dict[str, Any]]:
 
 
 def defaults_of(script: Path) -> dict[str, Any]:
-    """The defaults of the arguments: those that are shared, and those that stand in the copy of the script, which is read and
-    not executed."""
+    """The defaults of the arguments: those that are shared, and those in the copy of the script, which is read and not
+    executed."""
     found = {}
     for field in dataclasses.fields(CommonArgs):
         found[field.name] = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -131,7 +131,7 @@ function facts(run) {
     ["steps", run.steps && run.steps !== run.step ? `${shown(run.step)} of ${shown(run.steps)}` : shown(run.step)],
     ["tokens", run.tokens ? `${shown(run.tokens)}${speed ? `, ${speed}` : ""}` : null],
     ["time", run.seconds ? duration(run.seconds) : null],
-    ["left", run.state === "running" && run.steps && run.step && run.seconds ? `about ${duration(((run.steps - run.step) * run.seconds) / run.step)}` : null],
+    ["left", run.state === "running" && run.steps > run.step && run.step && run.seconds ? `about ${duration(((run.steps - run.step) * run.seconds) / run.step)}` : null],
     ["memory", run.memory?.peak ? `${gib(run.memory.peak)} at most` : null],
     ["best", run.best?.step ? `${run.best.metric} ${shown(run.best.value)} at step ${shown(run.best.step)}` : null],
   ];
@@ -300,7 +300,8 @@ function happened() {
   const rows = runs[0].events.map((event) => element("tr", { class: TROUBLE.includes(event.kind) ? "trouble" : "" },
     element("td", { class: "number" }, shown(event.step)), element("td", {}, event.kind), element("td", {}, event.text || ""), element("td", { class: "dim" }, event.time ? when(event.time) : "")));
   const trouble = runs[0].events.filter((event) => TROUBLE.includes(event.kind)).length;
-  const summary = `${runs[0].events.length} entries${trouble ? `, ${trouble} of trouble` : ""}`;
+  const { happened: count } = runs[0];
+  const summary = `${count > rows.length ? `${rows.length} of ${count}` : rows.length} entries${trouble ? `, ${trouble} of trouble` : ""}`;
   return section("happened", "What happened", null, timeline.svg, element("details", {}, element("summary", {}, summary, timeline.text),
     element("div", { class: "scroll" }, element("table", {}, element("tbody", {}, rows)))));
 }
