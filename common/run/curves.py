@@ -70,7 +70,8 @@ def draw_curves(output_dir: Path, title: str = "") -> None:
                 steps.append(row["step"])
                 values.append(value)
     constant = {name for name, (_, values) in curves.items() if len(values) > 1 and min(values) == max(values)}
-    frames = {frame: names for frame, names in frames_of(curves).items() if not constant.issuperset(names)}
+    frames = frames_of(curves)
+    frames = {frame: names for frame, names in frames.items() if not constant.issuperset(names)} or frames
     if not frames:  # neither logged nor evaluated
         return
     columns = min(4, len(frames))

@@ -51,9 +51,9 @@ function interpolate(xs, ys, x) {
 }
 
 // A mean over neighbours, weighted by a bell whose width is a share of all values: unlike an exponential mean it does not
-// lag behind. amount: 0 to 1; at 1 the bell's standard deviation is a twelfth of the values.
+// lag behind. amount: 0 to 1; at 1 the bell's standard deviation is a sixth of the values.
 function smoothed(values, amount) {
-  const width = (amount * amount * values.length) / 12, reach = Math.ceil(3 * width);
+  const width = (amount * amount * values.length) / 6, reach = Math.ceil(3 * width);
   const weights = Array.from({ length: reach + 1 }, (_, k) => Math.exp(-(k * k) / (2 * width * width)));
   if (width < 0.2) return values;
   return values.map((_, i) => {
@@ -96,7 +96,7 @@ class Chart {
     Object.assign(this, { frame, series, marks, settings, height, listeners });
     this.legend = element("span", { class: "legend" });
     this.svg = element("svg:svg", { class: "plot", height, role: "img", tabindex: "0" });
-    this.node = element("figure", { class: "frame" }, element("figcaption", {}, element("b", {}, frame.name), this.legend), this.svg);
+    this.node = element("figure", { class: "frame" }, element("figcaption", {}, element("b", { title: frame.name }, frame.name), this.legend), this.svg);
     this.svg.addEventListener("pointermove", (event) => this.point(event));
     this.svg.addEventListener("pointerleave", () => listeners.point(null));
     this.svg.addEventListener("pointerdown", (event) => { this.from = this.at(event); });
@@ -136,7 +136,7 @@ class Chart {
       drawn.push(element("svg:text", { class: "tick", x: left - 6, y: Y(y) + 3.5, "text-anchor": "end" }, shown(y)));
     }
     for (const x of tick(domain, Math.max(2, Math.floor((width - left) / 85)))) {
-      const end = X(x.at) > width - right - 12;
+      const end = X(x.at) + 3 * x.text.length > width;
       drawn.push(element("svg:text", { class: "tick", x: end ? width - right : X(x.at), y: this.height - 5, "text-anchor": end ? "end" : "middle" }, x.text));
     }
     for (const mark of this.marks) {
@@ -186,7 +186,7 @@ class Chart {
       if (x !== null && !off) marks.push(element("svg:circle", { class: "at", style: `color: var(--${series.colour})`, cx: this.X(line.x[k]), cy: this.Y(line.drawn[k]), r: 3.5 }));
       const range = x !== null && line.low ? ` (${shown(line.low[k])} … ${shown(line.high[k])})` : "";
       return element("span", { class: off ? "value off" : "value", style: `--colour: var(--${series.colour})`, title: series.title || series.label },
-        element("i", { class: series.eval ? "ring" : "dash" }), element("em", {}, series.label), element("output", {}, off ? "–" : shown(line.y[k]) + range));
+        element("i", { class: series.eval ? "ring" : "dash" }), this.settings().named ? element("em", {}, series.label) : null, element("output", {}, off ? "–" : shown(line.y[k]) + range));
     });
     this.legend.replaceChildren(...values.filter(Boolean));
     if (x === null) { this.cursor.replaceChildren(); return; }

@@ -5,6 +5,7 @@ from typing import Any
 
 from common.run.report.read import Folder, Row
 
+OF_THE_FOLDER = ("output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "accept_changes")
 Rate = dict[str, int]  # {"passed", "of"}
 
 
@@ -18,7 +19,7 @@ def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
     tables = [{name: value for group in run["settings"] for name, value, _ in group["rows"]} for run in runs]
     tables = [table | {"script": run["script"]} for table, run in zip(tables, runs, strict=True)]
     names = dict.fromkeys(name for table in tables for name in table)
-    found = [[name, [table.get(name, "") for table in tables]] for name in names if name not in ("output_dir", "run_name")]
+    found = [[name, [table.get(name, "") for table in tables]] for name in names if name not in OF_THE_FOLDER]
     return [[name, values] for name, values in found if len(set(values)) > 1]
 
 

@@ -303,7 +303,7 @@ def about(begun: Row, summary: dict[str, Any], facts: dict[str, Any]) -> list[li
         "python": begun.get("python") or summary.get("python"),
         **(versions if isinstance(versions, dict) else {}),
     }
-    return [[name, cut(value, SETTING)] for name, value in found.items() if value not in (None, "", "None")]
+    return [[name, cut(value, SETTING)] for name, value in found.items() if value not in (None, "", "–")]
 
 
 def command_of(script: str, folder: Path, begun: Row, summary: dict[str, Any]) -> str:

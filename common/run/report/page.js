@@ -6,7 +6,7 @@ const colourOf = (k) => `run${k % 8}`;
 
 // --- switches, which the address keeps --------------------------------------------------------------------------------
 
-const DEFAULTS = { x: "steps", y: "auto", smooth: "0.3", theme: "auto", zoom: "", show: "all", score: "", prompt: "0", rollout: "-1", settings: "changed", hide: "" };
+const DEFAULTS = { x: "steps", y: "auto", smooth: "0.35", theme: "auto", zoom: "", show: "all", score: "", prompt: "0", rollout: "-1", settings: "changed", hide: "" };
 const state = { ...DEFAULTS };
 
 function readAddress() {
@@ -79,7 +79,7 @@ function visible() {
   return left.length ? left : all;
 }
 
-const axisSettings = () => ({ domain: domain(), scale: state.y, smooth: Number(state.smooth), tick: tickLabels, unit: place });
+const axisSettings = () => ({ named: !several(), domain: domain(), scale: state.y, smooth: Number(state.smooth), tick: tickLabels, unit: place });
 
 // --- the top ----------------------------------------------------------------------------------------------------------
 
@@ -143,21 +143,23 @@ const when = (seconds) => new Date(seconds * 1000).toLocaleString([], { dateStyl
 
 function runsTable() {
   const names = [...new Set(runs.flatMap((run) => keyFigures(run, 6).map((figure) => figure.name)))].slice(0, 7);
-  const hidden = new Set(state.hide.split(",").filter(Boolean));
-  const toggle = (k) => {
-    if (hidden.has(String(k))) hidden.delete(String(k)); else hidden.add(String(k));
-    change({ hide: [...hidden].join(",") });
-  };
   const head = ["run", ...names, "steps", "tokens", "time"].map((name, i) => element("th", { class: i ? "number" : "" }, name));
   const rows = runs.map((run, k) => {
     const figures = Object.fromEntries(keyFigures(run, 99).map((figure) => [figure.name, figure]));
-    return element("tr", { class: hidden.has(String(k)) ? "hidden-run" : "" },
-      element("td", {}, element("button", { type: "button", class: "run", style: `--colour: var(--${colourOf(k)})`, title: `show or hide ${run.name}`, onclick: () => toggle(k) }, element("i", {}), run.name),
-        element("span", { class: "dim" }, ` ${run.state === "finished" ? "" : run.state}`)),
+    return element("tr", {},
+      element("td", {}, runButton(run, k), element("span", { class: "dim" }, ` ${["finished", "unknown"].includes(run.state) ? "" : run.state}`)),
       names.map((name) => element("td", { class: "number" }, figures[name] ? shown(figures[name].after) : "–")),
       element("td", { class: "number" }, shown(run.step)), element("td", { class: "number" }, shown(run.tokens)), element("td", { class: "number" }, duration(run.seconds)));
   });
   return element("div", { class: "wide" }, element("table", { class: "runs" }, element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows)));
+}
+
+// The name of a run in its colour; to press it hides the run's curves, or shows them again.
+function runButton(run, k) {
+  const hidden = new Set(state.hide.split(",").filter(Boolean));
+  const shows = !hidden.delete(String(k));
+  if (shows) hidden.add(String(k));
+  return element("button", { type: "button", class: "run", style: `--colour: var(--${colourOf(k)})`, title: `show or hide ${run.name}`, "aria-pressed": String(shows), onclick: () => change({ hide: [...hidden].join(",") }) }, element("i", {}), run.name);
 }
 
 function switches() {
@@ -171,7 +173,7 @@ function switches() {
     choice("x", axes), choice("y", [["auto", "auto"], ["linear", "linear"], ["log", "log"]]),
     element("label", {}, "smoothing", smooth, amount),
     state.zoom ? element("button", { type: "button", class: "plain", onclick: () => change({ zoom: "" }) }, "whole run") : element("span", { class: "hint" }, "drag in a frame to look closer"),
-    several() ? null : element("span", { class: "anchors" }, sectionLinks()));
+    several() ? element("span", { class: "chips" }, runs.map((run, k) => runButton(run, k))) : element("span", { class: "anchors" }, sectionLinks()));
 }
 
 // --- sections ---------------------------------------------------------------------------------------------------------
@@ -199,7 +201,8 @@ function curves() {
   for (const { run } of visible()) for (const frame of run.frames) frames.set(frame.name, { ...frame, log: frame.log || frames.get(frame.name)?.log });
   const all = [...frames.values()];
   const lead = all.filter((frame) => !frame.machine).slice(0, 3);
-  const more = all.filter((frame) => !lead.includes(frame));
+  const rest = all.filter((frame) => !lead.includes(frame));
+  const more = [...rest.filter((frame) => !frame.machine), ...rest.filter((frame) => frame.machine)];
   const make = (height) => (frame) => {
     const chart = new Chart(frame, seriesOf(frame.name), several() ? [] : troubles(), axisSettings, height, listeners);
     charts.push(chart);
@@ -215,7 +218,9 @@ function curves() {
 function seriesOf(frame) {
   const found = [];
   for (const { run, k, unit } of visible()) {
-    const mine = run.curves.filter((curve) => curve.frame === frame);
+    // Side by side, one curve of a kind is enough: of memory its peak, of several temperatures the first.
+    const dropped = (name) => several() && (name === "memory_gib" || /_t[\d.]+$/.test(name));
+    const mine = run.curves.filter((curve) => curve.frame === frame && !dropped(curve.name));
     const both = mine.some((curve) => curve.eval) && mine.some((curve) => !curve.eval);
     let evaluations = 0;
     for (const curve of mine) {
@@ -223,7 +228,7 @@ function seriesOf(frame) {
       const kind = curve.eval ? `eval${hot ? ` at ${hot[1]}` : ""}` : KINDS[curve.name] ?? (curve.machine ? "" : "train");
       const single = curve.eval || curve.name === "peak_memory_gib" ? ["eval", "eval2", "eval3"][evaluations++ % 3] : "train";
       found.push({
-        ...curve, exact: EXACT.includes(frame), title: curve.name + (curve.missing ? ` (${curve.missing} values were no finite numbers)` : ""),
+        ...curve, exact: EXACT.includes(frame), title: (several() ? `${run.name}: ` : "") + curve.name + (curve.missing ? ` (${curve.missing} values were no finite numbers)` : ""),
         label: several() ? run.name + (both && curve.eval ? " eval" : "") + (hot ? ` at ${hot[1]}` : "") : kind,
         colour: several() ? colourOf(k) : single, x: run.x[curve.x].map(unit),
       });
@@ -464,7 +469,7 @@ function rewardMap(completions, at, low, high, go) {
     const counts = new Array(bins).fill(0);
     for (const reward of rollout.rewards) counts[Math.min(bins - 1, Math.floor(((reward - low) / (high - low || 1)) * bins))]++;
     const most = Math.max(...counts, 1);
-    return element("svg:g", { class: k === at ? "column chosen" : "column", onclick: () => go(k) }, element("svg:title", {}, `step ${rollout.step}`),
+    return element("svg:g", { class: k === at ? "column current" : "column", onclick: () => go(k) }, element("svg:title", {}, `step ${rollout.step}`),
       element("svg:rect", { class: "back", x: k * wide, y: 0, width: wide, height: bins * cell }),
       counts.map((count, bin) => count ? element("svg:rect", { x: k * wide + 0.5, y: (bins - 1 - bin) * cell + 0.5, width: wide - 1, height: cell - 1, "fill-opacity": (0.15 + 0.85 * (count / most)).toFixed(2) }) : null));
   });

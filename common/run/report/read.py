@@ -175,7 +175,8 @@ def time_of(row: Row) -> float:
 
 
 def _yaml(text: str) -> Any:
-    return yaml.safe_load(text)
+    """As JSON has it: a list that holds itself, which YAML can say, is a ValueError."""
+    return json.loads(json.dumps(yaml.safe_load(text), default=str))
 
 
 def _object(parse: Any, path: Path) -> dict[str, Any]:
