@@ -279,7 +279,7 @@ def test_the_tests_of_a_difference_agree_with_hand_worked_numbers():
     assert two_proportions({"passed": 0, "of": 9}, {"passed": 0, "of": 7}) == 1.0
     assert two_proportions({"passed": 0, "of": 0}, {"passed": 1, "of": 7}) is None
     assert mcnemar(8, 1) == pytest.approx(2 * (1 + 9) / 2**9) and mcnemar(0, 0) == mcnemar(3, 3) == 1.0
-    assert mcnemar(500, 499) == pytest.approx(1.0) and mcnemar(700, 400) < 1e-15
+    assert mcnemar(500, 499) == 1.0 and mcnemar(700, 400) == pytest.approx(1.0e-19, rel=0.3)
     assert wilson(8, 10) == pytest.approx([0.4902, 0.9433], abs=1e-4) and wilson(0, 0) == [0.0, 1.0]
 
 

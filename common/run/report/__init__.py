@@ -79,7 +79,8 @@ def finite(value: Any) -> Any:
 
 
 def write_page(path: Path, text: str) -> None:
-    """So that whoever reads meanwhile sees the old page or the new one. A character that is none is spelled out."""
+    """So that whoever reads meanwhile sees the old page or the new one. Half of a pair of surrogates, which is no
+    character, becomes a question mark."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
+    temporary.write_bytes(text.encode("utf-8", "replace"))
     os.replace(temporary, path)

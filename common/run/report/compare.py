@@ -95,7 +95,6 @@ def mcnemar(gained: int, lost: int) -> float:
     """The same for one set of prompts: of those on which two runs differ, each side would have half by chance (McNemar 1947;
     exact, two-sided)."""
     n = gained + lost
-    tail = sum(
-        math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) for k in range(min(gained, lost) + 1)
-    )
-    return min(1.0, 2 * tail / 2**n) if n < 1000 else math.erfc((abs(gained - lost) - 1) / math.sqrt(2 * n))
+    if n > 10_000:  # there the bell is as good
+        return math.erfc((abs(gained - lost) - 1) / math.sqrt(2 * n))
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n)
