@@ -104,5 +104,11 @@ def read_metrics(output: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
 
 
+def events_of(output: Path, kind: str) -> list[dict]:
+    """What events.jsonl says of a kind."""
+    rows = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
 def train_metrics(output: Path) -> list[dict]:
     return [row for row in read_metrics(output) if "loss" in row]

@@ -81,9 +81,12 @@ def draw_curves(output_dir: Path, title: str = "") -> None:
     for axis in axes.flat[len(frames) :]:
         axis.axis("off")
     for axis, (frame, names) in zip(axes.flat, frames.items(), strict=False):
+        evaluated = [name for name in names if name.startswith("eval_")]
+        colours = [name for name in names if name not in evaluated] + [""] * (len(evaluated) == len(names)) + evaluated
         for name in names:
             few = len(curves[name][0]) <= FEW
-            axis.plot(*curves[name], "o" if few else "-", markersize=4, linewidth=1.2, label=name, zorder=3 if few else 2)
+            style = {"color": f"C{colours.index(name)}", "markersize": 4, "linewidth": 1.2, "zorder": 3 if few else 2}
+            axis.plot(*curves[name], "o" if few else "-", label=name, **style)
         values = [value for name in names for value in curves[name][1]]
         if is_logarithmic(frame, min(values), max(values)):
             axis.set_yscale("log")

@@ -6,14 +6,14 @@ import random
 import re
 
 from common.args import CommonArgs
-from common.run.curves import frame_of, frames_of, is_logarithmic
-from common.run.metrics import Metrics
+from common.run.curves import draw_curves, frame_of, frames_of, is_logarithmic
+from common.run.metrics import Metrics, _main
 from common.run.report import Report, embedded, page, write_report
 from common.run.report.compare import mcnemar, two_proportions, wilson
 from common.run.report.describe import command_of, defaults_of, describe_run
 from common.run.report.read import Folder, Lines
 from common.run.report.thin import Curve, Spread
-from tests.conftest import ROOT, read_metrics
+from tests.conftest import ROOT, events_of, read_metrics
 from tests.run.test_folder import SFT
 
 import numpy as np
@@ -269,6 +269,37 @@ def test_what_matters_most_comes_first():
     assert [*frames_of(sft)] == ["loss", "mean_token_accuracy", "exact", "entropy", "learning_rate"]
     assert frame_of("eval_exact_t0.7") == "exact" and frame_of("peak_memory_gib") == "memory_gib"
     assert is_logarithmic("loss", 0.1, 5) and not is_logarithmic("loss", -1, 5) and not is_logarithmic("exact", 0.1, 5)
+
+
+def test_the_picture_has_a_name_axes_points_for_few_evaluations_and_nothing_that_never_changed(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *words, **options: drawn.append(figure))
+    rows = [{"step": 0, "eval_reward": 0.1}, {"step": 40, "eval_reward": 0.9}]
+    rows += [{"step": s, "loss": 0.01 * (-1) ** s, "reward": s / 40, "clip": 0.0} for s in range(1, 41)]
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    draw_curves(tmp_path, "my run")
+    assert drawn[0].get_suptitle() == "my run"
+    axes = [axis for axis in drawn[0].axes if axis.get_title()]
+    assert [axis.get_title() for axis in axes] == ["reward", "loss"] and {axis.get_xlabel() for axis in axes} == {"step"}
+    styles = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in axes[0].get_lines()}
+    assert styles == {"reward": ("-", "None"), "eval_reward": ("None", "o")}
+
+
+def test_the_bar_shows_what_matters():
+    assert _main({"loss": 0.5, "tokens_per_second": 1.0}) == "loss 0.5000"
+    assert _main({"loss": 0.5, "rewards/margins": 2.0}) == "margin 2.0000"
+    assert _main({"loss": 0.001, "reward": 0.25}) == "reward 0.2500"
+
+
+def test_a_loss_that_jumps_is_noted(tmp_path):
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    for step in range(1, 30):
+        metrics.add(loss=9.0 if step == 25 else 1.0 + step % 3 / 10)
+        metrics.close_window()
+        metrics.log(step)
+    assert [event["step"] for event in events_of(tmp_path, "spike")] == [25]
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------

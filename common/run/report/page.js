@@ -133,7 +133,7 @@ function facts(run) {
     ["time", run.seconds ? duration(run.seconds) : null],
     ["left", run.state === "running" && run.steps > run.step && run.step && run.seconds ? `about ${duration(((run.steps - run.step) * run.seconds) / run.step)}` : null],
     ["memory", run.memory?.peak ? `${gib(run.memory.peak)} at most` : null],
-    ["best", run.best?.step ? `${run.best.metric} ${shown(run.best.value)} at step ${shown(run.best.step)}` : null],
+    ["best", run.best?.step ? `${run.best.metric.replace("eval_", "")} ${shown(run.best.value)}, step ${shown(run.best.step)}` : null],
   ];
   return found.filter(([, value]) => value);
 }
