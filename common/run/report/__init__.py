@@ -14,7 +14,8 @@ from common.run.report.compare import compare_runs
 from common.run.report.describe import describe_run
 from common.run.report.read import Folder
 
-PARTS = Path(__file__).parent  # page.html, and the style and the script that are put into it
+PARTS = Path(__file__).parent / "page"
+SCRIPTS = ("chart", "switches", "top", "curves", "samples", "completions", "facts", "compare", "page")  # one after another
 SECONDS = 20  # between two pages where nothing was evaluated
 SHARE = 50  # and at least so many times what it took to write the last one
 
@@ -50,6 +51,8 @@ def write_report(folders: list[str | Path], file: Path) -> None:
     """One page of one or several output folders."""
     read = [Folder(folder) for folder in folders]
     runs = [describe_run(folder) for folder in read]
+    if len({run["name"] for run in runs}) < len(runs):  # each is in a folder of its own
+        runs = [run | {"name": run["folder"]} for run in runs]
     write_page(file, page(runs, compare_runs(runs, read) if len(runs) > 1 else None))
 
 
@@ -57,8 +60,8 @@ def page(runs: list[dict[str, Any]], compared: dict[str, Any] | None = None) -> 
     """The page as text. All that comes from the runs is one JSON text in it, which cannot end the element it stands in."""
     text = (PARTS / "page.html").read_text(encoding="utf-8")
     title = " · ".join(run["name"] for run in runs)
-    for part in ("page.css", "chart.js", "page.js"):
-        text = text.replace(f"/* {part} */", (PARTS / part).read_text(encoding="utf-8"))
+    scripts = "\n".join((PARTS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    text = text.replace("/* page.css */", (PARTS / "page.css").read_text(encoding="utf-8")).replace("/* scripts */", scripts)
     text = text.replace("@@title@@", "".join(f"&#{ord(c)};" for c in title))
     return text.replace("@@data@@", embedded({"runs": runs, "compared": compared}))
 

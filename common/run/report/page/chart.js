@@ -1,4 +1,4 @@
-// Charts: numbers, scales and the drawing of a frame. What is drawn, and what is chosen, comes from page.js.
+// Charts: numbers, scales and the drawing of a frame. What is drawn, and what is chosen, comes from the others.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -19,12 +19,18 @@ function shown(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (size >= 1e12) return value.toExponential(2);
-  for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+  for (const [unit, letter] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e4, "k"],
+  ]) {
     if (size >= unit) return trimmed((value / (letter === "k" ? 1e3 : unit)).toPrecision(3)) + letter;
   }
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   if (size === 0 || size > 1.0001e-3) return trimmed(value.toPrecision(4));
-  return trimmed(value.toExponential(2).replace("e", " e")).replace(" ", "").replace(/\.?0+e/, "e");
+  return trimmed(value.toExponential(2).replace("e", " e"))
+    .replace(" ", "")
+    .replace(/\.?0+e/, "e");
 }
 
 const trimmed = (text) => (/\.\d*?0+$/.test(text) ? text.replace(/\.?0+$/, "") : text);
@@ -41,10 +47,12 @@ function duration(seconds) {
 function interpolate(xs, ys, x) {
   if (!xs.length) return x;
   if (xs.length === 1) return xs[0] ? (ys[0] * x) / xs[0] : ys[0];
-  let low = 0, high = xs.length - 1;
+  let low = 0,
+    high = xs.length - 1;
   while (high - low > 1) {
     const middle = (low + high) >> 1;
-    if (xs[middle] <= x) low = middle; else high = middle;
+    if (xs[middle] <= x) low = middle;
+    else high = middle;
   }
   const share = xs[high] === xs[low] ? 0 : (x - xs[low]) / (xs[high] - xs[low]);
   return Math.max(0, ys[low] + share * (ys[high] - ys[low]));
@@ -53,12 +61,14 @@ function interpolate(xs, ys, x) {
 // A mean over neighbours, weighted by a bell whose width is a share of all values: unlike an exponential mean it does not
 // lag behind. amount: 0 to 1; at 1 the bell's standard deviation is a sixth of the values.
 function smoothed(values, amount) {
-  const width = (amount * amount * values.length) / 6, reach = Math.ceil(3 * width);
+  const width = (amount * amount * values.length) / 6,
+    reach = Math.ceil(3 * width);
   const weights = Array.from({ length: reach + 1 }, (_, k) => Math.exp(-(k * k) / (2 * width * width)));
   if (width < 0.2) return values;
   return values.map((_, i) => {
-    const near = Math.min(reach, i, values.length - 1 - i);  // as many on either side: the ends are not pulled inwards
-    let sum = values[i], norm = 1;
+    const near = Math.min(reach, i, values.length - 1 - i); // as many on either side: the ends are not pulled inwards
+    let sum = values[i],
+      norm = 1;
     for (let k = 1; k <= near; k++) {
       sum += weights[k] * (values[i - k] + values[i + k]);
       norm += 2 * weights[k];
@@ -75,7 +85,8 @@ function ticks(low, high, count, logarithmic) {
     }
     const inside = found.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
     const decades = inside.filter((tick) => Math.abs(Math.log10(tick) - Math.round(Math.log10(tick))) < 1e-9);
-    if (inside.length > 1) return inside.length <= count + 1 || decades.length < 2 ? thinned(inside, count + 1) : thinned(decades, count + 1);
+    if (inside.length > 1)
+      return inside.length <= count + 1 || decades.length < 2 ? thinned(inside, count + 1) : thinned(decades, count + 1);
   }
   const rough = (high - low) / Math.max(1, count) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -96,10 +107,17 @@ class Chart {
     Object.assign(this, { frame, series, marks, settings, height, listeners });
     this.legend = element("span", { class: "legend" });
     this.svg = element("svg:svg", { class: "plot", height, role: "img", tabindex: "0" });
-    this.node = element("figure", { class: "frame" }, element("figcaption", {}, element("b", { title: frame.name }, frame.name), this.legend), this.svg);
+    this.node = element(
+      "figure",
+      { class: "frame" },
+      element("figcaption", {}, element("b", { title: frame.name }, frame.name), this.legend),
+      this.svg,
+    );
     this.svg.addEventListener("pointermove", (event) => this.point(event));
     this.svg.addEventListener("pointerleave", () => listeners.point(null));
-    this.svg.addEventListener("pointerdown", (event) => { this.from = this.at(event); });
+    this.svg.addEventListener("pointerdown", (event) => {
+      this.from = this.at(event);
+    });
     this.svg.addEventListener("pointerup", (event) => this.zoom(event));
     this.svg.addEventListener("dblclick", () => listeners.zoom(null));
     this.svg.addEventListener("keydown", (event) => this.key(event));
@@ -110,10 +128,14 @@ class Chart {
     const { domain, scale, smooth, tick } = this.settings();
     const [left, right, top, bottom] = [44, 10, 8, 20];
     const lines = this.series.map((series) => within(series, domain, smooth));
-    const ends = lines.flatMap((line) => [...line.y, ...line.drawn, ...(line.low || []), ...(line.high || [])]).filter(Number.isFinite);
-    let low = Math.min(...ends), high = Math.max(...ends);
+    const ends = lines
+      .flatMap((line) => [...line.y, ...line.drawn, ...(line.low || []), ...(line.high || [])])
+      .filter(Number.isFinite);
+    let low = Math.min(...ends),
+      high = Math.max(...ends);
     const core = scale === "auto" ? withoutPeaks(lines) : null;
-    if (core && high - low > 5 * (core[1] - core[0])) {  // a single peak would flatten everything else: it is cut, and marked
+    if (core && high - low > 5 * (core[1] - core[0])) {
+      // a single peak would flatten everything else: it is cut, and marked
       const room = 0.35 * (core[1] - core[0]);
       [low, high] = [Math.max(low, core[0] - room), Math.min(high, core[1] + room)];
     }
@@ -126,7 +148,10 @@ class Chart {
     const span = domain[1] - domain[0] || 1;
     const X = (x) => left + ((x - domain[0]) / span) * (width - left - right);
     const share = log ? (y) => Math.log(y / low) / Math.log(high / low) : (y) => (y - low) / (high - low);
-    const Y = (y) => this.height - bottom - Math.min(1, Math.max(0, share(Math.max(y, log ? 1e-300 : -Infinity)))) * (this.height - top - bottom);
+    const Y = (y) =>
+      this.height -
+      bottom -
+      Math.min(1, Math.max(0, share(Math.max(y, log ? 1e-300 : -Infinity)))) * (this.height - top - bottom);
     Object.assign(this, { low, high });
     Object.assign(this, { X, Y, lines, left, width, domain, right });
 
@@ -137,16 +162,31 @@ class Chart {
     }
     for (const x of tick(domain, Math.max(2, Math.floor((width - left) / 85)))) {
       const end = X(x.at) + 3 * x.text.length > width;
-      drawn.push(element("svg:text", { class: "tick", x: end ? width - right : X(x.at), y: this.height - 5, "text-anchor": end ? "end" : "middle" }, x.text));
+      drawn.push(
+        element(
+          "svg:text",
+          { class: "tick", x: end ? width - right : X(x.at), y: this.height - 5, "text-anchor": end ? "end" : "middle" },
+          x.text,
+        ),
+      );
     }
     for (const mark of this.marks) {
       if (mark.x < domain[0] || mark.x > domain[1]) continue;
-      drawn.push(element("svg:line", { class: `mark ${mark.kind}`, x1: X(mark.x), x2: X(mark.x), y1: top, y2: this.height - bottom }, element("svg:title", {}, mark.text)));
+      drawn.push(
+        element(
+          "svg:line",
+          { class: `mark ${mark.kind}`, x1: X(mark.x), x2: X(mark.x), y1: top, y2: this.height - bottom },
+          element("svg:title", {}, mark.text),
+        ),
+      );
     }
     lines.forEach((line, i) => drawn.push(...this.curve(line, this.series[i], X, Y)));
     this.cursor = element("svg:g", { class: "cursor" });
     this.svg.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
-    this.svg.setAttribute("aria-label", `${this.frame.name}: ${this.series.map((s) => `${s.label} ${shown(s.y.at(-1))}`).join(", ")}`);
+    this.svg.setAttribute(
+      "aria-label",
+      `${this.frame.name}: ${this.series.map((s) => `${s.label} ${shown(s.y.at(-1))}`).join(", ")}`,
+    );
     this.svg.replaceChildren(...drawn, this.cursor);
     this.show(null);
   }
@@ -156,12 +196,21 @@ class Chart {
     const path = (ys) => line.x.map((x, i) => `${i ? "L" : "M"}${X(x).toFixed(1)} ${Y(ys[i]).toFixed(1)}`).join("");
     const drawn = [];
     if (line.low && line.x.length > 1) {
-      const back = line.x.map((x, i) => `L${X(x).toFixed(1)} ${Y(line.low[i]).toFixed(1)}`).reverse().join("");
+      const back = line.x
+        .map((x, i) => `L${X(x).toFixed(1)} ${Y(line.low[i]).toFixed(1)}`)
+        .reverse()
+        .join("");
       drawn.push(element("svg:path", { class: "band", style: colour, d: `${path(line.high)}${back}Z` }));
     }
     const cut = (line.high || line.y).map((y, i) => [i, y]).filter(([, y]) => y > this.high);
     for (const [i, y] of cut.slice(0, 40)) {
-      drawn.push(element("svg:path", { class: "peak", style: colour, d: `M${X(line.x[i]) - 3.5} 8h7l-3.5 -6z` }, element("svg:title", {}, shown(y))));
+      drawn.push(
+        element(
+          "svg:path",
+          { class: "peak", style: colour, d: `M${X(line.x[i]) - 3.5} 8h7l-3.5 -6z` },
+          element("svg:title", {}, shown(y)),
+        ),
+      );
     }
     const few = series.eval ? line.x.length <= 12 : line.x.length === 1;
     if (!few) {
@@ -169,7 +218,17 @@ class Chart {
       drawn.push(element("svg:path", { class: series.eval ? "line eval" : "line", style: colour, d: path(line.drawn) }));
     }
     if (few || (series.eval && line.x.length <= 40)) {
-      drawn.push(...line.x.map((x, i) => element("svg:circle", { class: "dot", style: colour, cx: X(x).toFixed(1), cy: Y(line.y[i]).toFixed(1), r: few ? 3.6 : 2.4 })));
+      drawn.push(
+        ...line.x.map((x, i) =>
+          element("svg:circle", {
+            class: "dot",
+            style: colour,
+            cx: X(x).toFixed(1),
+            cy: Y(line.y[i]).toFixed(1),
+            r: few ? 3.6 : 2.4,
+          }),
+        ),
+      );
     }
     return drawn;
   }
@@ -183,22 +242,54 @@ class Chart {
       const k = x === null ? line.x.length - 1 : nearest(line.x, x);
       if (k < 0) return null;
       const off = x !== null && Math.abs(this.X(line.x[k]) - this.X(x)) > (series.eval ? 30 : 60);
-      if (x !== null && !off) marks.push(element("svg:circle", { class: "at", style: `color: var(--${series.colour})`, cx: this.X(line.x[k]), cy: this.Y(line.drawn[k]), r: 3.5 }));
+      if (x !== null && !off)
+        marks.push(
+          element("svg:circle", {
+            class: "at",
+            style: `color: var(--${series.colour})`,
+            cx: this.X(line.x[k]),
+            cy: this.Y(line.drawn[k]),
+            r: 3.5,
+          }),
+        );
       const range = x !== null && line.low ? ` (${shown(line.low[k])} … ${shown(line.high[k])})` : "";
-      return element("span", { class: off ? "value off" : "value", style: `--colour: var(--${series.colour})`, title: series.title || series.label },
-        element("i", { class: series.eval ? "ring" : "dash" }), this.settings().named ? element("em", {}, series.label) : null, element("output", {}, off ? "–" : shown(line.y[k]) + range));
+      return element(
+        "span",
+        {
+          class: off ? "value off" : "value",
+          style: `--colour: var(--${series.colour})`,
+          title: series.title || series.label,
+        },
+        element("i", { class: series.eval ? "ring" : "dash" }),
+        this.settings().named ? element("em", {}, series.label) : null,
+        element("output", {}, off ? "–" : shown(line.y[k]) + range),
+      );
     });
     this.legend.replaceChildren(...values.filter(Boolean));
-    if (x === null) { this.cursor.replaceChildren(); return; }
+    if (x === null) {
+      this.cursor.replaceChildren();
+      return;
+    }
     const at = Math.min(Math.max(this.X(x), this.left), this.width - this.right);
     const right = at > this.width - 90;
-    const label = here ? element("svg:text", { class: "where", x: at + (right ? -5 : 5), y: 16, "text-anchor": right ? "end" : "start" }, this.settings().unit(x)) : null;
-    this.cursor.replaceChildren(element("svg:line", { x1: at, x2: at, y1: 6, y2: this.height - 20 }), ...marks, ...(label ? [label] : []));
+    const label = here
+      ? element(
+          "svg:text",
+          { class: "where", x: at + (right ? -5 : 5), y: 16, "text-anchor": right ? "end" : "start" },
+          this.settings().unit(x),
+        )
+      : null;
+    this.cursor.replaceChildren(
+      element("svg:line", { x1: at, x2: at, y1: 6, y2: this.height - 20 }),
+      ...marks,
+      ...(label ? [label] : []),
+    );
   }
 
   at(event) {
     const box = this.svg.getBoundingClientRect();
-    const share = ((event.clientX - box.left) * (this.width / box.width) - this.left) / (this.width - this.left - this.right);
+    const share =
+      ((event.clientX - box.left) * (this.width / box.width) - this.left) / (this.width - this.left - this.right);
     return this.domain[0] + Math.min(1, Math.max(0, share)) * (this.domain[1] - this.domain[0]);
   }
 
@@ -241,7 +332,9 @@ function within(series, domain, smooth) {
 
 // The range of what is drawn without single peaks: of the medians of five neighbours. null where there are few values.
 function withoutPeaks(lines) {
-  const found = lines.filter((line) => line.y.length >= 60).flatMap(({ y }) => y.map((_, i) => y.slice(Math.max(0, i - 2), i + 3).sort((a, b) => a - b)[2]));
+  const found = lines
+    .filter((line) => line.y.length >= 60)
+    .flatMap(({ y }) => y.map((_, i) => y.slice(Math.max(0, i - 2), i + 3).sort((a, b) => a - b)[2]));
   const rest = lines.filter((line) => line.y.length < 60).flatMap((line) => line.y);
   const values = [...found, ...rest].filter(Number.isFinite);
   return found.length ? [Math.min(...values), Math.max(...values)] : null;
@@ -249,10 +342,12 @@ function withoutPeaks(lines) {
 
 // The place of the number in a sorted list that is nearest to x; -1 in an empty list.
 function nearest(xs, x) {
-  let low = 0, high = xs.length - 1;
+  let low = 0,
+    high = xs.length - 1;
   while (high - low > 1) {
     const middle = (low + high) >> 1;
-    if (xs[middle] <= x) low = middle; else high = middle;
+    if (xs[middle] <= x) low = middle;
+    else high = middle;
   }
   return high < 0 ? -1 : Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
 }
