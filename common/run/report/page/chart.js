@@ -66,12 +66,13 @@ function smoothed(values, amount) {
   const weights = Array.from({ length: reach + 1 }, (_, k) => Math.exp(-(k * k) / (2 * width * width)));
   if (width < 0.2) return values;
   return values.map((_, i) => {
-    const near = Math.min(reach, i, values.length - 1 - i); // as many on either side: the ends are not pulled inwards
-    let sum = values[i],
-      norm = 1;
-    for (let k = 1; k <= near; k++) {
-      sum += weights[k] * (values[i - k] + values[i + k]);
-      norm += 2 * weights[k];
+    const before = Math.min(reach, i);
+    const after = Math.min(before, values.length - 1 - i); // at the start as many on either side: it is often steep
+    let sum = values[i];
+    let norm = 1;
+    for (let k = 1; k <= before; k++) {
+      sum += weights[k] * (values[i - k] + (k <= after ? values[i + k] : 0));
+      norm += weights[k] * (k <= after ? 2 : 1);
     }
     return sum / norm;
   });
@@ -160,7 +161,7 @@ class Chart {
       drawn.push(element("svg:line", { class: "grid", x1: left, x2: width - right, y1: Y(y), y2: Y(y) }));
       drawn.push(element("svg:text", { class: "tick", x: left - 6, y: Y(y) + 3.5, "text-anchor": "end" }, shown(y)));
     }
-    for (const x of tick(domain, Math.max(2, Math.floor((width - left) / 85)))) {
+    for (const x of tick(domain, Math.max(3, Math.floor((width - left) / 85)))) {
       const end = X(x.at) + 3 * x.text.length > width;
       drawn.push(
         element(

@@ -14,10 +14,19 @@ const SECTIONS = [
   ["settings", "settings", () => one() && runs[0].settings.length, settingsSection],
 ];
 
+// A section; where a file of the run was damaged, the others stand all the same.
+function drawn([id, title, , make]) {
+  try {
+    return make();
+  } catch (error) {
+    return section(id, title, `cannot be drawn: ${error.message}`);
+  }
+}
+
 function update() {
   document.documentElement.dataset.theme = state.theme;
   charts = [];
-  const sections = SECTIONS.filter(([, , has]) => has()).map(([, , , make]) => make());
+  const sections = SECTIONS.filter(([, , has]) => has()).map(drawn);
   const empty = runs.some((run) => run.curves.length)
     ? null
     : element("p", { class: "empty" }, "Nothing has been logged yet.");
