@@ -293,6 +293,7 @@ class Metrics:
         self.flush()
         if not self.accelerator.is_main_process:
             return
+        self.event("finished", int(self.last.get("step", 0)), f"the final model is in {self.output_dir}")
         try:
             draw_curves(self.output_dir, self.run_name)
         except Exception as error:  # the disk, or matplotlib as it is configured: a picture is not worth a run

@@ -210,7 +210,6 @@ class Run:
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
-        metrics.event("finished", self.step, f"the final model is in {args.output_dir}")
         metrics.finish(best.state() if best.step else None)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         if both:

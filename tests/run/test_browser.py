@@ -145,7 +145,9 @@ def test_a_page_renews_itself_until_the_run_has_ended_and_keeps_the_switches(sta
 @pytest.mark.slow
 def test_a_damaged_file_costs_its_section_only(tmp_path, browse):
     folder = a_run(tmp_path / "run")
-    (folder / "dataset.json").write_text('{"sources": 5, "lengths": {"histogram": 7}, "memory_gib": {"total": "x", "a": []}}')
+    (folder / "dataset.json").write_text(
+        '{"sources": 5, "lengths": {"histogram": 7}, "memory_gib": {"total": "x", "a": []}}'
+    )
     write_report([folder], folder / "report.html")
     text = visible(browse(address_of(folder / "report.html")))[1]
     assert "cannot be drawn" in text and "Samples" in text and "learning_rate" in text

@@ -327,7 +327,9 @@ def test_runs_are_compared_by_settings_and_by_the_prompts_that_both_were_given(t
 
 def test_a_suite_that_was_tested_is_shown_and_compared(tmp_path):
     rows = [{"step": 0, "groups": {"sums": {"passed": 4, "total": 10}}, "turned": []}]
-    rows += [{"step": 40, "groups": {"sums": {"passed": 9, "total": 10}, "odd": 3}, "turned": {"fixed": ["a", "b"]}}]
+    rows += [{"step": 40, "groups": {"sums": {"passed": 9, "total": 10}, "odd": 3}}]
+    rows[1] |= {"turned": {"since_last": {"step": 0, "fell": [], "rose": ["a", "b"]}, "since_base": None}}
+    rows[1] |= {"failed": {"c": {"why": "not equal", "completion": "7"}}}
     runs = [a_run(tmp_path / name) for name in ("one", "two")]
     write_lines(runs[0] / "regression.jsonl", rows)
     write_lines(runs[1] / "regression.jsonl", rows[:1])
@@ -336,7 +338,8 @@ def test_a_suite_that_was_tested_is_shown_and_compared(tmp_path):
     assert shown["runs"][0]["regression"][-1] == {
         "step": 40,
         "groups": {"sums": {"passed": 9, "total": 10}},
-        "turned": ["turned: fixed: a", "turned: fixed: b"],
+        "turned": ["rose since step 0: a, b"],
+        "failed": ["c: not equal · 7"],
     }
     suite = next(rate for rate in shown["compared"]["rates"] if rate["name"] == "suite: sums")
     assert suite["runs"][1]["test"] == "two proportions" and 0.01 < suite["runs"][1]["p"] < 0.05

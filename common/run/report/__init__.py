@@ -85,5 +85,8 @@ def write_page(path: Path, text: str) -> None:
     """So that whoever reads meanwhile sees the old page or the new one. Half of a pair of surrogates, which is no
     character, becomes a question mark."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(text.encode("utf-8", "replace"))
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(text.encode("utf-8", "replace"))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

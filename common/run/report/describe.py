@@ -201,7 +201,8 @@ def _size(rollout: dict[str, Any]) -> int:
 
 
 def regression_of(rows: list[Row]) -> list[Row] | None:
-    """Of each evaluation of a suite: {"step", "groups": {name: {"passed", "total"}}, "turned": [text]}."""
+    """Of each evaluation of a suite: {"step", "groups": {name: {"passed", "total"}}}; of the last one also what turned, and
+    what failed, as lines of text. Nothing is asked of a line but its groups."""
     found = []
     for row in rows:
         groups = row.get("groups") if isinstance(row.get("groups"), dict) else {}
@@ -210,21 +211,34 @@ def regression_of(rows: list[Row]) -> list[Row] | None:
             for name, group in groups.items()
             if isinstance(group, dict) and all(isinstance(group.get(k), int | float) for k in ("passed", "total"))
         }
-        turned = {name: row[name] for name in row if "turned" in name or name in ("fixed", "broken", "gained", "lost")}
         if counts:
-            found.append({"step": row["step"], "groups": counts, "turned": _texts(turned)})
-    return found or None
+            found.append({"step": row["step"], "groups": counts})
+    if not found:
+        return None
+    turned, failed = (_get(rows[-1], name) for name in ("turned", "failed"))
+    if isinstance(turned, dict):  # {"since_last": {"step", "fell": [id], "rose": [id]}, "since_base": the same}
+        turned = {
+            f"{word} since {'step ' if name == 'since_last' else 'the start, step '}{_get(then, 'step')}": ids
+            for name, then in turned.items()
+            for word in ("fell", "rose")
+            if (ids := _get(then, word))
+        }
+    return [*found[:-1], found[-1] | {"turned": _texts(turned), "failed": _texts(failed)}]
 
 
-def _texts(value: Any, most: int = 60) -> list[str]:
-    """What somebody else's structure says, as lines."""
+def _texts(value: Any, most: int = 80) -> list[str]:
+    """What somebody else's structure says, a line for each entry."""
     if isinstance(value, dict):
-        lines = [f"{name}: {line}" for name, part in value.items() for line in _texts(part, most)]
-    elif isinstance(value, list):
-        lines = [line for part in value for line in _texts(part, most)]
+        lines = [f"{name}: {_line(part)}" for name, part in value.items()]
     else:
-        lines = [] if value is None else [cut(value, 300)]
-    return lines[:most]
+        lines = [_line(part) for part in value] if isinstance(value, list) else [_line(value)] if value else []
+    return [cut(line, 400) for line in lines[:most]]
+
+
+def _line(value: Any) -> str:
+    if isinstance(value, dict):
+        return " · ".join(_line(part) for part in value.values())
+    return ", ".join(map(_line, value)) if isinstance(value, list) else str(value)
 
 
 # --- data, memory, settings -----------------------------------------------------------------------------------------

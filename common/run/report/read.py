@@ -17,6 +17,8 @@ ROLLOUTS = 24  # whose completions are kept
 PROMPTS = 400  # of an evaluation, whose text is kept
 EVENTS = 64  # of a kind
 TEXT = 1500  # characters of a completion, or of a prompt
+FILES = ("metrics", "samples", "completions", "events", "regression")
+SUITES = 25  # evaluations of a suite: the first one and the last ones
 SCORES_OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # what else stands in its line is a score
 
 Row = dict[str, Any]
@@ -50,7 +52,7 @@ class Folder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._files = {name: Lines(self.path / f"{name}.jsonl") for name in ("metrics", "samples", "completions", "events")}
+        self._files = {name: Lines(self.path / f"{name}.jsonl") for name in FILES}
         self.curves: dict[str, Curve] = {}
         self.axis: Spread[tuple[float, float, float | None]] = Spread(AXIS)  # (step, tokens, seconds)
         self.first_eval: dict[str, float] = {}
@@ -74,7 +76,8 @@ class Folder:
         for row in self._files["events"]:
             if isinstance(row.get("kind"), str):
                 self.events.setdefault(row["kind"], Spread(EVENTS)).add(row)
-        self.regression = list(Lines(self.path / "regression.jsonl"))
+        for row in self._files["regression"]:
+            self.regression = [*_without_cases(self.regression), row]
 
     def _metrics(self, row: Row) -> None:
         step = row["step"]
@@ -146,6 +149,12 @@ def prompt_text(prompt: Any) -> str:
 def cut(text: Any, limit: int = TEXT) -> str:
     text = text if isinstance(text, str) else "" if text is None else str(text)
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
+
+
+def _without_cases(suites: list[Row]) -> list[Row]:
+    """Evaluations of a suite before another one: of what happened to its cases only the last one tells."""
+    kept = [*suites[:1], *suites[1:][-(SUITES - 2) :]]
+    return [{"step": row["step"], "groups": row.get("groups")} for row in kept]
 
 
 def _group(group: list[Row], row: Row, groups: Spread[list[Row]]) -> list[Row]:

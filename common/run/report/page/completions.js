@@ -140,20 +140,14 @@ function regressionSection() {
       "div",
       { class: "columns" },
       element("table", {}, element("tbody", {}, rows)),
-      last.turned.length
-        ? element(
-            "div",
-            {},
-            element("h3", {}, "turned since the time before"),
-            element(
-              "ul",
-              { class: "lines" },
-              last.turned.map((line) => element("li", {}, line)),
-            ),
-          )
-        : null,
+      element("div", {}, listOf("turned", last.turned), listOf("not passed", last.failed)),
     ),
   );
+}
+
+function listOf(title, lines) {
+  const items = lines.map((line) => element("li", {}, line));
+  return lines.length ? [element("h3", {}, title), element("ul", { class: "lines scroll" }, items)] : null;
 }
 
 const percent = (share) => (share === null || share === undefined ? "–" : `${trimmed((100 * share).toPrecision(3))} %`);
