@@ -37,7 +37,7 @@ def data_of(text):
 def a_run(folder, *, steps=40, name="run", evil="", better=0):
     """An output folder as a run leaves it; `evil` stands wherever text comes from the outside."""
     folder.mkdir(exist_ok=True)
-    metrics = [{"step": 0, "eval_loss": 5.0, "eval_right": 0.0, "seconds": 0.1}]
+    metrics = [{"step": 0, "eval_right": 0.0, "seconds": 0.1}, {"step": 0, "eval_loss": 5.0, "seconds": 0.1}]
     for step in range(1, steps + 1):
         metrics.append(
             {"step": step, "loss": 4 / step, f"odd{evil}": step % 3, "num_tokens": 100 * step, "seconds": 2.0 * step}
@@ -152,6 +152,7 @@ def test_a_page_holds_the_run_and_nothing_of_it_can_end_the_element_it_stands_in
     assert "owned" not in before + after and text.count("</script>") == 2 and "<" not in embedded(shown)
     assert shown["name"] == "run" + EVIL and shown["samples"]["prompts"][0]["texts"][0].endswith(EVIL)
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|url\(|fetch\(|XMLHttp""", text), "nothing is loaded"
+    assert shown["before"] == {"eval_right": 0, "eval_loss": 5} and shown["after"] == {"eval_loss": 0.5, "eval_right": 0.5}
     assert shown["state"] == "finished" and shown["script"] == "train_sft.py"
     assert [event["kind"] for event in shown["events"]] == ["started", "spike", "finished"]
 

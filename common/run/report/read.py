@@ -83,8 +83,8 @@ class Folder:
         step = row["step"]
         values = {name: value for name, value in row.items() if name != "step" and (value is None or _is_number(value))}
         evaluated = {name: v for name, v in values.items() if name.startswith("eval_") and v is not None}
-        self.first_eval = self.first_eval or evaluated
-        self.last_eval = evaluated or self.last_eval
+        self.first_eval = evaluated | self.first_eval
+        self.last_eval |= evaluated
         self.last |= {"step": step} | {name: value for name, value in values.items() if value is not None}
         if _is_number(row.get("num_tokens")):
             self.axis.add((step, row["num_tokens"], row.get("seconds") if _is_number(row.get("seconds")) else None))
