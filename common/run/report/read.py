@@ -1,5 +1,6 @@
 """What an output folder tells, gathered as it grows: only lines that have been added since the last look are read."""
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,7 @@ class Folder:
         self._samples: list[Row] = []  # of the step that was read last: whether more will come is not known
         self._completions: list[Row] = []
         self.regression: list[Row] = []
+        self.table: list[dict[str, Any]] = []  # the settings as a page shows them: they stay the same
 
     def update(self) -> None:
         for row in self._files["metrics"]:
@@ -108,7 +110,9 @@ class Folder:
 
     # --- what is written once ---------------------------------------------------------------------------------------
 
+    @functools.cached_property
     def settings(self) -> dict[str, Any]:
+        """args.yaml, which a run writes before anything else."""
         return _object(_yaml, self.path / "args.yaml")
 
     def read(self, name: str) -> dict[str, Any]:

@@ -213,7 +213,7 @@ function samplesSideBySide() {
     ]);
     filters.push([
       "others",
-      several() && runs.length === 2 ? `better in ${runs[1].name}` : "better in another",
+      runs.length === 2 ? `better in ${runs[1].name}` : "better in another",
       (row) => row.scores.slice(1).some((value) => value > row.scores[0]),
     ]);
   }
