@@ -82,6 +82,20 @@ def test_switches_change_what_is_drawn(tmp_path, browse):
 
 
 @pytest.mark.slow
+def test_the_values_under_the_pointer_are_shown_in_every_frame(tmp_path, browse):
+    folder = a_run(tmp_path / "run")
+    move = """<script>setTimeout(() => {
+        const box = document.querySelector("svg.plot").getBoundingClientRect();
+        const at = { clientX: box.left + 44 + (box.width - 54) / 2, clientY: box.top + 50, bubbles: true };
+        document.querySelector("svg.plot").dispatchEvent(new PointerEvent("pointermove", at));
+    }, 100)</script></body>"""
+    (tmp_path / "page.html").write_text(page([describe_run(Folder(folder))]).replace("</body>", move))
+    markup, text = visible(browse(address_of(tmp_path / "page.html", "#smooth=0")))
+    assert "step 20" in text and markup.count('<circle class="at"') >= 2
+    assert "<output>0.2</output>" in markup and "<output>2</output>" in markup  # 4 / 20, and 20 % 3 in another frame
+
+
+@pytest.mark.slow
 def test_rollouts_are_shown_with_their_rewards(tmp_path, browse):
     folder = a_run(tmp_path / "run", name="grpo")
     rows = [
