@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.errors import say
+from common.errors import printable, say
 
 NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds")  # axes, and what follows from them
 FIRST = ("reward", "rewards/margins", "rewards/accuracies", "loss", "mean_token_accuracy")
@@ -86,17 +86,17 @@ def draw_curves(output_dir: Path, title: str = "") -> None:
         for name in names:
             few = len(curves[name][0]) <= FEW
             style = {"color": f"C{colours.index(name)}", "markersize": 4, "linewidth": 1.2, "zorder": 3 if few else 2}
-            axis.plot(*curves[name], "o" if few else "-", label=name, **style)
+            axis.plot(*curves[name], "o" if few else "-", label=_label(name), **style)
         values = [value for name in names for value in curves[name][1]]
         if is_logarithmic(frame, min(values), max(values)):
             axis.set_yscale("log")
-        axis.set_title(frame, fontsize=9)
+        axis.set_title(_label(frame), fontsize=9)
         axis.set_xlabel("step", fontsize=7)
         axis.tick_params(labelsize=7, which="both")
         axis.grid(alpha=0.3)
         if len(names) > 1:
             axis.legend(fontsize=7)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_label(title), fontsize=11)
     figure.tight_layout()
     figure.savefig(output_dir / "curves.png", dpi=110)
 
@@ -104,3 +104,8 @@ def draw_curves(output_dir: Path, title: str = "") -> None:
 def is_logarithmic(frame: str, least: float, greatest: float) -> bool:
     """Whether a frame is better read on a logarithmic scale: a loss that falls to a small part of itself."""
     return bool(re.search("loss|perplexity", frame)) and least > 0 and greatest > 8 * least
+
+
+def _label(text: str) -> str:
+    """A name as matplotlib may get it, which reads formulas between dollars."""
+    return printable(text).replace("$", "\\$")

@@ -280,8 +280,8 @@ def test_the_picture_has_a_name_axes_points_for_few_evaluations_and_nothing_that
     rows = [{"step": 0, "eval_reward": 0.1}, {"step": 40, "eval_reward": 0.9}]
     rows += [{"step": s, "loss": 0.01 * (-1) ** s, "reward": s / 40, "clip": 0.0} for s in range(1, 41)]
     write_lines(tmp_path / "metrics.jsonl", rows)
-    draw_curves(tmp_path, "my run")
-    assert drawn[0].get_suptitle() == "my run"
+    draw_curves(tmp_path, "my $run\x1b")
+    assert drawn[0].get_suptitle() == r"my \$run\x1b"
     axes = [axis for axis in drawn[0].axes if axis.get_title()]
     assert [axis.get_title() for axis in axes] == ["reward", "loss"] and {axis.get_xlabel() for axis in axes} == {"step"}
     styles = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in axes[0].get_lines()}

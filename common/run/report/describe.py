@@ -335,8 +335,9 @@ def command_of(script: str, folder: Path, begun: Row, summary: dict[str, Any]) -
     words = ["accelerate launch"]
     words += [f"--num_processes {processes}"] if processes != 1 else []
     words += [f"--mixed_precision {precision}"] if precision != "no" else []
-    parts = Path(script).parts
-    words.append(f"-m {parts[-2]}.{Path(script).stem}" if parts[-2:-1] == ("experiments",) else script)
+    path = Path(script).with_suffix("")
+    inside = len(path.parts) > 1 and not path.is_absolute() and ".." not in path.parts  # it imports from the root
+    words.append(f"-m {'.'.join(path.parts)}" if inside else script)
     return " ".join([*words, f"--config {folder}/args.yaml --output_dir {folder}-again"])
 
 
