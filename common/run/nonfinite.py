@@ -123,6 +123,7 @@ class NonFinite:
             return
         metrics, step = self.metrics, found.step
         metrics.bad_steps.append(step + 1)
+        metrics.event("bad", step + 1, "a NaN or an infinity in the loss or the gradient: the step was not taken")
         norm = float("nan") if found.grad_norm is None else float(found.grad_norm)
         engine = metrics.accelerator.distributed_type == DistributedType.DEEPSPEED  # it steps in its backward pass
         done = "DeepSpeed decides by itself whether it takes the step" if engine else "the step was not taken"

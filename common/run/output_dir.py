@@ -29,7 +29,8 @@ LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.json
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and what lies beside them, by the kind of tokenizer
-NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "curves.png")
+NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "events.jsonl", "curves.png")
+NOTES += ("report.html",)
 _LOCKS: dict[Path, TextIO] = {}  # that this process holds, kept open: to close any handle of a file lets go of its lock
 
 

@@ -5,6 +5,8 @@ script in one place (`retry_smaller`), to begin a window again that has run out 
 """
 
 import gc
+import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 from common.args import CommonArgs
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
-from common.errors import UserError, is_first, printable, say
+from common.errors import LAST_WORDS, UserError, is_first, printable, say
+from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.run.alerts import Alerts
@@ -23,7 +26,7 @@ from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
 from common.run.inputs import compare_rest, hub_commits, inputs_of, keep, loaded_code
 from common.run.launch import KEPT, hold_on, start
-from common.run.metrics import Metrics
+from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
 from common.run.output_dir import writing
 from common.run.regression import Regression
@@ -45,6 +48,7 @@ class Run:
         Raises UserError for launches that are not what they seem, and for a folder that holds another run.
         """
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
+        LAST_WORDS.clear()  # of another run in this process
         self.alerts = Alerts(args)  # before anything is written: their address is a secret
         self.accelerator, self.checkpoint = start(args, script)
         self.regression = Regression(args, self.accelerator)
@@ -100,6 +104,7 @@ class Run:
         self.best = Best(args)
         for part in (self.metrics, self.retry, self.best, self.regression):
             part.restore(state)
+        self._note_start()
         windows.restore(self.first_step, state.get("windows", {}))
         if (before := state.get("step_size", windows.step_size)) != windows.step_size:
             say(
@@ -134,19 +139,25 @@ class Run:
             mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines where the output is a file
             dynamic_ncols=True,
         )
+        LAST_WORDS.append(self._note_death)
         for step in self.bar:
             self.step = step
             self.alerts.watch(step)
             self._run_suite(step)
             yield step
 
+    def _note_death(self, error: BaseException) -> None:
+        self.metrics.event("stopped", self.step, f"died: {error if isinstance(error, UserError) else repr(error)}")
+        self.metrics.write_report()
+
     def _run_suite(self, step: int) -> None:
         """Where --regression_suite is due, answer it, and note whether it is the best time."""
         if self._due(step, self.regression.every, self.resumed_at, self.last_step):
             model = self.accelerator.unwrap_model(self.model)
             values = self.regression.run(model, step, self.metrics, self.alerts)
-            if self.best_of_suite and step % self.save_every == 0:
-                self.best.update(step, values)
+            if self.best_of_suite:
+                self._compare_with_best(step, values)
+            self.metrics.write_report()
 
     def eval_due(self, step: int) -> bool:
         """Every eval_steps, and before the first and after the last update."""
@@ -155,8 +166,14 @@ class Run:
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Write an evaluation and its samples; note whether it is the best one."""
         self.metrics.log_eval(step, values, samples, show=self.args.num_samples)
-        if step % self.save_every == 0 and not self.best_of_suite:  # where it can be saved
+        if not self.best_of_suite:
+            self._compare_with_best(step, values)
+
+    def _compare_with_best(self, step: int, values: dict[str, float]) -> None:
+        if step % self.save_every == 0:  # where it can be saved
             self.best.update(step, values)
+            if self.best.step == step > 0:
+                self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
 
     def save_due(self, step: int) -> bool:
         """save_steps, save_minutes, a new best evaluation, a signal, max_hours. The same on every process."""
@@ -173,7 +190,10 @@ class Run:
         state = self.metrics.state() | self.retry.state() | self.regression.state() | {"weight_norms": self.nonfinite.begun}
         state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
         state |= {"base_dtype": self.base_dtype}
-        save_checkpoint(self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best)
+        written = save_checkpoint(
+            self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best
+        )
+        self.metrics.event("saved" if written else "not saved", step, f"checkpoint-{step}")
         self.signals.saved()
         self.save_wanted = False
 
@@ -181,7 +201,10 @@ class Run:
         """After the last step, or without a better evaluation for long; a run that was told to stop leaves here, with exit
         code 75."""
         if self.asked_for == "stop":
-            self.alerts.close("stopped", f"at step {step} by {self.signals.reason}; the same command goes on")
+            why = f"by {self.signals.reason}; the same command goes on"
+            self.metrics.event("stopped", step, why)
+            self.metrics.write_report()
+            self.alerts.close("stopped", f"at step {step} {why}")
             self.signals.leave(self.args.output_dir, step)
         return step == self.last_step or self.best.stops(step)
 
@@ -212,8 +235,8 @@ class Run:
             say(line)
 
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
-        """Write the final model, summary.json and curves.png, and say what is where and what to do next. also: writes more
-        of the final model there, on the main process, before the run counts as complete."""
+        """Write the final model, summary.json, curves.png and report.html, and say what is where and what to do next. also:
+        writes more of the final model there, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
@@ -229,7 +252,8 @@ class Run:
         for name, before, after in both:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
         what = "adapter" if args.use_peft and not args.merge_lora else "model"
-        files = f"metrics.jsonl, samples.jsonl, {'regression.jsonl, ' * bool(self.regression.suite)}summary.json, curves.png"
+        suite = "regression.jsonl, " * bool(self.regression.suite)
+        files = f"metrics.jsonl, samples.jsonl, {suite}summary.json, curves.png, report.html"
         say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
         if what == "adapter":
             say(
@@ -245,6 +269,22 @@ class Run:
         if self.accelerator.num_processes > 1:
             KEPT.append(self.model)
         self.signals.close()
+
+    def _note_start(self) -> None:
+        """Begin a stretch of events.jsonl: where the run starts or goes on, and on what."""
+        accelerator = self.accelerator
+        known = {
+            "script": os.path.relpath(self.script),
+            "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device),
+            "processes": accelerator.num_processes,
+            "mixed_precision": accelerator.mixed_precision,
+            "distributed": accelerator.distributed_type.value,
+            "memory_limit_gib": memory(accelerator.device).limit,
+            "versions": versions(),
+            "python": platform.python_version(),
+        }
+        text = f"from {self.checkpoint}" if self.checkpoint else "from the beginning"
+        self.metrics.event("resumed" if self.checkpoint else "started", self.first_step, text, **known)
 
     def _due(self, step: int, every: int, done: int, last: int = -1) -> bool:
         """Whether something that happens every N steps (0: never), and at the step `last`, happens at this one.

@@ -352,6 +352,8 @@ def test_a_script_that_dies_tells_why(tmp_path, how):
     else:
         assert run.returncode == 1 and event == "died"
         assert ("reward function f returned" if how == "error" else "TypeError: 'NoneType'") in text
+    last = json.loads((tmp_path / "out" / "events.jsonl").read_text().splitlines()[-1])  # for the line of time
+    assert last["kind"] == "stopped" and (("died: " in last["text"]) == (how != "signal"))
     assert TOKEN not in run.stdout + run.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
     assert os.getcwd() == str(ROOT)

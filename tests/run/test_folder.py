@@ -28,8 +28,8 @@ FIXED = {
     "pretrain": "dataset_text_field max_length max_tokens_per_batch packing_strategy vocab_size config_name hidden_size "
     "num_layers num_heads num_kv_heads intermediate_size initializer_range tie_word_embeddings "
     "num_experts num_experts_per_tok moe_intermediate_size",
-    "sft": "max_length train_on turn_dropping packing max_tokens_per_batch",
-    "dpo": "max_length max_tokens_per_batch packing beta loss_type label_smoothing simpo_gamma sft_weight",
+    "sft": "max_length train_on turn_dropping packing max_tokens_per_batch loss_type",
+    "dpo": "max_length max_tokens_per_batch packing beta loss_type loss_weights label_smoothing simpo_gamma sft_weight",
     "grpo": "reward_funcs reward_weights scale_rewards num_generations system_prompt max_prompt_length "
     "max_completion_length temperature top_p top_k mask_truncated_completions beta epsilon epsilon_high entropy_coef "
     "loss_type importance_sampling_level use_bias_correction_kl num_iterations steps_per_generation delta advantage_estimator",

@@ -19,6 +19,7 @@ def a_run(save_steps=0, save_every=1, last_step=9, resumed_at=-1, best=None, ask
     run.regression = SimpleNamespace(suite=None, state=lambda: {})
     run.told = []
     run.alerts = SimpleNamespace(close=lambda event, text: run.told.append(event))
+    run.events, run.metrics = [], SimpleNamespace(event=lambda *words: run.events.append(words), write_report=lambda: None)
 
     def asked_for(possible):
         run.possible.append(possible)
@@ -77,7 +78,7 @@ def test_a_save_keeps_what_every_part_has_and_starts_the_clock_anew(monkeypatch)
     run, done = a_run(), []
     run.accelerator = run.model = run.optimizer = run.tokenizer = None
     run.nonfinite = SimpleNamespace(check_weights=lambda model, step: done.append(f"looked at {step}"), begun=[2.0])
-    run.metrics, run.retry = (SimpleNamespace(state=lambda kept=kept: kept) for kept in ({"last": 1}, {"splits": 4}))
+    run.metrics.state, run.retry = lambda: {"last": 1}, SimpleNamespace(state=lambda: {"splits": 4})
     run.windows = SimpleNamespace(state=lambda step: {"position": 8 * step}, step_size="8 samples")
     run.signals = SimpleNamespace(saved=lambda: done.append("the clock"))
     run.save_wanted = True
@@ -88,7 +89,10 @@ def test_a_save_keeps_what_every_part_has_and_starts_the_clock_anew(monkeypatch)
     assert done == ["looked at 3", "held on", "saved", "the clock"] and not run.save_wanted
     assert states[0].pop("base_dtype") == "float32"
     kept = {"last": 1, "splits": 4, "weight_norms": [2.0], "windows": {"position": 24}, "step_size": "8 samples"}
-    assert states == [kept]
+    assert states == [kept] and run.events == [("saved", 3, "checkpoint-3")]
+    monkeypatch.setattr(module, "save_checkpoint", lambda *args: False)
+    run.save(4)
+    assert run.events[1:] == [("not saved", 4, "checkpoint-4")]
 
 
 def test_a_stopped_run_leaves_and_one_without_better_evaluations_ends():
@@ -101,6 +105,7 @@ def test_a_stopped_run_leaves_and_one_without_better_evaluations_ends():
     run.asked_for = "stop"
     run.ends(2)
     assert left == [("out", 2)] and run.told == ["stopped"]
+    assert [event[:2] for event in run.events] == [("stopped", 2)]
 
 
 @pytest.mark.parametrize(
