@@ -12,7 +12,7 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 gpus=${SLURM_GPUS_ON_NODE:-1}                                          # processes of a machine
 nodes=${SLURM_NNODES:-1}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)      # where process 0 is
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)       # where process 0 is
 port=$((20000 + SLURM_JOB_ID % 20000))                                  # two jobs on a machine take two ports
 config=${CONFIG:-accelerate_configs/multi_node.yaml}
 export first port gpus nodes config

@@ -9,6 +9,7 @@ the scale of 64 weights.
 """
 
 import argparse
+from unittest import mock
 
 from common.model.attention import FLAT, register
 from common.model.flat_model import FlatModel, base_lm
@@ -17,7 +18,6 @@ from common.run.estimate import GIB, estimate, nbytes
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 SIZES = {  # hidden, MLP, layers, heads, key/value heads, tied embeddings; of Qwen2.5 and, with 8B, of Llama 3.1
@@ -28,7 +28,6 @@ SIZES = {  # hidden, MLP, layers, heads, key/value heads, tied embeddings; of Qw
     "Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128256, False),
     "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, False),
 }
-BaseTunerLayer._move_adapter_to_device_of_base_layer = lambda *args, **options: None  # fake tensors cannot move
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 GPU = torch.device("cuda")
 
@@ -68,11 +67,11 @@ def total(lm: torch.nn.Module, lengths: list[int], trained: float, **options: ob
 
 
 def of_layers(name: str, way: str, dtype: torch.dtype, layers: int, lengths: list[int], trained: float) -> float:
-    """The same of a model with so many layers: all layers but the first and the last add the same."""
+    """The same of a model with so many layers. Under LoRA each adds the same: what is highest there are activations."""
     lm = make(name, dtype, layers)
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if "LoRA" in way:
-        with FAKE:
+        with FAKE, mock.patch.object(torch.nn.Module, "to", lambda module, *place, **options: module):  # they cannot move
             lm = get_peft_model(lm, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"), "default", False)
         lm.enable_input_require_grads()
     needed = total(lm, lengths, trained, optim="adamw_8bit" if "8bit" in way else "adamw")
@@ -84,11 +83,13 @@ def of_layers(name: str, way: str, dtype: torch.dtype, layers: int, lengths: lis
 
 def row(name: str, lengths: list[int], trained: float) -> dict[str, float]:
     """GiB by method."""
-
-    found = {}
+    found, layers = {}, SIZES[name][2]
     for way, dtype in WAYS.items():
-        few, more = (of_layers(name, way, dtype, layers, lengths, trained) for layers in (2, 4))
-        found[way] = few + (more - few) / 2 * (SIZES[name][2] - 2)
+        if "LoRA" not in way:
+            found[way] = of_layers(name, way, dtype, layers, lengths, trained)
+            continue
+        few, more = (of_layers(name, way, dtype, count, lengths, trained) for count in (4, 8))
+        found[way] = few + (more - few) / 4 * (layers - 4)
     return found
 
 

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     lm, tokenizer = load(args.model, trust_remote_code=args.trust_remote_code)
     manager = TaskManager(include_path=args.include_path)
     if unknown := [name for name in args.tasks if name not in manager.all_tasks]:
-        raise UserError(f"{', '.join(unknown)}: no task that lm-eval {lm_eval.__version__} knows (--include_path for your own)")
+        raise UserError(f"{', '.join(unknown)}: no task of lm-eval {lm_eval.__version__} (--include_path for your own)")
     try:
         found = lm_eval.simple_evaluate(
             model=HFLM(pretrained=lm, tokenizer=tokenizer, batch_size=args.batch_size),
