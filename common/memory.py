@@ -6,8 +6,6 @@ import ctypes
 import gc
 import math
 import platform
-import resource
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 GIB = 2**30
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # each process holds a part of the weights
+WITHOUT_FLOAT64 = ("mps",)
 CROWDED = 0.9  # of the limit: from here on caches are emptied
 # What running out says, where it is not an exception of its own: CUDA and its libraries, MPS, the allocators of the CPU.
 MESSAGES = (
@@ -52,11 +51,23 @@ def memory(device: torch.device) -> Memory:
         return Memory(current, current, torch.mps.recommended_max_memory() / GIB)
     status = Path("/proc/self/status")
     if not status.exists():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
-        return Memory(peak, peak, float("nan"))
+        return _memory_without_proc()
     # Not ru_maxrss, which a process has from the one that started it. The values are in kB.
     found = dict(line.split(":") for line in status.read_text().splitlines() if ":" in line and line.count(":") == 1)
     return Memory(int(found["VmRSS"].split()[0]) / 2**20, int(found["VmHWM"].split()[0]) / 2**20, _limit_of_linux())
+
+
+def _memory_without_proc() -> Memory:
+    """macOS and Windows."""
+    import psutil
+
+    used = psutil.Process().memory_info()
+    peak = getattr(used, "peak_wset", 0)  # of Windows
+    with contextlib.suppress(ImportError):
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+    return Memory(used.rss / GIB, max(peak, used.rss) / GIB, psutil.virtual_memory().total / GIB)
 
 
 def _limit_of_linux() -> float:
@@ -109,6 +120,11 @@ def is_oom(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
+
+
+def finest_dtype(device: torch.device) -> torch.dtype:
+    """What sums over many numbers are made in: float64, where the device has it."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

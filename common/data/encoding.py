@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -173,7 +174,7 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) 
         yield from ((len(chunk), encode_rows(chunk, job)) for chunk in chunks)
         return
     # Forked workers have the tokenizer already; where there is no fork, they get copies.
-    context = get_context("fork" if "fork" in get_all_start_methods() and os.uname().sysname == "Linux" else "spawn")
+    context = get_context("fork" if "fork" in get_all_start_methods() and sys.platform == "linux" else "spawn")
     waiting: deque = deque()  # bounds what is in memory at a time
     with ProcessPoolExecutor(workers, context, _start_worker, (job,)) as pool:
         try:

@@ -86,8 +86,11 @@ def _hash(file: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Have the system write a file to the disk now."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Have the system write a file, or the entries of a folder, to the disk now."""
+    windows = os.name == "nt"  # which has no such thing for folders, and wants the right to write
+    if windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

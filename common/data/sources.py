@@ -237,7 +237,7 @@ def _checked(what: str, key: str, value: Any) -> Any:
 
 
 def _can_be_a_name(path: str) -> bool:
-    return "\0" not in path and len(path) < 4096 and all(len(part.encode()) < 256 for part in path.split("/"))
+    return "\0" not in path and len(path) < 4096 and all(len(part.encode()) < 256 for part in Path(path).parts)
 
 
 def _is_number(value: Any) -> bool:
@@ -331,7 +331,7 @@ def _files(source: Source) -> list[Path] | None:
         named = [file for file in files if file.name.split(".")[0].split("-")[0] == source.split]
         others = any(file.name.startswith(("validation", "test", "dev")) for file in files)
         return files if not named and source.split == "train" and not others else named
-    if kind(path) in SUFFIXES or source.path.startswith((".", "/", "~")):
+    if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
         raise UserError(f"{source.path}: there is no such file")
     return None
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from common.memory import is_oom
 import torch
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedModel
 
 
 @contextlib.contextmanager
@@ -43,9 +44,10 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         transformers.utils.logging.set_verbosity(verbosity)
 
 
-def check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> None:
-    """Raise UserError for tensors that the files lack, or have in another size, which would be random, and for a NaN or an
-    infinity in one; say which of theirs have no place in the model."""
+def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> None:
+    """Raise UserError for tensors that the files lack, or have in another size, which would be random; for such as they have
+    beside those of a layer, which the model would be cut by; for a NaN or an infinity. Whole parts that the model has not
+    (a vision tower, a head of another task) are left out, and said."""
     for tensor, in_file, wanted in sorted(found.get("mismatched_keys") or []):
         raise UserError(
             f"cannot load the model {name}: {tensor} is {tuple(in_file)} in its files and {tuple(wanted)} by its config.json"
@@ -53,13 +55,35 @@ def check_weights(name: str, lm: torch.nn.Module, found: dict[str, Any]) -> None
     if missing := sorted(found["missing_keys"]):
         shown = ", ".join(missing[:3]) + f" and {len(missing) - 3} more" * (len(missing) > 3)
         raise UserError(f"cannot load the model {name}: its files lack {shown}")
-    if unexpected := sorted(found["unexpected_keys"]):
+    unexpected = sorted(found["unexpected_keys"])
+    if cut := [tensor for tensor in unexpected if _within_a_part(lm, tensor)]:
+        shown = ", ".join(cut[:3]) + f" and {len(cut) - 3} more" * (len(cut) > 3)
+        raise UserError(f"cannot load the model {name}: its files hold {shown}, for which its config.json has no place")
+    if unexpected:
         shown = ", ".join(unexpected[:3]) + f" and {len(unexpected) - 3} more" * (len(unexpected) > 3)
         say(f"model: {type(lm).__name__} has no place for {shown} of {name}: left out")
     for tensor, parameter in lm.named_parameters():
         if parameter.is_floating_point() and not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
             if not torch.isfinite(parameter.detach()).all():
                 raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
+
+
+def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
+    """Whether a tensor's name leads into a part of the model: one more layer, a bias that config.json does not know.
+
+    Layers that predict further tokens (num_nextn_predict_layers: DeepSeek, GLM) lie behind the last one, and are no part.
+    """
+    config, layer = lm.config.get_text_config(), re.search(r"layers\.(\d+)\.", tensor)
+    further = getattr(config, "num_nextn_predict_layers", None) or 0
+    if layer and further and 0 <= int(layer[1]) - config.num_hidden_layers < further:
+        return False
+    part: torch.nn.Module = lm
+    for name in tensor.split(".")[:-1]:
+        inner = getattr(part, name, None)
+        if not isinstance(inner, torch.nn.Module):
+            break
+        part = inner
+    return part is not lm and part is not lm.base_model and part is not lm.get_decoder()
 
 
 def check_numbers(name: str, lm: torch.nn.Module) -> None:
@@ -88,7 +112,7 @@ def _damage(name: str) -> str | None:
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
         if not isinstance(base, str) or Path(base).resolve() == Path(name).resolve():
             return f"{adapter} names no other model as its base (base_model_name_or_path {base})"
-        if base.startswith((".", "/")) and not Path(base).exists():
+        if (base.startswith(".") or Path(base).is_absolute()) and not Path(base).exists():
             return f"{adapter} names the base {base}, which is not there"
     for file in sorted(Path(name).glob("*.safetensors")):
         try:

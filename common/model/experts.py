@@ -27,7 +27,7 @@ from typing import Any
 from common.args import CommonArgs
 from common.collators import Batch, Window
 from common.errors import UserError, say
-from common.memory import to_device
+from common.memory import finest_dtype, to_device
 
 import numpy as np
 import torch
@@ -184,7 +184,7 @@ class Experts:
         of its counts, for which they wait."""
         self.watches = False
         if not self.agreed:
-            self._exchange(torch.zeros(self.shape, dtype=sum_dtype(self.device), device=self.device))
+            self._exchange(torch.zeros(self.shape, dtype=finest_dtype(self.device), device=self.device))
 
     @torch.no_grad()
     def finish(self) -> dict[str, Tensor]:
@@ -208,7 +208,7 @@ class Experts:
         logged = {
             "moe/aux_loss": E / L * (counts / T * probabilities / T).sum(),
             "moe/max_load": (counts / mean).max(),
-            "moe/unused_experts": (counts == 0).double().mean(),
+            "moe/unused_experts": (counts == 0).to(counts.dtype).mean(),
         }
         return logged | ({"moe/z_loss": sums[-2] / (T * L)} if self.z_coef else {})
 
@@ -268,13 +268,9 @@ def token_weights(batch: Batch) -> Tensor:
     return to_device(times, shown.device) * shown
 
 
-def sum_dtype(device: torch.device) -> torch.dtype:
-    return torch.float64 if device.type != "mps" else torch.float32
-
-
 def _count(chosen: Tensor, weights: Tensor, E: int) -> Tensor:
     """How many tokens chose each expert, (E,); chosen (T, k)."""
-    weights = weights.to(sum_dtype(weights.device))
+    weights = weights.to(finest_dtype(weights.device))
     return weights.new_zeros(E).index_add_(0, chosen.flatten().long(), weights.repeat_interleave(chosen.shape[-1]))
 
 

@@ -186,7 +186,7 @@ def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
     known = lm.get_input_embeddings().weight.shape[0]
     if vocab_size > known:
         say(f"model: the embedding grows from {known} to {vocab_size} tokens")
-        with torch.random.fork_rng():  # the new rows are drawn: the same for the model and its reference, on every process
+        with torch.random.fork_rng(devices=[]):  # the new rows are drawn, alike for the reference and on every process
             torch.manual_seed(0)
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
 

@@ -61,7 +61,7 @@ def adapter_config(adapter: str | Path, revision: str | None = None, base: str |
     base = base or config.base_model_name_or_path
     if not base:
         raise UserError(f"{adapter}/adapter_config.json names no base model (base_model_name_or_path)")
-    if base.startswith((".", "/")) and not Path(base).exists():
+    if (base.startswith(".") or Path(base).is_absolute()) and not Path(base).exists():
         raise UserError(f"the adapter {adapter} stands on {base}, which is not here")  # from this folder
     return config
 
@@ -160,6 +160,11 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
     linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if not all(name.startswith(prefix) for name in linear):
         left_out.append(rf"(?!{re.escape(prefix)}\.).*")
+    grouped = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and not _is_one_product(module)]
+    if everything:
+        left_out += map(re.escape, grouped)
+    elif named := [name for name in grouped if name.split(".")[-1] in wanted]:
+        raise UserError(f"--lora_target_modules {named[0].split('.')[-1]}: not one matrix product; adapters do not fit it")
     if everything and any("experts" in name.split(".") for name, _ in lm.named_modules()):
         left_out.append(GATE)
     if everything and lm.config.model_type in MAMBA:
@@ -179,6 +184,19 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
     if everything:
         _without_routers(config, lm)
     return config
+
+
+def _is_one_product(linear: nn.Linear) -> bool:
+    """Whether a layer that is called linear multiplies by one matrix: DeepSeek-V4 has some that hold several."""
+    if not type(linear).__module__.startswith("transformers.models"):
+        return True
+    with torch.no_grad():
+        x = torch.ones(2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
+        try:
+            out = linear(x)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return False
+    return not isinstance(out, torch.Tensor) or out.shape == (2, linear.out_features)  # a router gives what it chose
 
 
 def _without_routers(config: "LoraConfig", lm: nn.Module) -> None:

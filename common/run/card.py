@@ -302,7 +302,7 @@ def _without_places(text: str) -> str:
         text = text.replace(place, "...") if len(place) > 3 else text
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):
+    except (KeyError, OSError, ImportError):  # nobody, or a system that does not say
         return text
     return re.sub(rf"(?<=[/\\]){re.escape(user)}(?=[/\\])", "...", text) if len(user) > 2 else text
 

@@ -83,9 +83,9 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     if args.activation_offloading and accelerator.device.type != "cuda":
         raise UserError(f"--activation_offloading is for a CUDA GPU's memory; this run is on {accelerator.device.type}")
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
-        plugin = accelerator.state.fsdp_plugin  # which would round log-probabilities and the sums of gradients, too
+        plugin = accelerator.state.fsdp_plugin  # which would round weights of the loss, log-probabilities, sums of gradients
         plugin.mixed_precision_policy = dataclasses.replace(
-            plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
+            plugin.mixed_precision_policy, cast_forward_inputs=False, output_dtype=None, reduce_dtype=torch.float32
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _set_up_deepspeed(accelerator.state.deepspeed_plugin, args)

@@ -18,7 +18,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, quoted, say
-from common.memory import memory, relieve
+from common.memory import finest_dtype, memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
 from common.run.output_dir import LINES, is_held, replace_text, writing
@@ -115,7 +115,7 @@ class Metrics:
             raise ValueError(f"metrics.add: {name} is a name of the lines of metrics.jsonl: call it otherwise")
         device = self.accelerator.device
         if name not in self.window:
-            self.window[name] = [torch.zeros((), dtype=_sum_dtype(device), device=device) for _ in range(2)]
+            self.window[name] = [torch.zeros((), dtype=finest_dtype(device), device=device) for _ in range(2)]
         self.window[name][0] += total
         self.window[name][1] += weight
 
@@ -138,7 +138,7 @@ class Metrics:
         reduced = dict(self.carry)
         if names:
             device = self.accelerator.device
-            none = [torch.zeros((), dtype=_sum_dtype(device), device=device)] * 2
+            none = [torch.zeros((), dtype=finest_dtype(device), device=device)] * 2
             table = torch.stack([torch.stack(self.sums.get(name, none)) for name in names])
             table = self.accelerator.reduce(table, "sum").tolist()
             for name, (total, weight) in zip(names, table, strict=True):
@@ -298,10 +298,6 @@ class Metrics:
         self.append("metrics.jsonl", [{"step": step, **values}])
         if self.accelerator.log_with:
             self.accelerator.log(values, step=step)
-
-
-def _sum_dtype(device: torch.device) -> torch.dtype:
-    return torch.float64 if device.type != "mps" else torch.float32
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.args import CommonArgs, MayChange, may_change
+from common.data.folders import flush
 from common.errors import UserError, say
 
 import yaml
@@ -263,14 +264,6 @@ def is_sealed(path: Path) -> bool:
         return False
     body = text[: text.rfind("<!-- ")]
     return bool(body) and text == seal(body)
-
-
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _compare(

@@ -10,14 +10,15 @@ from functools import partial
 from typing import NamedTuple
 
 from common.errors import say
-from common.memory import empty_caches, is_oom, to_device
+from common.memory import empty_caches, finest_dtype, is_oom, to_device
 from common.model.attention import FLAT
 from common.model.flat_model import FlatModel, base_lm, body, gathered
 from common.model.lm_head import logits_of
 from common.model.mixers import recurrent_mixers
 from common.sampling import kv_cache
+from common.sampling.graph import StepGraph
 from common.sampling.kv_cache import CACHED, KVCache
-from common.sampling.padded import PaddedDecoder, joinable
+from common.sampling.padded import PaddedDecoder, joinable, steps_as_trained
 from common.sampling.whole import WholeDecoder, why_no_cache
 
 import numpy as np
@@ -100,10 +101,11 @@ def generating(model: FlatModel, cached: bool = True) -> Iterator[nn.Module]:
     lm.eval()
     if implementation == FLAT and cached:
         inner.set_attn_implementation(inner.stock_attention if recurrent_mixers(inner) else CACHED)
+    eager = torch.compiler.set_stance("force_eager")
     try:
         # Compiled blocks would be compiled again for every number of rows. Weights are gathered outside of inference mode,
         # because no backward pass may use tensors that were made in it.
-        with torch.no_grad(), gathered(model), torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        with steps_as_trained(inner), torch.no_grad(), gathered(model), torch.inference_mode(), eager:
             yield lm
     finally:
         if implementation == FLAT:
@@ -177,8 +179,7 @@ class FlatDecoder:
         static = self.device.type == "cuda" if static is None else static
         self.cache = KVCache(prompts, owner, max_new_tokens, self.device, static)
         self.owner = torch.tensor(owner, device=self.device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.graph_version = -1  # of the cache that the graph was made for
+        self.graph = StepGraph(self._next) if self.device.type == "cuda" else None
 
     def _hidden(self, ids: Tensor, position_ids: Tensor) -> Tensor:
         """(T,), (T,) -> (T, D)."""
@@ -203,26 +204,11 @@ class FlatDecoder:
         """(n,) newest tokens -> (n, V) float32."""
         self.cache.advance()
         self.position += 1
-        if self.device.type == "cuda":
-            return self._next_by_graph(tokens)
-        return logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
+        return self._next(tokens) if self.graph is None else self.graph(tokens, self.cache.version)
 
-    def _next_by_graph(self, tokens: Tensor) -> Tensor:
-        """The same by a CUDA graph. When shapes change, a step runs without it, and one is captured for the next steps."""
-        if self.graph is not None and self.graph_version == self.cache.version:
-            self.tokens.copy_(tokens)
-            self.graph.replay()
-            return self.logits
-        logits = logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
-        if self.graph_version != self.cache.version:
-            self.graph_version, self.graph, self.tokens = self.cache.version, None, tokens.clone()
-            self.cache.masks = {}  # they are made inside the graph
-            graph = torch.cuda.CUDAGraph()
-            with contextlib.suppress(RuntimeError):  # a layer reads a value from the device: no graph is possible
-                with torch.cuda.graph(graph):
-                    self.logits = logits_of(base_lm(self.lm), self._hidden(self.tokens, self.position)).float()
-                self.graph = graph
-        return logits
+    def _next(self, tokens: Tensor) -> Tensor:
+        self.cache.begin_pass()
+        return logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -257,25 +243,26 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """(rows, W) weights of any sum, (rows,) uniforms -> (rows, 1): where the cumulative share of the sum reaches `uniforms`.
 
     In two levels for a large vocabulary: first the block, then the token in it. A cumulative sum over all tokens would be
-    one more pass over memory, and in float32 too coarse for rare tokens; these short ones are in float64, so the 24 bits of
+    one more pass over memory, and in float32 too coarse for rare tokens; these short ones are in float64 (where there is
+    one), so the 24 bits of
     a float32 uniform are the only limit. An index of weight 0 is never returned.
     """
-    W = weights.shape[-1]
+    W, fine = weights.shape[-1], finest_dtype(weights.device)
     if W <= DRAW_AT_ONCE:
-        return _invert_short(weights.double(), uniforms[:, None].double())[0]
+        return _invert_short(weights.to(fine), uniforms[:, None].to(fine))[0]
     full = W - W % DRAW_BLOCK  # the tokens in full blocks
     blocks = weights[:, :full].unflatten(-1, (full // DRAW_BLOCK, DRAW_BLOCK)).sum(-1)
-    blocks = torch.cat([blocks, weights[:, full:].sum(-1, keepdim=True)], -1).double()
-    block, share = _invert_short(blocks, uniforms[:, None].double())
+    blocks = torch.cat([blocks, weights[:, full:].sum(-1, keepdim=True)], -1).to(fine)
+    block, share = _invert_short(blocks, uniforms[:, None].to(fine))
     index = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
     inside = weights.gather(-1, index.clamp(max=W - 1)) * (index < W)
-    return block * DRAW_BLOCK + _invert_short(inside.double(), share)[0]
+    return block * DRAW_BLOCK + _invert_short(inside.to(fine), share)[0]
 
 
 def _invert_short(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, W) float64, (rows, 1) in [0, 1) -> the index whose interval holds the share, and where in it, in [0, 1)."""
     cumulative = weights.cumsum(-1)
-    target = share * cumulative[:, -1:]
+    target = share.clamp(max=1 - 2 * torch.finfo(share.dtype).eps) * cumulative[:, -1:]  # below the sum in float32, too
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
     weight = weights.gather(-1, index)
     return index, ((target - cumulative.gather(-1, index) + weight) / weight).clamp(0, 1 - 2**-24)

@@ -52,7 +52,8 @@ class KVCache:
         self.device, self.static, self.limit = device, static, limit
         self.capacity = min(limit, FIRST_CAPACITY)
         self.layers: list[Layer] = []
-        self.calls = 0  # of `attend`; layers come in the same order in every forward pass
+        self.calls = 0  # of `attend` in this forward pass; layers come in the same order in each
+        self.masks: dict[int | None, Tensor | None] = {}
         self.version = 0
         self.t = -1  # the newest token of the completions; -1: the prompts are being read
         self.newest = torch.full((1,), -1, device=device)  # the same on the device
@@ -84,11 +85,15 @@ class KVCache:
         """Make room for the next token of every completion."""
         self.t += 1
         self.newest += 1
-        self.masks: dict[int | None, Tensor | None] = {}
+        self.begin_pass()
         if self.t == self.capacity:
             self.capacity, self.version = min(2 * self.capacity, self.limit), self.version + 1
             for layer in self.layers:
                 layer.keys, layer.values = self._grown(layer.keys), self._grown(layer.values)
+
+    def begin_pass(self) -> None:
+        """The newest tokens go through the layers, perhaps not for the first time: a pass may have died half way."""
+        self.calls, self.masks = 0, {}
 
     def _grown(self, old: Tensor) -> Tensor:
         new = self._columns(old)
@@ -146,7 +151,7 @@ class KVCache:
         One softmax over the prompt's tokens and the completion's own. With the prompt, the completions that share it are
         multiplied together, so that it is read from memory once for all of them.
         """
-        layer = self.layers[self.calls % len(self.layers)]
+        layer = self.layers[self.calls]
         self.calls += 1
         (n, H, Dh), Lp = query.shape, self.prompt_length
         keys, values = layer.keys[:n], layer.values[:n]

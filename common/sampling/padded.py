@@ -1,8 +1,11 @@
 """Sampling from models that need the cache of transformers: attention that cannot be replaced, layers that keep a state."""
 
+import contextlib
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from common.memory import to_device
 from common.model.flat_model import base_lm
@@ -47,6 +50,33 @@ def cache_name(lm: nn.Module) -> str | None:
     if "past_key_values" in accepted:
         return "past_key_values"
     return "cache_params" if "cache_params" in accepted and mixers else None
+
+
+@contextlib.contextmanager
+def steps_as_trained(lm: nn.Module) -> Iterator[None]:
+    """While it lasts, state-space layers keep their time step within `time_step_limit` for a single token, too.
+
+    transformers limits it where a layer reads many tokens, as in training, and not where it reads one after its state
+    (Nemotron-H, Zamba2: at least time_step_min).
+    """
+    with contextlib.ExitStack() as stack:
+        limits = {type(mixer): getattr(mixer, "time_step_limit", None) for mixer in recurrent_mixers(lm)}
+        for cls, limit in limits.items():
+            code = sys.modules[cls.__module__]
+            for name in [name for name in vars(code) if limit and name.endswith("selective_state_update")]:
+                stack.callback(setattr, code, name, update := getattr(code, name))
+                setattr(code, name, partial(_limited, update, limit))
+        yield
+
+
+def _limited(update: Callable[..., Tensor], limit: tuple[float, float], *args: Tensor, **kwargs: Any) -> Tensor:
+    """selective_state_update with time steps softplus(dt + dt_bias) within the limit."""
+    state, x, dt, *rest = args
+    if (bias := kwargs.pop("dt_bias", None)) is not None:
+        dt = dt + bias.to(dt.dtype)
+    if kwargs.pop("dt_softplus", False):
+        dt = F.softplus(dt)
+    return update(state, x, dt.clamp(*limit), *rest, **kwargs)
 
 
 class PaddedDecoder:

@@ -86,6 +86,22 @@ def test_layers_that_are_named_are_adapted_even_a_router():
     }
 
 
+def test_layers_of_several_matrices_are_left_out_and_not_adapted_when_named():
+    """DeepSeek-V4 projects the heads of a group by a matrix of their own, in a subclass of nn.Linear."""
+    v4 = getattr(transformers, "DeepseekV4Config", None)
+    if v4 is None:
+        pytest.skip("transformers has no DeepSeek-V4")
+    sizes = SIZE | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16}
+    sizes |= {"o_groups": 2, "o_lora_rank": 8, "head_dim": 16, "qk_rope_head_dim": 8, "num_key_value_heads": 1}
+    make = lambda: SimpleNamespace(lm=transformers.AutoModelForCausalLM.from_config(v4(**sizes)), padded=False)  # noqa: E731
+    model = add_lora(CommonArgs(**ARGS), make())
+    adapted = {n.split(".lora_A")[0].split(".")[-1] for n, _ in model.lm.named_parameters() if "lora_A" in n}
+    assert "o_b_proj" in adapted and "o_a_proj" not in adapted
+    assert model.lm(input_ids=torch.arange(8)[None]).logits.isfinite().all()
+    with pytest.raises(UserError, match="--lora_target_modules o_a_proj: not one matrix product"):
+        add_lora(CommonArgs(**ARGS, lora_target_modules=["o_a_proj", "o_b_proj"]), make())
+
+
 # --- kinds of adapters ----------------------------------------------------------------------------------------------
 
 

@@ -103,3 +103,23 @@ def test_quantisation_with_nothing_to_quantise_or_with_dora_is_refused(base, lau
         launch(*words, "--use_peft", "--load_in_4bit")
     with pytest.raises(UserError, match="--load_in_4bit: not with --use_dora"):
         launch(*words, "--use_peft", "--load_in_4bit", "--use_dora")
+
+
+@pytest.mark.parametrize("kind", ["opt", "xglm"])
+def test_layers_that_are_dropped_at_random_are_no_hindrance(kind, base, launch):
+    """OPT and XGLM leave out whole layers while they train: what measures memory passes all of them."""
+    configs = {
+        "opt": lambda: transformers.OPTConfig(
+            vocab_size=512,
+            hidden_size=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
+            layerdrop=0.5,
+        ),
+        "xglm": lambda: transformers.XGLMConfig(
+            vocab_size=512, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, layerdrop=0.5
+        ),
+    }
+    assert launch(*base(configs[kind]()))

@@ -81,10 +81,23 @@ def pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
 
 
+def with_more(folder: Path, name: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: torch.zeros(96)}, folder / "model.safetensors", {"format": "pt"})
+
+
 BROKEN = {
     "a tensor is missing": (
         lambda f: without(f, "model.layers.0.mlp.up_proj.weight"),
         "its files lack model.layers.0.mlp.up_proj",
+    ),
+    "one layer more": (
+        lambda f: edit_config(f, num_hidden_layers=1, layer_types=None),
+        "its files hold model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, ",
+    ),
+    "a bias": (
+        lambda f: with_more(f, "model.layers.0.self_attn.q_proj.bias"),
+        "hold model.layers.0.self_attn.q_proj.bias, for which its config.json has no place",
     ),
     "NaN": (
         lambda f: with_nan(f, "model.layers.1.self_attn.q_proj.weight"),
@@ -132,6 +145,15 @@ def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path
     assert "\n" not in str(error.value) and says in str(error.value) and "model" in str(error.value), error.value
     assert not (tmp_path / "owned").exists() and not (ROOT / "owned").exists()
     assert "LOAD REPORT" not in capfd.readouterr().err  # of transformers, in twenty lines
+
+
+def test_a_layer_that_predicts_further_tokens_is_left_out(launch, tmp_path, capsys):
+    """DeepSeek-V3 and GLM-4-MoE have one behind the last layer, under a number of its own."""
+    shutil.copytree(BASE, tmp_path / "model")
+    with_more(tmp_path / "model", "model.layers.3.enorm.weight")
+    edit_config(tmp_path / "model", num_nextn_predict_layers=1)
+    launch("sft", *SFT, "--model_name_or_path", str(tmp_path / "model"), "--dry_run")
+    assert "has no place for model.layers.3.enorm.weight" in capsys.readouterr().out
 
 
 def test_a_name_of_a_tensor_reaches_the_terminal_spelled_out(launch, tmp_path, capfd):
@@ -208,6 +230,16 @@ def test_a_chat_template_that_never_ends_is_one_line(launch, tmp_path, monkeypat
         UserError, match=r"train.jsonl:1: this row takes more than 1 s to tokenise: a chat template that never"
     ):
         launch("sft", *SFT, "--chat_template", str(tmp_path / "endless.jinja"))
+
+
+def test_a_word_of_megabytes_is_left_out_before_a_tokenizer_has_it(launch, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(encoding, "LONGEST_WORD", 160)
+    words = ["a" * 161, "a " * 100, "a" * 160]
+    rows = [{"messages": [{"role": "user", "content": x}, {"role": "assistant", "content": "b"}]} for x in words * 4]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    launch("sft", *SFT, "--dataset_name", str(tmp_path / "rows.jsonl"), "--max_steps", "1")
+    said = capsys.readouterr().out
+    assert "4 of 12 rows of rows left out: a word of 161 characters" in said and "rows.jsonl:1)" in said, said
 
 
 # --- nothing held out -----------------------------------------------------------------------------------------------

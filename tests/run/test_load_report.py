@@ -96,3 +96,14 @@ def test_the_demo_says_what_it_trains(launch, capsys):
     report = json.loads((output / "dataset.json").read_text())["model"]
     assert report["dtype"] == {"base": "float32", "weights": "float32", "autocast": "no", "export": "float32"}
     assert report["called_on"] == "flat rows" and report["chat_template"] == "the tokenizer's"
+
+
+def test_a_quantised_base_is_counted(launch, capsys):
+    """Each matrix of the layers; embedding, head and norms stay."""
+    pytest.importorskip("bitsandbytes")
+    output = launch("sft", "--config", demo("sft"), *SHORT, "--use_peft", "--load_in_4bit")
+    tensors = load_file("data/base_model/model.safetensors")
+    matrices = sum(t.numel() for name, t in tensors.items() if t.dim() == 2 and ".layers." in name)
+    report = json.loads((output / "dataset.json").read_text())["model"]
+    assert report["quantised"] == matrices > 0
+    assert f"{matrices:,} parameters quantised" in capsys.readouterr().out
