@@ -182,7 +182,7 @@ def _data(facts: dict[str, Any], public: set[str]) -> str:
                 else f"[{path}](https://huggingface.co/datasets/{path})"
             )
         tokens, trained = found.get("tokens", 0), found.get("trained_tokens")
-        share = f"{trained / max(tokens, 1):.1%}" if trained is not None else "all"
+        share = f"{trained / max(tokens, 1):.1%}" if trained is not None else "-"
         numbers = " | ".join(f"{found.get(key, 0):,}" for key in ("rows", "examples"))
         lines.append(f"| {name} | {found.get('format') or '-'} | {numbers} | {tokens:,} | {share} |")
     held_out = sum(found.get("examples", 0) for found in facts.get("eval_sources", []))
