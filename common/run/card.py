@@ -116,7 +116,7 @@ def make_card(
     parts += [f"## What it is\n\n{_what(args, facts, words, adapter)}", f"## Data\n\n{_data(facts, public)}"]
     parts += [f"## Training\n\n{_training(args, facts, summary, folder, name)}"]
     parts += [f"## Results\n\n{_results(folder, facts, public, best_step)}"]
-    parts += [f"## Use\n\n{_use(adapter, facts)}", f"## Limits\n\n{_limits(args)}"]
+    parts += [f"## Use\n\n{_use(adapter, facts)}", f"## Limits\n\n{_limits(facts)}"]
     command = f"accelerate launch {Path(script).name} {' '.join(_flags(args, public))}".strip()
     parts.append(f"## The command\n\n```bash\n{command}\n```\n\nNames in capitals stand for local files or models.")
     if versions := summary.get("versions"):
@@ -202,8 +202,8 @@ def _training(args: CommonArgs, facts: dict[str, Any], summary: dict[str, Any], 
     lines.append(
         f"- Learning rate: {args.learning_rate:g}, {args.lr_scheduler_type}, warm-up {warm}; optimizer {args.optim}"
     )
-    if limit := getattr(args, "max_length", None):
-        lines.append(f"- Longest sequence: {limit:,} tokens")
+    if longest := facts.get("lengths", {}).get("max"):
+        lines.append(f"- Longest {facts.get('example', 'example')}: {longest:,} tokens")
     lines.append(f"- Seed: {args.seed}")
     if summary:
         count, kind = summary.get("processes", 1), str(summary.get("device", "cpu")).split(":")[0]
@@ -249,13 +249,13 @@ def _use(adapter: bool, facts: dict[str, Any]) -> str:
     return "```python\n" + "\n".join(lines) + "\n```"
 
 
-def _limits(args: CommonArgs) -> str:
+def _limits(facts: dict[str, Any]) -> str:
     lines = ["- What is not in the table above was not measured: among that truthfulness, safety and bias."]
     lines.append(
         "- It says what its data makes probable, and has the faults of its data and of the model that it was made of."
     )
-    if limit := getattr(args, "max_length", None):
-        lines.append(f"- No sequence of the training was longer than {limit:,} tokens.")
+    if longest := facts.get("lengths", {}).get("max"):
+        lines.append(f"- Nothing that it was trained on was longer than {longest:,} tokens.")
     lines.append("- The license follows from those of the data and of the model that it was made of: see there.")
     return "\n".join(lines)
 
