@@ -219,9 +219,14 @@ class Window:
         trained = sum(int(sequence["loss_mask"][1:].sum()) for sequence in sequences)
         return trained / max(1, sum(len(sequence["input_ids"]) for sequence in sequences))
 
-    @torch.no_grad()
     def add_field(self, name: str, values: Callable[[Batch], torch.Tensor]) -> None:
-        """Give every sequence of this process a per-token field: values(batch) (T,), computed without gradients.
+        """Give every sequence of this process a per-token field: values(batch) (T,), computed without gradients. As
+        `add_fields`."""
+        self.add_fields(lambda batch: {name: values(batch)})
+
+    @torch.no_grad()
+    def add_fields(self, values: Callable[[Batch], dict[str, torch.Tensor]]) -> None:
+        """Give every sequence of this process per-token fields: values(batch), (T,) by name, computed without gradients.
 
         Where memory runs out a micro-batch is taken in two halves, unless processes call a sharded model together.
         """
@@ -230,18 +235,19 @@ class Window:
             batch = flat_batch(atoms, self._accelerator.device)
             try:
                 with self._accelerator.autocast():
-                    row = values(batch).cpu()
+                    rows = {name: row.cpu() for name, row in values(batch).items()}
             except (RuntimeError, MemoryError) as error:
                 if not is_oom(error) or len(atoms) < 2 or self._accelerator.distributed_type in SHARDED:
                     raise
-                row = None
-            if row is None:  # here the exception is gone, and with it what its frames held
+                rows = None
+            if rows is None:  # here the exception is gone, and with it what its frames held
                 empty_caches(self._accelerator.device)
                 waiting += [atoms[: len(atoms) // 2], atoms[len(atoms) // 2 :]]
                 continue
             sequences = [sequence for atom in atoms for sequence in atom]
-            for sequence, part in zip(sequences, split_row(row, batch), strict=True):
-                sequence[name] = part.numpy()
+            for name, row in rows.items():
+                for sequence, part in zip(sequences, split_row(row, batch), strict=True):
+                    sequence[name] = part.numpy()
 
     @property
     def most_parts(self) -> int:

@@ -306,3 +306,51 @@ def grpo_token_weights(
         weight = 1.0 / (max(window_completions, 1) * max_completion_length)
         return torch.full_like(tokens, weight, dtype=torch.float32)
     raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(GRPO_LOSS_TYPES)}")
+
+
+# --- PPO with a critic ------------------------------------------------------------------------------------------------
+
+
+def gae(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16) of a completion: (n,), (n,) -> (n,).
+
+    `A_t = δ_t + γλ A_{t+1}` with `δ_t = rewards[t] + γ values[t+1] - values[t]`; after the last token both are 0. values[t]
+    is the critic's of what stands before token t. `A_t + values[t]` is the return that it should have said.
+    """
+    advantages, advantage, next_value = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
+        advantage = reward + gamma * next_value - value + gamma * lam * advantage
+        advantages.append(advantage)
+        next_value = value
+    return values.new_tensor(advantages[::-1])
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float = 0.2
+) -> tuple[Tensor, Tensor]:
+    """`½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²)`, and whether the clip takes effect, (T,) each, of (T,) each.
+
+    The critic's part of PPO as OpenAI's code has it (2005.12729, section 3): a value that has moved further than c since
+    the rollout, towards the return, has no gradient.
+    """
+    clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    plain, limited = (values - returns) ** 2, (clipped - returns) ** 2
+    return 0.5 * torch.max(plain, limited), (limited > plain).float().detach()
+
+
+# --- distillation -----------------------------------------------------------------------------------------------------
+
+
+def generalized_jsd(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
+    """Divergence of two distributions over a vocabulary: (n, V), (n, V) -> (n,). Agarwal et al. 2024, arXiv 2306.13649.
+
+    With s the student's, t the teacher's: beta 0 is the forward `KL(t || s)`, 1 the reverse `KL(s || t)`, between them
+    `β KL(t || m) + (1-β) KL(s || m)` with `m = (1-β) s + β t`, which tends to 0 at both ends.
+    """
+    s, t = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    if beta == 0:
+        return (t.exp() * (t - s)).sum(-1)
+    if beta == 1:
+        return (s.exp() * (s - t)).sum(-1)
+    m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
+    return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)

@@ -92,9 +92,11 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
 
 
 def relieve(device: torch.device) -> bool:
-    """Empty the caches of the allocator where they fill the device. Returns whether there was need."""
-    used = torch.cuda.memory_reserved(device) / GIB if device.type == "cuda" else memory(device).current
-    if not used > CROWDED * memory(device).limit:
+    """Empty the caches of the allocator where they fill the machine. Returns whether there was need.
+
+    CUDA's allocator does it by itself when it needs to; done at each line of the log, its blocks would be asked for anew.
+    """
+    if device.type == "cuda" or not memory(device).current > CROWDED * memory(device).limit:
         return False
     empty_caches(device)
     return True

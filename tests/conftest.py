@@ -1,11 +1,13 @@
 """What the tests share: quiet threads, no Hub, a clean Accelerate, and a way to run a script's main in this process."""
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +31,7 @@ CLOCK = ("tokens_per_second", "memory_gib", "peak_memory_gib")
 
 # What the scripts hand to `launch` at their end.
 DEFAULT_MODEL = {"sft": "outputs/pretrain", "dpo": "outputs/sft", "grpo": "outputs/sft"}
+TEMPORARY: list[tempfile.TemporaryDirectory] = []  # folders that go with the process
 EXPERIMENTS = sorted(path.stem.removeprefix("train_") for path in (ROOT / "experiments").glob("train_*.py"))
 
 
@@ -46,6 +49,27 @@ def demo(stage: str) -> str:
     if stage in EXPERIMENTS:
         return re.search(r'demo="(.+?)"', (ROOT / "experiments" / f"train_{stage}.py").read_text())[1]
     return f"data/configs/{stage}.yaml"
+
+
+@functools.cache
+def teacher() -> str:
+    """A folder with the model of data/base_model, its weights shaken: another one with the same tokens."""
+    import common  # noqa: F401  before torch, as in the scripts
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    TEMPORARY.append(tempfile.TemporaryDirectory())
+    folder = Path(TEMPORARY[0].name, "teacher")
+    shutil.copytree(ROOT / "data" / "base_model", folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    shaken = {
+        name: value + 0.1 * value.float().std() * torch.randn(value.shape, generator=generator).to(value.dtype)
+        for name, value in weights.items()
+    }
+    save_file({name: value.to(weights[name].dtype) for name, value in shaken.items()}, folder / "model.safetensors")
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

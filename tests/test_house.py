@@ -17,7 +17,9 @@ import yaml
 # The longest that each script may be, in lines.
 SCRIPTS = {"train_pretrain": 190, "train_sft": 140, "train_dpo": 190, "train_grpo": 360}
 FOUR = list(SCRIPTS)
-SCRIPTS |= {f"experiments.{path.stem}": 190 for path in sorted((ROOT / "experiments").glob("train_*.py"))}
+FROM_GRPO = ("train_distill", "train_ppo")
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "experiments").glob("train_*.py"))
+SCRIPTS |= {f"experiments.{name}": 400 if name in FROM_GRPO else 190 for name in EXPERIMENTS}
 COMMON = ROOT / "common"
 MODULES = sorted(COMMON.rglob("*.py"))
 LONGEST = 420  # lines of a module

@@ -1,10 +1,10 @@
 """Attention inside each sequence of a flat row: no padding between sequences, no mask over the row, no leak.
 
 A flat row holds S sequences end to end, T tokens in all. The function here is registered with transformers' attention
-interface under the name "flat", together with a mask function that makes no mask, so that nothing of size T x T ever
-exists. Sequences of similar length are gathered into one right-padded bucket and go through PyTorch's SDPA together: under
-a causal mask, padding on the right is never attended to by a real token, so the bucket needs no mask either. On a GPU, in
-half precision, PyTorch's kernel for sequences of unequal length (varlen_attn) takes the place of the buckets.
+interface under the name "flat", without a mask function, so that nothing of size T x T ever exists. Sequences of similar
+length are gathered into one right-padded bucket and go through PyTorch's SDPA together: under a causal mask, padding on the
+right is never attended to by a real token, so the bucket needs no mask either. On a GPU, in half precision, PyTorch's kernel
+for sequences of unequal length (varlen_attn) takes the place of the buckets.
 
 Sequences that begin with the same tokens may share them: the row holds these once. Written out in full, the sequences of
 such a row have F > T tokens, and `token_map` (F,) gives the token of the row that each of them is. Keys and values are
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FLAT = "flat"
+HALF = (torch.bfloat16, torch.float16)
 MIN_RELATIVE_LENGTH = 0.8  # the shortest sequence of a bucket, as a share of the longest
 # On a CPU, queries of these many tokens at a time, for sequences of up to these many: see _strips_pay.
 STRIP, LONGEST_IN_STRIPS = 128, 640
@@ -38,11 +39,14 @@ varlen_takes_enable_gqa = True
 
 
 def register() -> None:
-    """Make flat attention known to transformers. Called where a model is wrapped, because importing transformers is slow."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Make flat attention known to transformers. Called where a model is wrapped, because importing transformers is slow.
+
+    Without a mask function, transformers makes no mask, and does not look for sequences in the positions, which would wait
+    for the device in each pass.
+    """
+    from transformers import AttentionInterface
 
     AttentionInterface.register(FLAT, flat_attention)
-    AttentionMaskInterface.register(FLAT, _no_mask)
 
 
 def exclude_from_compilation() -> None:
@@ -239,10 +243,12 @@ def _sdpa(
     if sink:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k, v = _with_sink(q, k, v, sinks / scale)
+    mask = bucket.mask(window, v.dtype, sink=sink)
+    if H != k.shape[1] and not _kernel_knows_groups(q, masked=mask is not None):
+        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=H != k.shape[1])
     if softcap is not None:
         attend = partial(_capped_attention, softcap=softcap, dropout=dropout, scale=scale)
-    mask = bucket.mask(window, v.dtype, sink=sink)
     if mask is None and (_strips_pay(q) or softcap is not None):
         mask = bucket.mask(window, v.dtype, always=True, sink=sink)
         L, size, outputs = q.shape[2], _strip_size(q), []
@@ -255,6 +261,16 @@ def _sdpa(
     else:
         out = attend(q, k, v, mask, is_causal=mask is None).transpose(1, 2)
     return out[..., :Dv].reshape(T, H, -1)
+
+
+def _kernel_knows_groups(q: Tensor, masked: bool) -> bool:
+    """Whether SDPA has a quick kernel that shares key heads (b, H, L, Dh).
+
+    On CUDA it is flash attention alone: 16 bits, no mask. What would be left is the kernel that keeps L x L scores.
+    """
+    if q.device.type != "cuda":
+        return True
+    return not masked and _compute_dtype(q) in HALF and q.shape[-1] <= 256 and _capability(q.device) >= (8, 0)
 
 
 def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -341,7 +357,7 @@ def _ragged_attention(
     query once only.
     """
     if row.token_map is not None:
-        k, v = k[row.token_map], v[row.token_map]
+        k, v = (x.index_select(0, row.token_map) for x in (k, v))
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens seen before and after each one; -1: all
     options = {"enable_gqa": q.shape[1] != k.shape[1]} if varlen_takes_enable_gqa else {}
     return varlen_attn(q, k, v, row.own, row.full, *row.longest, scale=scaling, window_size=window, **options)
@@ -350,7 +366,7 @@ def _ragged_attention(
 def _has_varlen(device: torch.device) -> bool:
     """Whether varlen_attn runs here. It is imported now: it brings the compiler along, which takes a second and a half."""
     global varlen_attn, varlen_takes_enable_gqa
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type != "cuda" or _capability(device) < (8, 0):
         return False
     if varlen_attn is None:
         try:
@@ -362,11 +378,17 @@ def _has_varlen(device: torch.device) -> bool:
 
 
 def _varlen_dtype(value: Tensor) -> torch.dtype | None:
-    """What varlen_attn would compute in; None where it cannot: it has 16 bits and heads of up to 192 in steps of 8."""
-    device = value.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-    return dtype if dtype in (torch.bfloat16, torch.float16) and value.shape[-1] in range(8, 193, 8) else None
+    """What varlen_attn would compute in; None where it cannot: it has 16 bits, and heads in steps of 8 of up to 256, where
+    the GPU has the memory on its chip for their gradient (A100, H100, B200), else 192."""
+    dtype, largest = _compute_dtype(value), 256 if _capability(value.device) in ((8, 0), (9, 0), (10, 0)) else 192
+    return dtype if dtype in HALF and value.shape[-1] in range(8, largest + 1, 8) else None
 
 
-def _no_mask(*args: object, **kwargs: object) -> None:
-    return None
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product of it is computed in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

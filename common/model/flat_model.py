@@ -6,6 +6,7 @@ language model on the flat row, and applies the LM head (lm_head.py) only at the
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,6 +171,11 @@ class FlatModel(nn.Module):
     def hidden(self, batch: Batch) -> Tensor:
         """What the LM head reads, (T, D)."""
         return self._run_body(batch).hidden
+
+    def predicting(self, batch: Batch) -> Tensor:
+        """What the LM head reads to predict the targets, in their order, (N, D). Raises UserError as a call does."""
+        check_positions(self, max(batch["lengths"]))
+        return self._run_body(batch).predicting
 
     def _run_body(self, batch: Batch, router_logits: bool = False) -> "_States":
         options: dict[str, Any] = {"use_cache": False}  # with a cache, or any attention_mask, sequences see each other
@@ -368,18 +374,28 @@ def _of_all_layers(config: "PreTrainedConfig", name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
+# Dense operations per second in bfloat16 (T4, V100: float16) by the data sheets; a name is known by its words.
+PEAK_FLOPS = {
+    ("B200",): 2250e12,
+    ("H200",): 989e12,
+    ("H100", "PCIE"): 756e12,
+    ("H100", "NVL"): 835e12,
+    ("H100",): 989e12,
+    ("A100",): 312e12,
+    ("A10",): 125e12,
+    ("L40S",): 362e12,
+    ("L40",): 181e12,
+    ("L4",): 121e12,
+    ("T4",): 65e12,
+    ("V100",): 125e12,
+    ("4090",): 165e12,
+    ("3090",): 71e12,
+}
+
+
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 operations per second of the GPU by its data sheet; None where it is not in the table."""
+    """Of the GPU, from the table; None where it is not in there."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    table = {
-        "H100": 989e12,
-        "H200": 989e12,
-        "B200": 2250e12,
-        "A100": 312e12,
-        "L40S": 362e12,
-        "L4": 121e12,
-        "4090": 165e12,
-    }
-    return next((value for key, value in table.items() if key in name), None)
+    words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
+    return next((value for name, value in PEAK_FLOPS.items() if words.issuperset(name)), None)

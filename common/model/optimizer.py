@@ -34,16 +34,20 @@ class Muon(torch.optim.Optimizer):
         return loss
 
 
-def make_optimizer(args: CommonArgs, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: float = 1.0) -> torch.optim.Optimizer:
     """The optimizer of --optim on the trained parameters, with weight decay on matrices only.
 
     AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: with moments of 8 bits, by bitsandbytes; muon: see Muon.
+    extra_lr_multiplier: the learning rate of the modules in model.extra, in learning rates of the others.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     for_muon = {id(p) for p in matrices(model)} if args.optim == "muon" else set()
+    extra = {id(p) for p in model.extra.parameters()} if extra_lr_multiplier != 1 else set()
+    rest = [p for p in trained if id(p) not in extra]
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2 and id(p) not in for_muon], "weight_decay": args.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() >= 2 and id(p) not in for_muon], "weight_decay": args.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if id(p) in extra], "weight_decay": 0.0, "lr_multiplier": extra_lr_multiplier},
     ]
     groups = [group for group in groups if group["params"]]
     betas = (args.adam_beta1, args.adam_beta2)
@@ -129,4 +133,4 @@ def schedule(args: CommonArgs, total_steps: int) -> Callable[[int], float]:
 
 def set_lr(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_multiplier", 1.0)

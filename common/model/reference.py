@@ -6,6 +6,7 @@ import json
 import os
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from common.data.order import Shuffled
 from common.data.types import Tokenizer
 from common.errors import say
 from common.losses import segment_sum
-from common.model.flat_model import FlatModel, Output
+from common.model.flat_model import FlatModel, Output, base_lm
+from common.model.lm_head import logits_of
 from common.model.load import load_pretrained
 from common.model.lora import START, at_start, is_trained_part
 from common.processes import gather_lists
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
 
 class Reference:
@@ -43,6 +46,25 @@ class Reference:
                 return self.model(batch, **options)
             with at_start(self.model.lm):
                 return self.model(batch, **options)
+
+    @torch.no_grad()
+    def logits(self, batch: Batch, temperature: float = 1.0) -> Callable[[Tensor], Tensor]:
+        """f(rows (n,)) -> (n, V) float32: what a frozen model says of targets of the batch, divided by the temperature.
+
+        rows: as map_logits of a FlatModel hands them to its function. The body is run here, the LM head in f, so that the
+        logits of all targets never exist. Not for a model without its adapter.
+        """
+        assert not self.without_adapter
+        with self.accelerator.autocast():
+            predicting = self.model.predicting(batch)  # (N, D)
+
+        @torch.no_grad()
+        def at(rows: Tensor) -> Tensor:
+            with self.accelerator.autocast():
+                states = predicting[torch.searchsorted(batch["targets"], rows)]
+                return logits_of(base_lm(self.model.lm), states).float() / temperature
+
+        return at
 
 
 def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.Module, tokenizer: Tokenizer) -> Reference:

@@ -13,6 +13,7 @@ from common.data.types import Tokenizer
 from common.errors import say
 from common.memory import SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, check_positions
+from common.run import gpu_advice
 from common.run.estimate import needs, show_memory, show_size
 from common.run.load_report import in_a_line, load_report
 from common.run.output_dir import writing
@@ -48,6 +49,7 @@ def describe(
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)
     report = load_report(args, accelerator, model, tokenizer)
     say(in_a_line(report))
+    gpu_advice.advise(args, accelerator, model)
     facts = {
         "sources": with_shares(data.facts()),
         "eval_sources": held_out.facts(),

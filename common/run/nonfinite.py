@@ -13,8 +13,10 @@ from common.run.output_dir import checkpoints
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+MOST_SKIPPED = 30  # in a row: the scale begins at 2^16 and is halved each time
 GROWTH = 1e4  # of the norm of the weights, which no training comes near
 
 
@@ -51,6 +53,7 @@ class NonFinite:
         """max_bad_steps: so many bad windows in a row end the run."""
         self.metrics, self.tokenizer, self.optimizer, self.max_bad_steps = metrics, tokenizer, optimizer, max_bad_steps
         self.found: Found | None = None  # not looked at yet
+        self.skipped = 0  # steps in a row that the loss scaler of fp16 has left out
         self.begun: list[float] = []  # norms of the weights when training began
         metrics.flush = self.flush
 
@@ -99,6 +102,19 @@ class NonFinite:
             "--learning_rate"
         )
 
+    def count_skipped(self, step: int) -> None:
+        """With fp16: how many steps in a row the loss scaler has left out, after `step` updates. Raises UserError where no
+        scale helps."""
+        if not self.metrics.accelerator.scaler:
+            return
+        self.skipped = self.skipped + 1 if self.optimizer.step_was_skipped else 0
+        if self.skipped >= MOST_SKIPPED:
+            raise UserError(
+                f"step {step}: fp16: the last {self.skipped} steps were left out, because gradients overflow at every scale "
+                f"(now {self.metrics.accelerator.scaler.get_scale():g}): use bf16 where the device has it, or a lower "
+                "--learning_rate"
+            )
+
     def flush(self) -> None:
         """Say and keep what was found of the last window, if it was bad. Raises UserError after max_bad_steps in a row."""
         found, self.found = self.found, None
@@ -107,7 +123,9 @@ class NonFinite:
         metrics, step = self.metrics, found.step
         metrics.bad_steps.append(step + 1)
         norm = float("nan") if found.grad_norm is None else float(found.grad_norm)
-        what = f"step {step + 1}: loss {found.loss.item():g}, gradient norm {norm:g}: the step was not taken"
+        engine = metrics.accelerator.distributed_type == DistributedType.DEEPSPEED  # it steps in its backward pass
+        done = "DeepSpeed decides by itself whether it takes the step" if engine else "the step was not taken"
+        what = f"step {step + 1}: loss {found.loss.item():g}, gradient norm {norm:g}: {done}"
         path = metrics.output_dir / "bad_batches" / f"step-{step + 1}.jsonl"
         if metrics.accelerator.is_main_process:
             try:

@@ -187,6 +187,7 @@ class Run:
         """The window is done; every logging_steps the means of what was added to `metrics` are written, with `values`."""
         if self.retry.experts:
             self.retry.experts.update_biases(skip=self.metrics.window_is_bad)
+        self.nonfinite.count_skipped(step)
         self.metrics.close_window(window.num_tokens)
         if self._due(step, self.args.logging_steps, self.resumed_at, self.last_step):
             self.metrics.log(step, self.bar, **values)

@@ -105,12 +105,34 @@ def generating(model: FlatModel, cached: bool = True) -> Iterator[nn.Module]:
     try:
         # Compiled blocks would be compiled again for every number of rows. Weights are gathered outside of inference mode,
         # because no backward pass may use tensors that were made in it.
-        with steps_as_trained(inner), torch.no_grad(), gathered(model), torch.inference_mode(), eager:
-            yield lm
+        with steps_as_trained(inner), cast_once(inner) as cached_casts, torch.no_grad(), gathered(model), eager:
+            with contextlib.nullcontext() if cached_casts else torch.inference_mode():
+                yield lm
     finally:
         if implementation == FLAT:
             inner.set_attn_implementation(FLAT)
         lm.train(was_training)
+
+
+@contextlib.contextmanager
+def cast_once(lm: nn.Module) -> Iterator[bool]:
+    """While it lasts, autocast keeps its copies of weights, and does not make them anew for each token. Whether there is
+    autocast.
+
+    It keeps those of weights that want a gradient, and none in inference mode.
+    """
+    autocast, frozen = torch.is_autocast_enabled(base_lm(lm).device.type), []
+    if autocast:
+        frozen = [p for p in lm.parameters() if p.dtype == torch.float32 and not p.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield autocast
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        if autocast:
+            torch.clear_autocast_cache()  # no gradient goes through them
 
 
 def _sample_batch(

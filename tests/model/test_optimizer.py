@@ -272,3 +272,28 @@ def test_an_optimizer_that_cannot_be_is_refused_in_a_line(optim, distributed, sa
     if optim == "adamw_8bit":
         with pytest.raises(UserError, match="not sharded"):
             check_optimizer(CommonArgs(optim=optim), DistributedType.FSDP)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_modules_of_a_scripts_own_may_have_a_rate_of_their_own(optim):
+    """By the first step of AdamW, which moves each weight by the rate. What the factor is stays in the optimizer's state."""
+    if optim == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has no Muon")
+    model = FlatModel(tiny_lm("llama"))
+    model.extra["value"] = nn.Linear(3, 2)
+    args = CommonArgs(optim=optim, learning_rate=1e-2, weight_decay=0.0)
+    optimizer = make_optimizer(args, model, extra_lr_multiplier=5.0)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    set_lr(optimizer, 1e-3)
+    optimizer.step()
+    norm = next(name for name, p in model.lm.named_parameters() if p.dim() < 2)
+    for name, rate in ((f"lm.{norm}", 1e-3), ("extra.value.weight", 5e-3), ("extra.value.bias", 5e-3)):
+        moved = before[name] - dict(model.named_parameters())[name].detach()
+        torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=1e-3, atol=1e-6)
+    again = make_optimizer(args, model, extra_lr_multiplier=5.0)
+    again.load_state_dict(optimizer.state_dict())
+    set_lr(again, 2e-3)
+    assert sorted({group["lr"] for group in again.param_groups}) == pytest.approx([2e-3, 1e-2])

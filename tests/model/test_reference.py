@@ -7,6 +7,7 @@ from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source
+from common.errors import UserError
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
 from common.model.reference import Reference, fingerprint, load_reference, precompute_ref_logps
@@ -107,6 +108,31 @@ def test_the_training_data_made_of_the_pairs_may_be_given(pairs, accelerator, tm
         SimpleNamespace(data=pairs),
     )
     assert all("ref_logps" in sequence for i in range(5) for sequence in pairs[i])
+
+
+def test_logits_of_some_targets_are_those_of_each_sequence_alone(accelerator):
+    """Two answers that share a start, and one alone, in any parts of the targets; without a gradient."""
+    model, lm = tiny_pair("llama")
+    start, answers = list(range(2, 14)), ([20, 21, 22], [30, 31])
+    sequences = [(start + answer, [0] * 12 + [1] * len(answer)) for answer in answers] + [([5, 6, 7, 8], [0, 1, 0, 1])]
+    batch = flat_batch([[{"input_ids": np.array(i), "loss_mask": np.array(m)}] for i, m in sequences], accelerator.device)
+    assert batch["token_map"] is not None  # the start stands there once
+    logits = Reference(accelerator, model.eval()).logits(batch, temperature=0.7)
+    wanted = []
+    for ids, mask in sequences:
+        with torch.no_grad():
+            rows = lm(torch.tensor([ids])).logits[0, :-1] / 0.7
+        wanted.append(rows[torch.tensor(mask[1:]).bool()])
+    wanted = torch.cat(wanted)
+    found = torch.cat([logits(rows) for rows in batch["targets"].split(3)])
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits(batch["targets"][[4, 1]]), wanted[[4, 1]], atol=1e-5, rtol=1e-4)
+    assert not found.requires_grad
+    long = np.arange(2, 60).repeat(20)
+    batch = flat_batch([[{"input_ids": long, "loss_mask": np.ones(len(long))}]], accelerator.device)
+    model.config.max_position_embeddings = 64
+    with pytest.raises(UserError, match="1160 tokens, the model has 64 positions"):
+        Reference(accelerator, model).logits(batch)
 
 
 def test_a_reference_is_a_second_model_that_stays_or_the_model_without_its_adapters(accelerator, tmp_path):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from common.errors import UserError
 from common.run.launch import _refuse_false_launches
-from tests.conftest import ROOT, read_metrics, run_script
+from tests.conftest import ROOT, read_metrics, run_script, teacher
 from tests.scripts.test_equivalence import assert_same, free_port, losses
 from tests.tiny import SIZE
 
@@ -51,6 +51,9 @@ STAGES = {
     "dpo": "--config data/configs/dpo.yaml --max_train_samples 20 --precompute_ref_log_probs false --gradient_checkpointing",
     "kto": "--config experiments/configs/kto.yaml --max_train_samples 20",
     "grpo": "--config data/configs/grpo.yaml --num_generations 4 --num_iterations 2 --beta 0.02",
+    "ppo": "--config experiments/configs/ppo.yaml --num_iterations 2 --beta 0.02",
+    "distill": "--config experiments/configs/distill.yaml --dataset_name data/sft --lmbda 0.6 --beta 0.4"
+    f" --teacher_model_name_or_path {teacher()}",
 }
 
 
@@ -110,7 +113,10 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, la
     assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
     for folder in ("", "checkpoint-2"):
         assert_same_model(one / folder, two / folder)
-    if stage == "grpo":
+        if (one / folder / "extra.safetensors").exists():  # the critic
+            a, b = (load_file(run / folder / "extra.safetensors") for run in (one, two))
+            assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-5) for name in a)
+    if stage in ("grpo", "ppo", "distill"):
         tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
 

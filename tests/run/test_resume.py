@@ -12,7 +12,7 @@ from common.data.stream import Stream
 from common.errors import UserError
 from common.run import run as module
 from common.run.output_dir import checkpoints, find_damage, newest_intact
-from tests.conftest import EXPERIMENTS, ROOT, read_metrics, words_of
+from tests.conftest import EXPERIMENTS, ROOT, read_metrics, teacher, words_of
 
 import pytest
 import torch
@@ -63,6 +63,10 @@ STAGES = {
         "--beta",
         "0.02",
     ],
+    "ppo": ["--config", "experiments/configs/ppo.yaml", "--per_device_train_batch_size", "16", "--num_iterations", "2"]
+    + ["--beta", "0.02"],
+    "distill": ["--config", "experiments/configs/distill.yaml", "--teacher_model_name_or_path", teacher()]
+    + ["--per_device_train_batch_size", "8", "--dataset_name", "data/sft", "--lmbda", "0.6", "--beta", "0.4"],
 }
 
 
@@ -82,7 +86,7 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-LONG = ("reward", "pretrain streamed", "sft mixed")
+LONG = ("reward", "ppo", "distill", "pretrain streamed", "sft mixed")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in STAGES])

@@ -124,6 +124,7 @@ class Run:
     """What a run left behind, and for each of its steps the weights before it and the gradients, by the parameters' names."""
 
     model: str
+    extra: int = 0  # tensors that are trained and are none of the model's: "extra.0", ... in the optimizer's order
     output: Path = Path()
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -151,16 +152,18 @@ class Run:
                 same = [p for p in parameters if p.shape == value.shape and torch.equal(p.detach(), value)]
                 assert len(same) == 1, f"{len(same)} parameters that are trained have the values of {name}"
                 self._names[id(same[0])] = name
-            assert len(self._names) == len(parameters)
+            others = [parameter for parameter in parameters if id(parameter) not in self._names]
+            assert len(others) == self.extra
+            self._names |= {id(parameter): f"extra.{i}" for i, parameter in enumerate(others)}
         named = {self._names[id(parameter)]: parameter for parameter in parameters}
         self.weights.append({name: p.detach().clone() for name, p in named.items()})
         zero = torch.zeros(())
         self.grads.append({name: (zero.expand(p.shape) if p.grad is None else p.grad).clone() for name, p in named.items()})
 
 
-def watched(launch: Any, stage: str, model: str, *flags: Any, output: str = "out") -> Run:
-    """Launch a script on a model, with PLAIN and then the flags."""
-    run, step = Run(model), torch.optim.AdamW.step
+def watched(launch: Any, stage: str, model: str, *flags: Any, output: str = "out", extra: int = 0) -> Run:
+    """Launch a script on a model, with PLAIN and then the flags. extra: see Run."""
+    run, step = Run(model, extra), torch.optim.AdamW.step
 
     def watched_step(optimizer: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
         run._record(optimizer)

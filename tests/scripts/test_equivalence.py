@@ -4,7 +4,7 @@ import json
 import socket
 import sys
 
-from tests.conftest import run_script, train_metrics, words_of
+from tests.conftest import run_script, teacher, train_metrics, words_of
 
 import pytest
 
@@ -32,6 +32,10 @@ STAGES = {
     "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "grpo": ["--config", "data/configs/grpo.yaml", "--max_steps", "2", "--num_generations", "4", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
+    "ppo": ["--config", "experiments/configs/ppo.yaml", "--max_steps", "5", "--steps_per_generation", "2", "--beta", "0.02"]
+    + ["--num_iterations", "2", "--eval_prompts", ""],
+    "distill": ["--config", "experiments/configs/distill.yaml", "--max_steps", "3", "--eval_prompts", "", "--beta", "0.4"]
+    + ["--dataset_name", "data/sft", "--lmbda", "0.6", "--teacher_model_name_or_path", teacher()],
 }
 BASE = {stage: ["--model_name_or_path", "data/base_model"] for stage in STAGES if stage != "pretrain"}
 
@@ -60,7 +64,7 @@ def arguments(stage, batch, accumulation):
     ]
 
 
-SLOW = ("reward", "dft", "label_smoothing")  # their fast tests are in tests/scripts
+SLOW = ("reward", "dft", "label_smoothing", "ppo", "distill")  # their fast tests are in tests/scripts
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STAGES])

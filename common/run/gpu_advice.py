@@ -1,0 +1,38 @@
+"""What a run on a GPU says where it could be several times faster."""
+
+from common.args import CommonArgs
+from common.errors import say
+from common.model.experts import routing_size
+from common.model.flat_model import FlatModel, base_lm
+
+import torch
+from accelerate import Accelerator
+
+
+def advise(args: CommonArgs, accelerator: Accelerator, model: FlatModel) -> None:
+    """Say it, a line for each."""
+    if accelerator.device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(accelerator.device)
+    experts = routing_size(base_lm(model.lm)) is not None
+    for line in slow_settings(capability, accelerator.mixed_precision, args.dtype, experts):
+        say(line)
+
+
+def slow_settings(capability: tuple[int, int], mixed_precision: str, dtype: str, experts: bool) -> list[str]:
+    """capability: of the GPU's generation, (8, 0) for Ampere. dtype: of the weights. experts: whether the model has some."""
+    half = "bf16" if capability >= (8, 0) else "fp16"
+    if mixed_precision == "no" and dtype == "float32":
+        config = " or --config_file accelerate_configs/single_gpu.yaml" if half == "bf16" else ""
+        return [
+            f"precision: float32 on a GPU, several times slower than {half}, and without flash attention: accelerate launch "
+            f"--mixed_precision {half}{config}"
+        ]
+    if mixed_precision == "bf16" and half == "fp16":
+        return ["precision: this GPU has no units for bf16: accelerate launch --mixed_precision fp16"]
+    if mixed_precision != "no" and dtype == "float32" and experts:
+        return [
+            "precision: transformers computes experts in float32 under autocast; with --dtype bfloat16 they are in bf16, "
+            "at the price of small updates"
+        ]
+    return []

@@ -1,0 +1,265 @@
+"""On-policy distillation: prompts and a teacher -> a model that writes what the teacher would have written in its place.
+
+Completions are sampled from the model, and at each of their tokens its distribution is drawn to the teacher's (GKD: Agarwal
+et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a window (all micro-batches of all processes):
+
+    loss = 1/N Σ_t D(π(· | tokens before t), π_teacher(· | tokens before t))
+
+1. D is the reverse KL(π || π_teacher) with --beta 1 (the default), the forward KL(π_teacher || π) with 0, between them the
+   generalised Jensen-Shannon divergence, as in TRL. It is over the whole vocabulary, and the sampling has no gradient.
+2. The share --lmbda of the completions is sampled, by default all; the others are those of the data.
+3. Both distributions have the temperature of the sampling. Logits of the two exist for a chunk of the tokens at a time.
+4. The teacher has the student's tokens. Where one's vocabulary is padded to more of them, these are left out.
+
+    accelerate launch -m experiments.train_distill                            # the embedded demo, after train_grpo.py
+    accelerate launch -m experiments.train_distill --model_name_or_path outputs/sft --teacher_model_name_or_path outputs/grpo
+
+Shapes: T tokens of the row, N of them targets, n of these in a chunk, V tokens of the vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from common.args import CommonArgs, arg
+from common.collators import Window
+from common.command_line import launch
+from common.data import BadRow, Row, Tokenizer, as_chat, as_prompt, load_prompts, prompt_format, tokenize_chat, tokenize_row
+from common.errors import UserError, say
+from common.evaluate import complete_prompts, load_eval_prompts
+from common.losses import generalized_jsd
+from common.model import FlatModel, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model.reference import load_frozen
+from common.processes import gather_lists
+from common.run import Run
+from common.sampling import RolloutSchedule, sample
+
+import numpy as np
+import torch  # after common, which sets how CPU threads wait
+from accelerate import Accelerator
+
+Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", with --lmbda below 1 also "completion_ids"
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/distill", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
+    per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
+
+    # Algorithm
+    teacher_model_name_or_path: str | None = arg(None, help="Hub name or folder of the teacher", is_path=True)
+    beta: float = arg(1.0, help="1: reverse KL, 0: forward KL, between them the generalised JSD", within="[0, 1]")
+    lmbda: float = arg(1.0, help="share of the completions that are sampled; the others are the data's", within="[0, 1]")
+
+    # Sampling
+    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
+    max_completion_length: int = arg(256, help="tokens; longer completions are cut", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
+    generation_batch_size: int = arg(
+        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+    )
+
+    def __post_init__(self) -> None:
+        if self.teacher_model_name_or_path is None:
+            raise UserError("--teacher_model_name_or_path: name the model to learn from")
+        if self.lmbda < 1 and self.system_prompt is not None:
+            raise UserError(
+                "--system_prompt: with --lmbda below 1 the data's completions follow prompts as the data has them"
+            )
+        if self.dataset_streaming:
+            raise UserError("--dataset_streaming: distillation keeps its prompts in memory")
+
+
+@dataclass
+class Completion:
+    """What follows a prompt."""
+
+    prompt: Prompt
+    ids: list[int]
+    finished: bool  # with a stop token
+    sampled: bool  # from the model; else of the data
+
+
+def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
+    """A dataset row as a prompt to sample from, with its completion where --lmbda asks for some of the data's. BadRow: left
+    out, counted and named."""
+    prompt = tokenize_row(as_prompt(row), tokenizer, args.max_prompt_length, args.system_prompt)
+    if args.lmbda == 1:
+        return prompt
+    chat = tokenize_chat(as_chat(row), tokenizer, train_on="last_turn")
+    answer = np.flatnonzero(chat["loss_mask"])
+    if chat["input_ids"][: answer[0]].tolist() != prompt["prompt_ids"]:
+        raise BadRow("no completion of the prompt")
+    return prompt | {"completion_ids": chat["input_ids"][answer].tolist()}
+
+
+def check_vocabulary(args: Args, tokenizer: Tokenizer) -> None:
+    """Raise UserError where a token of the student's is another one of the teacher's."""
+    name = args.teacher_model_name_or_path
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(args, name).get_vocab()
+    if other := sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)):
+        raise UserError(
+            f"--teacher_model_name_or_path {name}: its tokenizer is another one, {len(other)} tokens differ ({other[0]!r} "
+            "for one): student and teacher need the same vocabulary"
+        )
+
+
+def divergence(
+    logits: torch.Tensor, rows: torch.Tensor, *, teacher_logits: Callable[[torch.Tensor], torch.Tensor], beta: float
+) -> torch.Tensor:
+    """Of a chunk of the targets: (n, V), (n,) -> (n,). teacher_logits: (n,) -> (n, V)."""
+    theirs = teacher_logits(rows)
+    V = min(logits.shape[1], theirs.shape[1])  # one of them may be padded
+    return generalized_jsd(logits[:, :V], theirs[:, :V], beta)
+
+
+def roll_out(
+    args: Args, accelerator: Accelerator, model: FlatModel, prompts: list[Prompt], rollout: int
+) -> list[Completion]:
+    """A completion of each prompt: the share args.lmbda of them sampled, evenly among those of the data; each process its
+    share, and all of them get everything. What is drawn is a function of (seed, rollout, place), whoever samples it."""
+    places = range(rollout * len(prompts), (rollout + 1) * len(prompts))
+    is_sampled = [int((place + 1) * args.lmbda) > int(place * args.lmbda) for place in places]
+    asked = [i for i in range(len(prompts)) if is_sampled[i]]
+    share = -(-len(asked) // accelerator.num_processes)
+    mine = asked[accelerator.process_index * share : (accelerator.process_index + 1) * share]
+    with accelerator.autocast():
+        sampled = sample(
+            model,
+            [prompts[i]["prompt_ids"] for i in mine],
+            [(args.seed, rollout, i) for i in mine],
+            max_new_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            batch_size=args.generation_batch_size,
+        )
+    found = dict(zip(asked, gather_lists(accelerator, sampled), strict=True))
+    completions = []
+    for i, prompt in enumerate(prompts):
+        if i in found:
+            completions.append(Completion(prompt, ids=found[i].ids, finished=found[i].finished, sampled=True))
+        else:
+            ids = prompt["completion_ids"][: args.max_completion_length]
+            completions.append(Completion(prompt, ids=ids, finished=ids == prompt["completion_ids"], sampled=False))
+    return completions
+
+
+def make_window(completions: list[Completion], args: Args, accelerator: Accelerator) -> Window:
+    """A rollout as a window of this process's sequences, in gradient_accumulation_steps micro-batches."""
+    N = sum(len(c.ids) for c in completions)
+    all_tokens = N + sum(len(c.prompt["prompt_ids"]) for c in completions)
+    share = len(completions) // accelerator.num_processes
+    examples = []
+    for c in completions[accelerator.process_index * share : (accelerator.process_index + 1) * share]:
+        prompt = c.prompt["prompt_ids"]
+        on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
+        sequence = {
+            "input_ids": np.array(prompt + c.ids),
+            "loss_mask": on_completion,
+            "token_weight": on_completion / np.float32(N),
+            "sampled": on_completion * c.sampled,
+        }
+        examples.append([sequence])
+    parts = np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)  # micro-batches
+    return Window(accelerator, examples, [part.tolist() for part in parts], num_tokens=all_tokens)
+
+
+def log_rollout(run: Run, step: int, completions: list[Completion], tokenizer: Tokenizer) -> None:
+    """The rollout that serves `step`: lengths of what was sampled, and a line per completion in completions.jsonl."""
+    sampled = [c for c in completions if c.sampled]
+    if sampled:
+        lengths = [len(c.ids) for c in sampled]
+        logged = {"mean": np.mean(lengths), "min": min(lengths), "max": max(lengths)}
+        run.metrics.add(**{f"completions/{name}_length": float(length) for name, length in logged.items()})
+        run.metrics.add(**{"completions/clipped_ratio": float(np.mean([not c.finished for c in sampled]))})
+    run.metrics.close_window()  # they count also where the step is not taken
+    texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
+    lines = [
+        {"step": step, "prompt": c.prompt["prompt"], "completion": text, "finished": c.finished, "sampled": c.sampled}
+        for c, text in zip(completions, texts, strict=True)
+    ]
+    run.metrics.append("completions.jsonl", lines)
+
+
+def main(args: Args) -> None:
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    accelerator = run.accelerator
+
+    # --- data --------------------------------------------------------------------------------------------------------
+    tokenizer = load_tokenizer(args)
+    check_vocabulary(args, tokenizer)
+    prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
+    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out)
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+        args,
+        accelerator,
+        prompts,
+        num_generations=1,
+        max_completion_length=args.max_completion_length,
+        windows_per_rollout=1,
+        updates_per_rollout=1,
+    )
+
+    # --- model and reference -----------------------------------------------------------------------------------------
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    optimizer = make_optimizer(args, model)
+    lr_at = schedule(args, len(rollouts))
+    run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=True)
+    if args.dry_run:
+        return
+    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
+    unwrapped = accelerator.unwrap_model(model)
+    teacher = load_frozen(args, accelerator, tokenizer, args.teacher_model_name_or_path)
+    stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
+    say(f"{rollouts.window_size} completions a step; they stop at {stops}")
+
+    # --- the gradient of a window ------------------------------------------------------------------------------------
+    def gradients(window: Window) -> torch.Tensor:
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        for batch in window:
+            with accelerator.accumulate(model):
+                mask = batch["loss_mask"]  # (T,)
+                to_teacher = partial(divergence, teacher_logits=teacher.logits(batch, args.temperature), beta=args.beta)
+                out = model(batch, temperature=args.temperature, entropy=True, map_logits=to_teacher)
+                losses = torch.zeros_like(mask).index_put((batch["targets"],), out.mapped)  # (T,)
+                loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+            run.metrics.add_sum(loss=loss)
+            run.metrics.add(mask, entropy=out.entropy)
+            run.metrics.add(batch["sampled"], **{"loss/sampled": losses})
+            run.metrics.add(mask - batch["sampled"], **{"loss/data": losses})
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+
+    # --- loop --------------------------------------------------------------------------------------------------------
+    for step in run.steps(len(rollouts)):  # updates done so far, from the checkpoint's to the last, that one included
+        if run.eval_due(step):
+            run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
+        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
+            run.save(step)
+        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+            break
+
+        completions = roll_out(args, accelerator, unwrapped, rollouts.prompts(step), step)
+        log_rollout(run, step + 1, completions, tokenizer)
+        window = make_window(completions, args, accelerator)
+        set_lr(optimizer, lr_at(step))
+        loss = run.retry_smaller(gradients, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+            optimizer.step()
+        optimizer.zero_grad()
+        run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
+
+    run.finish(try_next=f"read {args.output_dir}/completions.jsonl")
+
+
+if __name__ == "__main__":
+    launch(main, Args, demo="experiments/configs/distill.yaml", default_model="outputs/sft")

@@ -1,0 +1,380 @@
+"""Proximal policy optimisation: prompts and rewards -> a model that is better at what is rewarded, by a critic's values.
+
+A completion is sampled for each prompt; a critic, a small head on the model's own states, says what can be expected before
+each of its tokens, and what came out better is made more probable (Schulman et al. 2017, arXiv 1707.06347; for language
+models Ouyang et al. 2022, 2203.02155). Over the tokens t of the completions of a window (all micro-batches of all
+processes), N of them:
+
+    r_t  = the reward, on the last token of a completion,  - β · log(π_old(token_t) / π_ref(token_t))
+    A_t  = Σ_l (γλ)^l · (r_{t+l} + γ V_old_{t+l+1} - V_old_{t+l}),   R_t = A_t + V_old_t;   then A has mean 0 and std 1
+    ρ_t  = π(token_t) / π_old(token_t),   V' = clip(V, V_old - c, V_old + c)
+    loss = 1/N Σ_t [-min(ρ_t A_t, clip(ρ_t, 1-ε, 1+ε_high) A_t) + vf_coef/2 max((V_t-R_t)², (V'_t-R_t)²) - entropy_coef H_t]
+
+1. V_t is read where the token before t stands: it knows the prompt and what was written, and not token t. It begins at 0.
+2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
+   temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
+3. KL is to the model at the start. --use_kl_in_reward false puts it into the loss, as in GRPO, by the k3 estimator; with
+   β = 0 there is no such model in memory.
+4. A completion that no function rewarded, and with --mask_truncated_completions one that was cut, counts nowhere.
+5. One rollout serves steps_per_generation windows (minibatches), num_iterations times each (epochs). Values and advantages
+   stay what they were when it was sampled; a minibatch is whitened by itself.
+
+    accelerate launch -m experiments.train_ppo                                # the embedded demo, ~2 minutes on a CPU
+    accelerate launch -m experiments.train_ppo --model_name_or_path outputs/sft --dataset_name prompts.jsonl
+
+Shapes: T tokens of the row, C completions of a rollout, F reward functions.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from common.args import CommonArgs, arg
+from common.collators import Batch, Window
+from common.command_line import launch
+from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
+from common.errors import UserError, say
+from common.evaluate import complete_prompts, load_eval_prompts
+from common.losses import combine_rewards, gae, grpo_loss, value_loss
+from common.model import FlatModel, Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model.reference import load_reference
+from common.processes import gather_lists
+from common.run import Run
+from common.sampling import Reward, RolloutSchedule, load_rewards, sample, score
+
+import numpy as np
+import torch  # after common, which sets how CPU threads wait
+from accelerate import Accelerator
+from torch import nn
+
+Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", and the columns that the rewards read
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/ppo", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
+    per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
+
+    # Rewards
+    reward_funcs: list[str] = arg(
+        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
+    )
+    reward_weights: list[float] | None = arg(None, help="unset: 1 for each", within="(-inf, inf)", goes_with="reward_funcs")
+
+    # Sampling
+    num_generations: int = arg(1, help="completions of a prompt in a rollout", within="[1, 1e5]")
+    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
+    max_completion_length: int = arg(256, help="tokens; longer completions are cut", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
+    generation_batch_size: int = arg(
+        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+    )
+    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+
+    # Algorithm
+    gamma: float = arg(1.0, help="what a reward is worth a token earlier", within="[0, 1]")
+    lam: float = arg(0.95, help="of the advantages; 1: the return less the value, 0: one token ahead", within="[0, 1]")
+    vf_coef: float = arg(0.1, help="weight of the critic's loss", within="[0, inf)")
+    vf_lr_multiplier: float = arg(10.0, help="the critic's head learns so many times as fast", within="(0, 1e6]")
+    cliprange_value: float = arg(0.2, help="how far a value may move from that of the rollout", within="(0, inf)")
+    beta: float = arg(0.05, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
+    use_kl_in_reward: bool = arg(True, help="take the KL from the reward of each token; false: add it to the loss")
+    epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
+    epsilon_high: float | None = arg(None, help="above 1; unset: epsilon", within="[0, 1e9]")
+    entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
+    num_iterations: int = arg(4, help="updates on each window of a rollout: epochs", within="[1, 1e6]")
+    steps_per_generation: int = arg(1, help="windows that one rollout serves: minibatches", within="[1, 1e6]")
+
+    def __post_init__(self) -> None:
+        if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
+            raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
+        if self.dataset_streaming:
+            raise UserError("--dataset_streaming: PPO keeps its prompts in memory; they are few beside what is sampled")
+
+
+@dataclass
+class Completion:
+    """What was sampled for one prompt."""
+
+    prompt: Prompt
+    ids: list[int]
+    logps: list[float]  # of the tokens, when they were sampled, temperature included
+    finished: bool  # with a stop token
+    text: str
+    rewards: list[float | None]  # one of each function; None: it abstained
+    reward: float = math.nan  # their weighted sum; NaN: all abstained
+
+
+def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
+    """A dataset row as a prompt to sample from. BadRow: left out, counted and named."""
+    return tokenize_row(as_prompt(row), tokenizer, args.max_prompt_length, args.system_prompt)
+
+
+def roll_out(
+    args: Args,
+    accelerator: Accelerator,
+    model: FlatModel,
+    tokenizer: Tokenizer,
+    rewards: list[Reward],
+    prompts: list[Prompt],
+    rollout: int,
+) -> list[Completion]:
+    """Sample and score one completion for each of C prompts (each stands there num_generations times); each process its
+    share, and all of them get everything. What is drawn for a completion is a function of (seed, rollout, its place),
+    whoever samples it."""
+    share = -(-len(prompts) // accelerator.num_processes)
+    mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
+    with accelerator.autocast():
+        sampled = sample(
+            model,
+            [prompts[i]["prompt_ids"] for i in mine],
+            [(args.seed, rollout, i) for i in mine],
+            max_new_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            batch_size=args.generation_batch_size,
+        )
+    texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
+    scores = score(rewards, [prompts[i] for i in mine], texts, [s.ids for s in sampled])  # [F][completion]
+    each_reward = [[function[k] for function in scores] for k in range(len(mine))]
+    everyones = gather_lists(accelerator, list(zip(sampled, texts, each_reward, strict=True)))
+    return [
+        Completion(prompt, ids=s.ids, logps=s.logps, finished=s.finished, text=text, rewards=each)
+        for prompt, (s, text, each) in zip(prompts, everyones, strict=True)
+    ]
+
+
+def add_rewards(completions: list[Completion], weights: list[float]) -> None:
+    """The reward of each completion; NaN where no function gave one."""
+    table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
+    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
+    reward = combine_rewards(per_function, weight)  # (C,)
+    if bool(reward.isnan().all()):
+        raise UserError("no reward function gave a number for any completion of this rollout (all returned None)")
+    for completion, r in zip(completions, reward.tolist(), strict=True):
+        completion.reward = r
+
+
+def rollout_metrics(completions: list[Completion], rewards: list[Reward]) -> dict[str, float]:
+    """What is logged of a rollout: rewards, and lengths of the completions."""
+    reward = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
+    lengths = torch.tensor([len(completion.ids) for completion in completions], dtype=torch.float64)
+    finished = torch.tensor([completion.finished for completion in completions])
+    logged = {
+        "reward": reward.nanmean().item(),
+        "reward_std": reward[~reward.isnan()].std(correction=0).item(),
+        "completions/mean_length": lengths.mean().item(),
+        "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
+        "completions/clipped_ratio": (~finished).double().mean().item(),
+    }
+    if finished.any():
+        logged["completions/mean_terminated_length"] = lengths[finished].mean().item()
+    for f, function in enumerate(rewards):
+        values = torch.tensor([c.rewards[f] for c in completions if c.rewards[f] is not None], dtype=torch.float64)
+        if len(values):
+            logged[f"rewards/{function.name}/mean"] = values.mean().item()
+            logged[f"rewards/{function.name}/std"] = values.std(correction=0).item()
+    return logged
+
+
+def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
+    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
+
+    The reward of a completion stands on its last token.
+    """
+    size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
+    share = size // accelerator.num_processes
+    all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
+    counted = [not math.isnan(c.reward) and (c.finished or not args.mask_truncated_completions) for c in completions]
+    windows = []
+    for first in range(0, len(completions), size):
+        N = sum(len(completions[i].ids) * counted[i] for i in range(first, first + size))  # of the window
+        mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
+        examples = []
+        for i in mine:
+            c, prompt = completions[i], completions[i].prompt["prompt_ids"]
+            on_completion = np.array([0] * len(prompt) + [counted[i]] * len(c.ids), np.float32)
+            sequence = {
+                "input_ids": np.array(prompt + c.ids),
+                "loss_mask": on_completion,
+                "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
+                "reward": np.array([0.0] * (len(prompt) + len(c.ids) - 1) + [c.reward if counted[i] else 0.0], np.float32),
+                "token_weight": on_completion / np.float32(max(N, 1)),
+            }
+            examples.append([sequence])
+        parts = np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)  # micro-batches
+        micro_batches = [part.tolist() for part in parts]
+        windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // args.steps_per_generation))
+    return windows
+
+
+def value_head(D: int) -> nn.Module:
+    """The critic: (T, D) -> (T, 1), at first 0 everywhere."""
+    last = nn.Linear(4 * D, 1)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(D, 4 * D), nn.SiLU(), last)
+
+
+def values_of(out: Output, batch: Batch) -> torch.Tensor:
+    """What the critic says before each target: (T,), 0 elsewhere."""
+    values = out.extra["value"][batch["previous"], 0].float()  # (N,)
+    return torch.zeros_like(out.logps).index_put((batch["targets"],), values)
+
+
+def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict[str, float]:
+    """Give this process's completions their returns, and their advantages, whitened over those of all processes. Returns
+    which share of the variance of the returns the critic explains."""
+    pairs = []
+    for [sequence] in window.examples:
+        on, rewards, values = sequence["loss_mask"] > 0, sequence["reward"], sequence["old_values"]
+        if args.beta > 0 and args.use_kl_in_reward:
+            rewards = rewards - args.beta * (sequence["old_logps"] - sequence["ref_logps"])
+        sequence["advantage"], sequence["return"] = np.zeros_like(values), np.zeros_like(values)
+        sequence["advantage"][on] = gae(*(torch.tensor(x[on]) for x in (rewards, values)), gamma=args.gamma, lam=args.lam)
+        sequence["return"][on] = sequence["advantage"][on] + values[on]
+        pairs += zip(sequence["advantage"][on].tolist(), sequence["return"][on].tolist(), strict=True)
+    advantages, returns = np.array(gather_lists(accelerator, pairs) or [(0.0, 0.0)]).T  # of all tokens that count
+    for [sequence] in window.examples:
+        whitened = (sequence["advantage"] - advantages.mean()) / (advantages.std() + 1e-8)
+        sequence["advantage"] = (whitened * (sequence["loss_mask"] > 0)).astype(np.float32)
+    return {"explained_variance": 1 - advantages.var() / returns.var()} if returns.var() > 0 else {}
+
+
+def log_rollout(run: Run, step: int, completions: list[Completion], rewards: list[Reward], logged: dict[str, float]) -> None:
+    """The rollout that serves `step`: its metrics, and a line per completion in completions.jsonl."""
+    run.metrics.add(**logged)
+    run.metrics.close_window()  # they count also where the step that follows is not taken
+    names = [reward.name for reward in rewards]
+    lines = [
+        {"step": step, "prompt": c.prompt["prompt"], "completion": c.text, "finished": c.finished}
+        | {"rewards": dict(zip(names, c.rewards, strict=True)), "reward": None if math.isnan(c.reward) else c.reward}
+        for c in completions
+    ]
+    run.metrics.append("completions.jsonl", lines)
+
+
+def main(args: Args) -> None:
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    accelerator = run.accelerator
+
+    # --- data --------------------------------------------------------------------------------------------------------
+    tokenizer = load_tokenizer(args)
+    prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
+    rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
+    weights = args.reward_weights or [1.0] * len(rewards)
+    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, rewards=rewards, weights=weights)
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+        args,
+        accelerator,
+        prompts,
+        num_generations=args.num_generations,
+        max_completion_length=args.max_completion_length,
+        windows_per_rollout=args.steps_per_generation,
+        updates_per_rollout=args.steps_per_generation * args.num_iterations,
+    )
+
+    # --- model and reference -----------------------------------------------------------------------------------------
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    model.extra["value"] = value_head(model.config.get_text_config().hidden_size)
+    optimizer = make_optimizer(args, model, extra_lr_multiplier=args.vf_lr_multiplier)
+    lr_at = schedule(args, len(rollouts))
+    run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
+    if args.dry_run:
+        return
+    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
+    unwrapped = accelerator.unwrap_model(model)
+    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
+    reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
+    stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
+    say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
+
+    def at_rollout(batch: Batch) -> dict[str, torch.Tensor]:
+        """What the model that sampled says of a batch."""
+        out = unwrapped(batch, temperature=args.temperature, extra=["value"])
+        return {"old_logps": out.logps, "old_values": values_of(out, batch)}
+
+    # --- the gradient of a window ------------------------------------------------------------------------------------
+    def gradients(window: Window) -> torch.Tensor:
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        for batch in window:
+            with accelerator.accumulate(model):
+                mask = batch["loss_mask"]  # (T,)
+                out = model(
+                    batch,
+                    temperature=args.temperature,
+                    entropy=True,
+                    entropy_grad=args.entropy_coef != 0,
+                    extra=["value"],
+                )
+                losses, stats = grpo_loss(
+                    out.logps,
+                    batch["old_logps"],
+                    batch.get("ref_logps"),
+                    batch["advantage"],
+                    mask,
+                    batch["cu_seqlens"],
+                    epsilon=args.epsilon,
+                    epsilon_high=args.epsilon_high,
+                    beta=0.0 if args.use_kl_in_reward else args.beta,
+                )  # (T,)
+                stats["value_loss"], stats["value_clip_ratio"] = value_loss(
+                    values_of(out, batch), batch["old_values"], batch["return"], cliprange_value=args.cliprange_value
+                )
+                losses = losses + args.vf_coef * stats["value_loss"]
+                if args.entropy_coef:
+                    losses = losses - args.entropy_coef * out.entropy * mask
+                loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+            run.metrics.add_sum(loss=loss)
+            stats["entropy"] = out.entropy
+            if run.step % rollouts.updates_per_rollout == 0:  # the model still is the one that sampled: do they agree?
+                stats["sampling/logp_difference"] = (out.logps - batch["sampled_logps"]).abs()
+            run.metrics.add(mask, **stats)
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+
+    # --- loop --------------------------------------------------------------------------------------------------------
+    # Saved between rollouts, so that a checkpoint need not hold completions.
+    for step in run.steps(len(rollouts), save_every=rollouts.updates_per_rollout):
+        if run.eval_due(step):
+            run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
+        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
+            run.save(step)
+        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+            break
+
+        if step % rollouts.updates_per_rollout == 0:  # sample -> score -> windows -> compare
+            rollout = step // rollouts.updates_per_rollout
+            completions = roll_out(args, accelerator, unwrapped, tokenizer, rewards, rollouts.prompts(rollout), rollout)
+            add_rewards(completions, weights)
+            windows = make_windows(completions, args, accelerator)
+            for window in windows:
+                window.add_fields(at_rollout)
+                if reference:
+                    window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
+                run.metrics.add(**add_advantages(window, args, accelerator))
+            log_rollout(run, step + 1, completions, rewards, rollout_metrics(completions, rewards))
+
+        window = windows[step % args.steps_per_generation]
+        set_lr(optimizer, lr_at(step))
+        loss = run.retry_smaller(gradients, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+            optimizer.step()
+        optimizer.zero_grad()
+        run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
+
+    run.finish(try_next=f"read {args.output_dir}/completions.jsonl, or reward what you like")
+
+
+if __name__ == "__main__":
+    launch(main, Args, demo="experiments/configs/ppo.yaml", default_model="outputs/sft")

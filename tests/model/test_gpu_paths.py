@@ -1,0 +1,224 @@
+"""Paths of CUDA without CUDA: which kernel is asked for, what is said, and the model on a device without numbers.
+
+Kernels, captures and NCCL are for tests marked `gpu`.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+from common.collators import flat_batch
+from common.errors import UserError
+from common.model import attention
+from common.model.flat_model import peak_flops
+from common.model.wrap import wrap
+from common.run.gpu_advice import slow_settings
+from common.run.nonfinite import MOST_SKIPPED, NonFinite
+from common.sampling.generate import FlatDecoder, generating
+from tests.tiny import SIZE, V, tiny_lm
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from accelerate.utils import DistributedType
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CUDA = torch.device("cuda", 0)
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(**SIZE),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZE, head_dim=8),
+    "mistral": lambda: transformers.MistralConfig(**SIZE, sliding_window=8),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZE, head_dim=8, sliding_window=8),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**{k: v for k, v in SIZE.items() if k != "num_key_value_heads"}),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZE),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(capability): CUDA as PyTorch describes it, on a machine that has none."""
+
+    def pretend(capability=(9, 0), name="NVIDIA H100 80GB HBM3"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+
+    return pretend
+
+
+# --- which kernel ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype, masked, head, capability, knows",
+    [
+        (torch.float32, False, 64, (9, 0), False),
+        (torch.bfloat16, False, 64, (9, 0), True),
+        (torch.bfloat16, True, 64, (9, 0), False),
+        (torch.bfloat16, False, 512, (9, 0), False),
+        (torch.float16, False, 64, (7, 5), False),
+    ],
+)
+def test_key_heads_are_shared_by_flash_attention_alone(dtype, masked, head, capability, knows, gpu):
+    """16 bits, no mask, Ampere or later; else the kernel that keeps all scores would be all that is left."""
+    gpu(capability)
+    query = SimpleNamespace(device=CUDA, dtype=dtype, shape=(2, 8, 6, head))
+    assert attention._kernel_knows_groups(query, masked) == knows
+    assert attention._kernel_knows_groups(torch.zeros(1, 1, 1, 8), masked)
+
+
+def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
+    torch.manual_seed(0)
+    model, batch = wrap(tiny_lm("llama")), batch_of((9, 9, 4))
+    shared = model(batch).logps
+    monkeypatch.setattr(attention, "_kernel_knows_groups", lambda q, masked: False)
+    torch.testing.assert_close(model(batch).logps, shared)
+
+
+@pytest.mark.parametrize(
+    "capability, head, fits", [((9, 0), 256, True), ((8, 6), 256, False), ((8, 6), 192, True), ((9, 0), 12, False)]
+)
+def test_heads_of_256_go_to_the_kernel_where_their_gradient_fits(capability, head, fits, gpu):
+    gpu(capability)
+    value = SimpleNamespace(device=CUDA, dtype=torch.bfloat16, shape=(1, 1, head))
+    assert attention._varlen_dtype(value) == (torch.bfloat16 if fits else None)
+
+
+@pytest.mark.parametrize(
+    "name, flops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12), ("NVIDIA L40S", 362e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10", 125e12),
+        ("NVIDIA H200", 989e12), ("NVIDIA GeForce RTX 4090", 165e12), ("NVIDIA A4000", None), ("Tesla T4", 65e12),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_the_words_of_its_name(name, flops, gpu):
+    gpu(name=name)
+    assert peak_flops(CUDA) == flops and peak_flops(torch.device("cpu")) is None
+
+
+def test_what_makes_a_gpu_slow_is_said_with_what_to_do():
+    assert "accelerate launch --mixed_precision bf16 or" in slow_settings((8, 0), "no", "float32", False)[0]
+    assert slow_settings((7, 5), "no", "float32", False)[0].endswith("--mixed_precision fp16")
+    assert "--mixed_precision fp16" in slow_settings((7, 5), "bf16", "float32", False)[0]
+    assert "--dtype bfloat16" in slow_settings((9, 0), "bf16", "float32", True)[0]
+    assert slow_settings((9, 0), "bf16", "float32", False) == slow_settings((9, 0), "no", "bfloat16", True) == []
+
+
+# --- what is wrong without a line -----------------------------------------------------------------------------------
+
+
+def nonfinite(skipped: bool, distributed_type=DistributedType.NO):
+    scaler = SimpleNamespace(get_scale=lambda: 2.0**-14)
+    accelerator = SimpleNamespace(scaler=scaler, distributed_type=distributed_type, is_main_process=False, num_processes=1)
+    metrics = SimpleNamespace(accelerator=accelerator, output_dir="nowhere", bad_steps=[], window_is_bad=None)
+    return NonFinite(metrics, None, SimpleNamespace(step_was_skipped=skipped), 3)
+
+
+def test_fp16_whose_scale_never_recovers_ends_the_run():
+    """60 of 60 steps were left out without a line."""
+    watching = nonfinite(skipped=True)
+    for step in range(MOST_SKIPPED - 1):
+        watching.count_skipped(step + 1)
+    watching.optimizer.step_was_skipped = False
+    watching.count_skipped(MOST_SKIPPED)
+    watching.optimizer.step_was_skipped = True
+    with pytest.raises(UserError, match=f"the last {MOST_SKIPPED} steps were left out"):
+        for step in range(MOST_SKIPPED):
+            watching.count_skipped(step)
+
+
+@pytest.mark.parametrize(
+    "kind, says", [(DistributedType.NO, "the step was not taken"), (DistributedType.DEEPSPEED, "DeepSpeed decides")]
+)
+def test_what_becomes_of_a_bad_step_is_said_as_it_is(kind, says, capsys, tmp_path):
+    watching = nonfinite(False, kind)
+    watching.metrics.output_dir = tmp_path
+    watching.check(torch.tensor(float("nan")), torch.tensor(1.0), 4, None)
+    watching.flush()
+    assert says in capsys.readouterr().out
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of matrices to bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default) and args[0].shape in SHAPES:
+            self.count += args[0].dtype == torch.float32 and out.dtype == torch.bfloat16
+        return out
+
+
+SHAPES = {tuple(p.shape) for p in tiny_lm("llama").parameters() if p.dim() == 2}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_are_cast_once_while_sampling(frozen):
+    """They were cast anew for each token. What autocast keeps has no gradient, and is not for training."""
+    model = wrap(tiny_lm("llama")).requires_grad_(not frozen)
+    model.lm.model.norm.weight.requires_grad_(True)
+    trained = [name for name, p in model.lm.named_parameters() if p.requires_grad]
+    with torch.autocast("cpu", torch.bfloat16):
+        with generating(model) as lm:
+            decoder = FlatDecoder(lm, [[3, 4, 5], [6, 7]], [0, 0, 1], 9)
+            with Casts() as first:
+                decoder.read_prompts()
+            with Casts() as later:
+                for t in range(3):
+                    decoder.next_logits(torch.tensor([8, 9, 10]) + t)
+        model.train()(batch_of((9, 7))).logps.sum().backward()
+    assert first.count > 0 and later.count == 0
+    assert [name for name, p in model.lm.named_parameters() if p.requires_grad] == trained
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.lm.parameters() if p.requires_grad)
+
+
+# --- a device without numbers -----------------------------------------------------------------------------------------
+
+
+def batch_of(lengths, device="cpu"):
+    rng = np.random.default_rng(0)
+    masks = [(np.arange(n) > 1).astype(np.float32) for n in lengths]
+    rows = [{"input_ids": rng.integers(2, V, n), "loss_mask": m} for n, m in zip(lengths, masks, strict=True)]
+    return flat_batch([[row] for row in rows], torch.device(device))
+
+
+@pytest.fixture
+def without_autocast(monkeypatch):
+    """Which the device without numbers does not know."""
+    enabled = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": device != "meta" and enabled(device))
+    autocast = torch.autocast
+    monkeypatch.setattr(
+        torch, "autocast", lambda device, *a, **k: nullcontext() if device == "meta" else autocast(device, *a, **k)
+    )
+
+
+@pytest.mark.usefixtures("without_autocast")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_training_asks_the_device_for_nothing(family):
+    """A value asked of a tensor without numbers is an error, and so is a tensor on another device."""
+    model = wrap(transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())).to("meta").train()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    batch = batch_of((12, 30, 7), "meta")
+    out = model(batch, nll_weights=batch["loss_mask"] / 7)
+    (out.nll + model(batch).logps.sum()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("without_autocast")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_sampling_asks_the_device_for_nothing(family):
+    """So it can be a CUDA graph."""
+    model = wrap(transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())).to("meta")
+    with generating(model) as lm:
+        decoder = FlatDecoder(lm, [[3, 4, 5], [6, 7]], [0, 0, 1], 70, static=True)
+        decoder.read_prompts()
+        for t in range(66):  # past the first capacity
+            if t == 5:
+                decoder.keep(np.array([True, False, True]))
+            logits = decoder.next_logits(torch.zeros(3 if t < 5 else 2, dtype=torch.long, device="meta"))
+    assert logits.shape == (2, V)

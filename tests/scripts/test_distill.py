@@ -1,0 +1,151 @@
+"""experiments/train_distill.py against float64: whose completions, how far from the teacher, and that logits come in chunks."""
+
+import experiments.train_distill as script
+from common.errors import UserError
+from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
+from tests.scripts.one_step import (
+    assert_gradient,
+    assert_metrics,
+    exact,
+    gradient_of,
+    ids_of,
+    logits_of,
+    make_model,
+    read_rows,
+    tokenizer,
+    watched,
+    write_rows,
+)
+from tests.scripts.test_grpo import CHATS, STOPS, chat_rows, prompt_ids
+
+import pytest
+import torch
+
+LONGEST = 6
+ANSWERS = ["3+4=7. Answer: 7", "Hello! How are you?", "6", "13."]
+CHUNK = 4  # rows
+
+
+def rows():
+    turn = lambda role, text: {"role": role, "content": text}  # noqa: E731
+    return [{"messages": [turn("user", q), turn("assistant", a)]} for q, a in zip(CHATS, ANSWERS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The student, and a teacher of another architecture, with the same tokens in a vocabulary that is padded to more."""
+    folder = tmp_path_factory.mktemp("models")
+    return make_model(folder / "student", stops=5.0), make_model(folder / "teacher", "qwen3", vocab_size=520)
+
+
+@pytest.fixture
+def distill(launch, models, tmp_path, monkeypatch):
+    """distill(*flags): the run; run.rollouts: what each step trains on, run.chunks: the rows of all logits that were there."""
+
+    def start(*flags, data=None, output="out"):
+        made, measured, rollouts, chunks = script.make_window, script.generalized_jsd, [], []
+
+        def make_window(completions, *args):
+            rollouts.append([(c.prompt["prompt_ids"], c.ids, c.finished, c.sampled) for c in completions])
+            return made(completions, *args)
+
+        def jsd(logits, teacher_logits, beta):
+            chunks.append(max(len(logits), len(teacher_logits)))
+            return measured(logits, teacher_logits, beta)
+
+        words = ["--dataset_name", write_rows(tmp_path / f"{output}.jsonl", data or rows()), "--learning_rate", "2e-3"]
+        words += ["--teacher_model_name_or_path", models[1], "--per_device_train_batch_size", 4]
+        words += ["--gradient_accumulation_steps", 2, "--max_completion_length", LONGEST]
+        with monkeypatch.context() as patch:
+            patch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", 1)
+            patch.setitem(HEAD_CHUNK_ROWS, "cpu", CHUNK)
+            patch.setattr(script, "make_window", make_window)
+            patch.setattr(script, "generalized_jsd", jsd)
+            run = watched(launch, "distill", models[0], *words, *flags, output=output)
+        run.rollouts, run.chunks = rollouts, chunks
+        return run
+
+    return start
+
+
+# --- the same by hand -----------------------------------------------------------------------------------------------
+
+
+def next_logps(lm, prompt, ids, temperature):
+    """(n, V): what the model says before each token of a completion, of the tokens that there are."""
+    return (logits_of(lm, prompt + ids)[len(prompt) - 1 : -1, :512] / temperature).log_softmax(-1)
+
+
+def kl(p, q):
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def window_loss(policy, teacher, rollout, beta, temperature):
+    """The loss (2306.13649), and its means over what was sampled and what is the data's."""
+    parts = {True: [], False: []}
+    for prompt, ids, _, sampled in rollout:
+        s = next_logps(policy, prompt, ids, temperature)
+        with torch.no_grad():
+            t = next_logps(teacher, prompt, ids, temperature)
+        if beta in (0, 1):
+            parts[sampled].append(kl(s, t) if beta else kl(t, s))
+        else:
+            m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+            parts[sampled].append(beta * kl(t, m) + (1 - beta) * kl(s, m))
+    loss = torch.cat(parts[True] + parts[False]).mean()
+    names = {True: "loss/sampled", False: "loss/data"}
+    return loss, {names[kind]: torch.cat(found).mean().item() for kind, found in parts.items() if found}
+
+
+SLOW = pytest.mark.slow
+CASES = [(0.3, 0.4), pytest.param(1.0, 1.0, marks=SLOW), pytest.param(0.0, 0.0, marks=SLOW)]
+
+
+@pytest.mark.parametrize(("beta", "lmbda"), CASES)
+def test_a_step_is_that_of_the_paper(beta, lmbda, distill, models):
+    """A share of sampled completions among those of the data, at a temperature; the logits are never all there."""
+    run = distill("--beta", beta, "--lmbda", lmbda, "--temperature", 0.7, "--max_steps", 3)
+    teacher, data = exact(models[1]), {}
+    for question, answer in zip(CHATS, ANSWERS, strict=True):
+        prompt = prompt_ids([{"role": "user", "content": question}])
+        data[tuple(prompt)] = ids_of(answer + "<|im_end|>")
+    lines, sampled = read_rows(run.output / "completions.jsonl"), 0
+    for step, rollout in enumerate(run.rollouts):
+        loss, logged = window_loss(run.policy(step), teacher, rollout, beta, 0.7)
+        assert_metrics(run.rows[step], {"loss": loss.item()} | logged, rel=3e-4)
+        assert not {"loss/sampled", "loss/data"} & run.rows[step].keys() - logged.keys()
+        policy = run.policy(step)
+        assert_gradient(run.grads[step], gradient_of(policy, window_loss(policy, teacher, rollout, beta, 0.7)[0]))
+        for (prompt, ids, finished, is_sampled), line in zip(rollout, lines[step * 8 : step * 8 + 8], strict=True):
+            assert (line["finished"], line["sampled"]) == (finished, is_sampled)
+            assert line["completion"] == tokenizer().decode(ids, skip_special_tokens=True)
+            assert is_sampled or ids == data[tuple(prompt)][:LONGEST]
+            assert finished == (ids[-1] in STOPS)
+            sampled += is_sampled
+    assert sampled == int(24 * lmbda + 1e-9)
+    assert 1 < max(run.chunks) <= CHUNK
+
+
+def test_what_cannot_be_is_one_line(distill, models, tmp_path, capsys):
+    other = make_model(tmp_path / "other", "qwen3")
+    longer = tokenizer().__class__.from_pretrained(other)
+    longer.add_tokens(["zebra"])
+    longer.save_pretrained(other)
+    for flags, data, expected in (
+        (["--teacher_model_name_or_path", other], None, "1 tokens differ ('zebra' for one)"),
+        (["--teacher_model_name_or_path", tmp_path / "none"], None, "cannot load the tokenizer"),
+        (["--lmbda", 0.5], [{"prompt": "a"}] * 4, "no chat format fits the columns prompt"),
+        (["--lmbda", 0.5, "--system_prompt", "Be short."], None, "--system_prompt: with --lmbda below 1"),
+        (["--beta", 1.5], None, "--beta"),
+    ):
+        with pytest.raises((UserError, SystemExit)) as error:
+            distill(*flags, "--max_steps", 1, data=data, output="refused")
+        assert expected in str(error.value) and "\n" not in str(error.value)
+    unanswered = {"messages": rows()[0]["messages"] + [{"role": "user", "content": "And?"}]}
+    distill("--lmbda", 0.5, "--max_steps", 1, data=[*rows(), unanswered], output="some")
+    assert "1 of 5 prompts left out: no completion of the prompt" in capsys.readouterr().out
+
+
+def test_prompts_alone_will_do_where_all_is_sampled(distill):
+    run = distill("--max_steps", 1, data=chat_rows())
+    assert all(sampled for *_, sampled in run.rollouts[0])
