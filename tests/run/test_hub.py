@@ -190,7 +190,7 @@ def test_a_run_sends_its_model_and_card_and_nothing_else(hub, launch, capsys):
     assert f"sending {output} to the Hub as {NAME}" in said and f"it is at https://huggingface.co/{NAME}" in said
 
 
-@pytest.mark.parametrize("trouble", ["refuses", "hangs"])
+@pytest.mark.parametrize("trouble", ["refuses", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_trouble_costs_a_line_whose_command_repeats_it(trouble, hub, launch, capsys, monkeypatch):
     hub.fail = 403
     if trouble == "hangs":
@@ -212,6 +212,7 @@ def test_trouble_costs_a_line_whose_command_repeats_it(trouble, hub, launch, cap
     assert hub.repos[NAME].keys() == {*files_to_push(output), "README.md", "notes.md"}
 
 
+@pytest.mark.slow
 def test_every_save_is_sent_meanwhile_and_waits_for_nobody(hub, launch, monkeypatch):
     """The Hub answers nothing until the run has ended, and the run does not wait: the saves that come meanwhile are left out."""
     hub.gate.clear()
