@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import time
 import traceback
 from pathlib import Path
@@ -22,6 +23,7 @@ from gpu_sections import attention, dpo, grpo_step, head, long_row, pretrain, sa
 
 from common.memory import empty_caches  # isort: skip
 
+import psutil
 import torch
 import transformers
 
@@ -50,6 +52,18 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def nvidia_smi() -> str:
+    """Driver, clocks now and at most, power and its limit, temperature."""
+    asked = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return repr(error)
+    return " | ".join(done.stdout.splitlines())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +71,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.5, help="for everything")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     args = parser.parse_args()
-    end = time.monotonic() + 60 * args.minutes
+    imports = time.time() - psutil.Process().create_time()  # half a minute where the files are not in memory yet
+    end = time.monotonic() + 60 * args.minutes - imports
     transformers.logging.set_verbosity_error()
     bench = Bench(args.device, args.tiny)
     try:
@@ -65,6 +80,8 @@ def main() -> None:
     except (OSError, KeyError) as error:  # no git there
         facts = {"machine": repr(error), "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
     facts |= {"device": torch.cuda.get_device_name(bench.device) if bench.cuda else "cpu", "tiny": args.tiny}
+    if bench.cuda:
+        facts["nvidia-smi"] = nvidia_smi()
     facts["peers"] = "TRL's settings written out with transformers; TRL itself was not run"
     print(json.dumps(facts), flush=True)
     file = Path(os.environ.get("OUT", HERE)) / "gpu.json"

@@ -76,17 +76,22 @@ class Bench:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, work: Callable[[], Any], warm_up: int = 2) -> float:
-        """Of a call: the median of a few blocks of calls, which together take about sizes["seconds"]."""
+    def seconds(self, work: Callable[[], Any], warm_up: int = 2, cycle: int = 1) -> float:
+        """Of a call: the median of a few blocks of calls, which together take about sizes["seconds"].
+
+        cycle: calls that differ (batches of other lengths), and come again; a block holds them all, equally often.
+        """
         for _ in range(warm_up):
             work()
         self.wait()
         began = time.perf_counter()
-        work()
+        for _ in range(cycle):
+            work()
         self.wait()
-        calls = max(1, int(self.sizes["seconds"] / self.rounds / (time.perf_counter() - began)))
+        once = time.perf_counter() - began
+        calls = cycle * max(1, int(self.sizes["seconds"] / self.rounds / once))
         found = []
-        for _ in range(self.rounds):
+        while len(found) < self.rounds and not (found and sum(found) * calls > 2 * self.sizes["seconds"]):
             began = time.perf_counter()
             for _ in range(calls):
                 work()

@@ -162,7 +162,7 @@ def _sft_step(bench: Bench, name: str, count: int, compiled: bool, loss_of: Call
         return update(model, optimizer, loss)
 
     loss = step().item()
-    took = bench.seconds(step, warm_up=len(batches) - 1)
+    took = bench.seconds(step, warm_up=len(batches) - 1, cycle=len(batches))
     lengths = [[len(chat["input_ids"]) for chat in some] for some in batches]
     useful = sum(map(sum, lengths))
     row = {"chats": count, "useful tokens/s": round(useful / len(batches) / took), "first loss": round(loss, 5)}
@@ -243,7 +243,7 @@ def _dpo_step(bench: Bench, name: str, count: int, sums_of: Callable) -> Row:
         return update(model, optimizer, dpo_loss(*of, beta=0.1)[0].mean())
 
     loss = step().item()
-    took = bench.seconds(step, warm_up=len(batches) - 1)
+    took = bench.seconds(step, warm_up=len(batches) - 1, cycle=len(batches))
     row = {"pairs": count, "pairs/s": round(count / took, 2), "first loss": round(loss, 4)}
     return row | {"first logp of a chosen answer": round(first[0][0].item(), 1)}
 
@@ -477,7 +477,8 @@ def attention(bench: Bench) -> None:
         mask = (of[:, None] == of[None]) & (
             torch.arange(T, device=bench.device)[:, None] >= torch.arange(T, device=bench.device)
         )
-        return F.scaled_dot_product_attention(q, k, v, mask[None, None], enable_gqa=True).transpose(1, 2)
+        keys, values = (x.repeat_interleave(H // Hkv, 1) for x in (k, v))  # as transformers does: no kernel shares them
+        return F.scaled_dot_product_attention(q, keys, values, mask[None, None]).transpose(1, 2)
 
     def flat(way: Any) -> torch.Tensor:
         plan.ragged = way

@@ -21,6 +21,7 @@ from common.errors import UserError, quoted, say
 from common.memory import finest_dtype, memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
+from common.run.alerts import PAUSE
 from common.run.output_dir import LINES, is_held, replace_text, writing
 
 import torch
@@ -75,6 +76,8 @@ class Metrics:
         self.window_is_bad: Tensor | None = None  # bool: nothing was trained on it, its values do not count
         self.bad_steps: list[int] = []  # that were not taken
         self.flush: Callable[[], None] = lambda: None  # brings bad_steps up to date (see NonFinite)
+        self.alert: Callable[..., None] = lambda *_, **__: None  # tells somebody (see Alerts.send)
+        self.args, self.crowded = args, False  # crowded: that memory runs out has been told
         self.losses: list[float] = []  # the last ones that were logged, to know a spike by
         self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
@@ -204,8 +207,11 @@ class Metrics:
         peak = peak_flops(self.accelerator.device)
         if self.flops_per_token and peak:
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / (peak * self.accelerator.num_processes)
-        relieve(self.accelerator.device)
-        values["memory_gib"], values["peak_memory_gib"], _ = memory(self.accelerator.device)
+        relieve(self.accelerator.device, self.args.empty_cache_above)
+        values["memory_gib"], values["peak_memory_gib"], limit = memory(self.accelerator.device)
+        if values["peak_memory_gib"] > self.args.alert_memory_above * limit and not self.crowded:
+            self.crowded, peak = True, values["peak_memory_gib"]  # a peak stays
+            self.alert("memory", f"step {step}: {peak:.1f} GiB of {limit:.1f} have been in use (alert_memory_above)")
         if self.bad_steps:
             values["bad_steps"] = len(self.bad_steps)
         self._watch(step, values)
@@ -223,6 +229,7 @@ class Metrics:
             if z > SPIKE:
                 self.spikes.append(step)
                 say(f"[step {step}] the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations")
+                self.alert("spike", f"step {step}: the loss jumps to {values['loss']:.4g}", pause=PAUSE)
         self.losses = [*self.losses, values["loss"]][-50:]
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
@@ -230,7 +237,7 @@ class Metrics:
         if not values and not samples:
             return
         self._write(step, values)
-        self.first_eval = self.first_eval or values
+        self.first_eval = values | self.first_eval
         if not self.accelerator.is_main_process:
             return
         shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())

@@ -8,6 +8,7 @@ from common.collators import Window
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED, AsyncScalar
+from common.run.alerts import PAUSE
 from common.run.metrics import Metrics, full_norm
 from common.run.output_dir import checkpoints
 
@@ -135,6 +136,7 @@ class NonFinite:
         in_a_row = sum(later in metrics.bad_steps for later in range(step + 2 - self.max_bad_steps, step + 2))
         if in_a_row < self.max_bad_steps:
             say(f"{what}; its batch is in {path}")
+            metrics.alert("bad step", what, pause=PAUSE)
             return
         saved = checkpoints(str(metrics.output_dir))
         last = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"

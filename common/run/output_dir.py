@@ -25,7 +25,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
+LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")  # an object per line, with its step
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and what lies beside them, by the kind of tokenizer
@@ -131,7 +131,7 @@ def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | 
     if arguments.model_name_or_path and Path(arguments.model_name_or_path).resolve().is_relative_to(here):
         raise UserError(f"--output_dir {folder} holds the model to start from: choose another")
     ours = (*WEIGHTS, *LINES, *NOTES, *MODEL)
-    for flag in ("dataset_name", "eval_dataset_name", "eval_prompts"):
+    for flag in ("dataset_name", "eval_dataset_name", "eval_prompts", "regression_suite"):
         words = getattr(arguments, flag) or []
         for word in [words] if isinstance(words, str) else words:
             path = re.search(r'"path"\s*:\s*"([^"]*)"', word) if word.lstrip().startswith("{") else None

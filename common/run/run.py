@@ -6,7 +6,7 @@ script in one place (`retry_smaller`), to begin a window again that has run out 
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from common.data.types import Tokenizer
 from common.errors import UserError, is_first, printable, say
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
+from common.run.alerts import Alerts
 from common.run.best import Best
 from common.run.card import make_card, public_names, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
@@ -28,6 +29,7 @@ from common.run.launch import KEPT, hold_on, start
 from common.run.metrics import Metrics
 from common.run.nonfinite import NonFinite
 from common.run.output_dir import writing
+from common.run.regression import Regression
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
 from common.sampling import RolloutSchedule
@@ -46,7 +48,9 @@ class Run:
         Raises UserError for launches that are not what they seem, and for a folder that holds another run.
         """
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
+        self.alerts = Alerts(args)  # before anything is written: their address is a secret
         self.accelerator, self.checkpoint = start(args, script)
+        self.regression = Regression(args, self.accelerator)
         self.said: set[str] = set()
         self.public = public_names(args)  # what a model card may name
         self.push = Push(args) if args.push_to_hub and self.accelerator.is_main_process else None
@@ -65,6 +69,7 @@ class Run:
         example_name: what one is called ("pair"). reference: a second, frozen model will stand beside this one. Raises
         UserError where a sequence is longer than the model has positions.
         """
+        self.regression.tokenize(tokenizer, model)
         describe(self.args, self.accelerator, model, tokenizer, windows, held_out, example_name, reference)
 
     def prepare(
@@ -73,6 +78,7 @@ class Run:
         """Accelerate's `prepare`, and everything as the checkpoint has it: optimizer, modules in `model.extra`, metrics,
         the place in the data. Returns the model and the optimizer to train with."""
         args, accelerator = self.args, self.accelerator
+        self.regression.tokenize(tokenizer, model)
         self.inputs: dict[str, Any] = {}
         if accelerator.is_main_process:
             self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests()}
@@ -90,13 +96,14 @@ class Run:
         # What was evaluated and saved up to here is not done again.
         self.resumed_at = self.first_step if self.checkpoint else -1
         self.metrics = Metrics(accelerator, args, flops)
+        self.metrics.alert = self.alerts.send
         self.nonfinite = NonFinite(self.metrics, tokenizer, self.optimizer, args.max_bad_steps)
         self.nonfinite.begun = state.get("weight_norms", [])
         self.nonfinite.check_weights(self.model, self.first_step)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
         self.best = Best(args)
-        for part in (self.metrics, self.retry, self.best):
+        for part in (self.metrics, self.retry, self.best, self.regression):
             part.restore(state)
         windows.restore(self.first_step, state.get("windows", {}))
         if (before := state.get("step_size", windows.step_size)) != windows.step_size:
@@ -118,6 +125,9 @@ class Run:
         gc.freeze()  # what is loaded stays: from here on garbage is looked for, often, in what training makes
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.asked_for, self.save_wanted = last_step, save_every, "", False
+        self.best_of_suite = bool(self.best.name) and self.regression.is_ours(self.best.name)
+        if self.best_of_suite and self.regression.every < last_step and self.regression.every % save_every:
+            raise UserError(f"--save_best {self.best.name}: --regression_steps has to be a multiple of {save_every}")
         # GRPO waits for the GPU anyway: there a signal is answered at once.
         self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, RolloutSchedule))
         self.bar = tqdm(
@@ -131,7 +141,17 @@ class Run:
         )
         for step in self.bar:
             self.step = step
+            self.alerts.watch(step)
+            self._run_suite(step)
             yield step
+
+    def _run_suite(self, step: int) -> None:
+        """Where --regression_suite is due, answer it, and note whether it is the best time."""
+        if self._due(step, self.regression.every, self.resumed_at, self.last_step):
+            model = self.accelerator.unwrap_model(self.model)
+            values = self.regression.run(model, step, self.metrics, self.alerts)
+            if self.best_of_suite and step % self.save_every == 0:
+                self.best.update(step, values)
 
     def eval_due(self, step: int) -> bool:
         """Every eval_steps, and before the first and after the last update."""
@@ -140,7 +160,7 @@ class Run:
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Write an evaluation and its samples; note whether it is the best one."""
         self.metrics.log_eval(step, values, samples, show=self.args.num_samples)
-        if step % self.save_every == 0:  # where it can be saved
+        if step % self.save_every == 0 and not self.best_of_suite:  # where it can be saved
             self.best.update(step, values)
 
     def save_due(self, step: int) -> bool:
@@ -155,7 +175,7 @@ class Run:
         """Write checkpoint-<step>, and delete those that are no longer kept. A full disk is said; training goes on."""
         self.nonfinite.check_weights(self.model, step)
         hold_on(self.accelerator, self.args, self.script, self.inputs)
-        state = self.metrics.state() | self.retry.state() | {"weight_norms": self.nonfinite.begun}
+        state = self.metrics.state() | self.retry.state() | self.regression.state() | {"weight_norms": self.nonfinite.begun}
         state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
         state |= {"base_dtype": self.base_dtype}
         save_checkpoint(self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best)
@@ -169,6 +189,7 @@ class Run:
         """After the last step, or without a better evaluation for long; a run that was told to stop leaves here, with exit
         code 75."""
         if self.asked_for == "stop":
+            self.alerts.close("stopped", f"at step {step} by {self.signals.reason}; the same command goes on")
             self.signals.leave(self.args.output_dir, step)
         return step == self.last_step or self.best.stops(step)
 
@@ -198,14 +219,15 @@ class Run:
             self.said.add(topic)
             say(line)
 
-    def finish(self, try_next: str) -> None:
-        """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
+    def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
+        """Write the final model, summary.json and curves.png, and say what is where and what to do next. also: writes more
+        of the final model there, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
         hold_on(self.accelerator, args, self.script, self.inputs)
         dtype = export_dtype(args, self.base_dtype)
-        export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype)
+        export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
         metrics.finish(best.state() if best.step else None)
@@ -218,9 +240,8 @@ class Run:
         for name, before, after in both:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
         what = "adapter" if args.use_peft and not args.merge_lora else "model"
-        say(
-            f"\nsaved in {args.output_dir}: the {what} and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png"
-        )
+        files = f"metrics.jsonl, samples.jsonl, {'regression.jsonl, ' * bool(self.regression.suite)}summary.json, curves.png"
+        say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
         if what == "adapter":
             say(
                 "it stops where the chat does with the generation_config.json beside it (docs/models.md); as a model: "
@@ -228,6 +249,8 @@ class Run:
             )
         say(f"talk to it: python -m tools.chat {args.output_dir}")
         say(f"try next: {try_next}")
+        shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
+        self.alerts.close("finished", f"{self.step} steps; {shown}")
         self.accelerator.wait_for_everyone()  # none leaves while another still writes
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1:

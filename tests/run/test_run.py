@@ -16,6 +16,9 @@ def a_run(save_steps=0, save_every=1, last_step=9, resumed_at=-1, best=None, ask
     run.args = SimpleNamespace(save_steps=save_steps, eval_steps=4)
     run.save_every, run.last_step, run.resumed_at, run.first_step = save_every, last_step, resumed_at, max(resumed_at, 0)
     run.best, run.save_wanted, run.possible = SimpleNamespace(step=best), False, []
+    run.regression = SimpleNamespace(suite=None, state=lambda: {})
+    run.told = []
+    run.alerts = SimpleNamespace(close=lambda event, text: run.told.append(event))
 
     def asked_for(possible):
         run.possible.append(possible)
@@ -91,13 +94,13 @@ def test_a_save_keeps_what_every_part_has_and_starts_the_clock_anew(monkeypatch)
 def test_a_stopped_run_leaves_and_one_without_better_evaluations_ends():
     run, left = a_run(last_step=9), []
     run.args.output_dir = "out"
-    run.signals = SimpleNamespace(leave=lambda folder, step: left.append((folder, step)))
+    run.signals = SimpleNamespace(leave=lambda folder, step: left.append((folder, step)), reason="SIGTERM")
     run.best = SimpleNamespace(stops=lambda step: step == 4)
     for run.asked_for in ("", "save"):
         assert [step for step in range(10) if run.ends(step)] == [4, 9] and not left
     run.asked_for = "stop"
     run.ends(2)
-    assert left == [("out", 2)]
+    assert left == [("out", 2)] and run.told == ["stopped"]
 
 
 @pytest.mark.parametrize(
@@ -126,14 +129,14 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     monkeypatch.setattr(module, "export", note("written"))
     monkeypatch.setattr(module, "prune", note("pruned"))
     monkeypatch.setattr(module, "KEPT", [])
-    run.finish("more")
-    assert not module.KEPT
+    run.finish("more", also="a classifier")
+    assert not module.KEPT and run.told == ["finished"]
     assert done == [
         ("asked",),
         ("looked", "model", 9),
         ("held on", run.accelerator, run.args, "train_sft.py", {}),
         ("best", "out"),
-        ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16"),
+        ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16", "a classifier"),
         ("pruned", "out", 9, 2, 4),
         ("summary", {"step": 4}),
         ("waited",),
