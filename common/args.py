@@ -298,6 +298,12 @@ class RunArgs:
         is_path=True,
     )
     seed: int = arg(0, help="order of the data, initial weights, dropout, sampling: everything random", within="[0, 1e9]")
+    push_to_hub: bool = arg(False, help="send the final model to the Hub, with its card", may_change="execution")
+    hub_model_id: str | None = arg(help="OWNER/NAME there", may_change="execution")
+    hub_private_repo: bool = arg(False, help="a repository that is made for it is private", may_change="execution")
+    hub_strategy: Literal["end", "every_save"] = arg(
+        "end", help="every_save: each checkpoint's model as well, while training goes on", may_change="execution"
+    )
 
 
 @dataclass

@@ -140,7 +140,6 @@ ELSEWHERE = {
     "deepspeed": "accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml",
     "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
     "use_vllm": "completions are sampled by common/sampling, from the model as it is trained",
-    "push_to_hub": "the output folder is a model folder: hf upload NAME output_dir",
     "do_train": "to start the script is to train",
     "do_eval": "--eval_steps; 0: never",
 }

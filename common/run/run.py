@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.run.alerts import Alerts
 from common.run.best import Best
+from common.run.card import make_card, public_names, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
+from common.run.hub import Push
 from common.run.inputs import compare_rest, hub_commits, inputs_of, keep, loaded_code
 from common.run.launch import KEPT, hold_on, start
 from common.run.metrics import Metrics, versions
@@ -53,6 +56,8 @@ class Run:
         self.accelerator, self.checkpoint = start(args, script)
         self.regression = Regression(args, self.accelerator)
         self.said: set[str] = set()
+        self.public = public_names(args)  # what a model card may name
+        self.push = Push(args) if args.push_to_hub and self.accelerator.is_main_process else None
 
     def describe(
         self,
@@ -194,6 +199,9 @@ class Run:
             self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best
         )
         self.metrics.event("saved" if written else "not saved", step, f"checkpoint-{step}")
+        if self.push and written:
+            card = partial(make_card, self.args.output_dir, self.args, self.script, self.public, step=step)
+            self.push.save(Path(self.args.output_dir, f"checkpoint-{step}"), card)
         self.signals.saved()
         self.save_wanted = False
 
@@ -246,6 +254,9 @@ class Run:
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
         metrics.finish(best.state() if best.step else None)
+        if self.accelerator.is_main_process:
+            with writing(args.output_dir):
+                write_card(args.output_dir, args, self.script, self.public, best.step)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         if both:
             say("\nbefore -> after, held out:")
@@ -269,6 +280,8 @@ class Run:
         if self.accelerator.num_processes > 1:
             KEPT.append(self.model)
         self.signals.close()
+        if self.push:
+            self.push.finish()
 
     def _note_start(self) -> None:
         """Begin a stretch of events.jsonl: where the run starts or goes on, and on what."""
