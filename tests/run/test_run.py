@@ -17,7 +17,7 @@ def a_run(save_steps=0, save_every=1, last_step=9, resumed_at=-1, best=None, ask
     run.save_every, run.last_step, run.resumed_at, run.first_step = save_every, last_step, resumed_at, max(resumed_at, 0)
     run.best, run.save_wanted, run.possible = SimpleNamespace(step=best), False, []
     run.regression = SimpleNamespace(suite=None, state=lambda: {})
-    run.told = []
+    run.told, run.public, run.push = [], {"a base"}, None
     run.alerts = SimpleNamespace(close=lambda event, text: run.told.append(event))
     run.events, run.metrics = [], SimpleNamespace(event=lambda *words: run.events.append(words), write_report=lambda: None)
 
@@ -133,6 +133,7 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     monkeypatch.setattr(module, "hold_on", note("held on"))
     monkeypatch.setattr(module, "export", note("written"))
     monkeypatch.setattr(module, "prune", note("pruned"))
+    monkeypatch.setattr(module, "write_card", note("card"))
     monkeypatch.setattr(module, "KEPT", [])
     run.finish("more", also="a classifier")
     assert not module.KEPT and run.told == ["finished"]
@@ -144,6 +145,7 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
         ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16", "a classifier"),
         ("pruned", "out", 9, 2, 4),
         ("summary", {"step": 4}),
+        ("card", "out", run.args, "train_sft.py", {"a base"}, 4),
         ("waited",),
         ("ended",),
         ("closed",),
@@ -156,5 +158,5 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     done.clear()
     run.finish("more")  # another process
     assert module.KEPT == ["model"]  # it outlives the process group
-    assert ("summary", None) in done and "pruned" not in [name for name, *_ in done]
+    assert ("summary", None) in done and not {"pruned", "card"} & {name for name, *_ in done}
     assert "before -> after" not in capsys.readouterr().out
