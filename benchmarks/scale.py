@@ -1,7 +1,8 @@
 """The order and the balance of windows over 8, 64 and 1,024 processes, on one CPU; and the bytes that a window sends.
 
-    python benchmarks/scale.py           # 1 and 10 million chats, about ten minutes, 6 GiB; writes scale.json and scale.md
-    python benchmarks/scale.py --quick   # 100,000 chats, half a minute, writes nothing
+    python benchmarks/scale.py  # 1 and 10 million chats, about five minutes, 2 GiB; writes scale.json and scale.md
+    python benchmarks/scale.py --traffic  # the table of what windows send
+    python benchmarks/scale.py --quick  # 100,000 chats, half a minute, writes nothing
 
 The planning is the project's own (`Order`, `pack`, `Windows`); a stub stands for Accelerate, which says which process of how
 many this is. Lengths are log-normal (median 245 tokens, at most 4,096), the tokens a sparse file, mapped as the cache maps
@@ -11,6 +12,7 @@ its own. Nothing is trained and nothing is sent: `traffic` is arithmetic.
 import argparse
 import json
 import os
+import pickle
 import platform
 import statistics
 import subprocess
@@ -26,12 +28,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.clock import resident  # noqa: E402
+from benchmarks.clock import reset_peak, resident  # noqa: E402
 from common.args import CommonArgs  # noqa: E402
 from common.collators import Windows  # noqa: E402
 from common.data.examples import Examples, TokenFile  # noqa: E402
 from common.data.order import Order, Shuffled  # noqa: E402
 from common.data.packing import pack  # noqa: E402
+from common.sampling.generate import Sampled  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -85,16 +88,17 @@ def traffic(
 
 
 def traffic_table() -> str:
-    """The table of docs/scale.md, in GB (1e9 bytes)."""
+    """The table of docs/scale.md, in GB (1e9 bytes): with one micro-batch for each GPU, and with eight."""
     lines = [
-        "| model | GPUs | DDP | FSDP2 | FSDP2 without reshard | HSDP | HSDP, out of a machine |",
-        "|---|---|---|---|---|---|---|",
+        "| model | GPUs | a GPU sends: DDP | FSDP2 | FSDP2 without reshard | HSDP "
+        "| 8 micro-batches, out of a machine: DDP | FSDP2 | HSDP |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, parameters in MODELS.items():
         for gpus in PROCESSES:
-            found = [traffic(parameters, gpus, kind) for kind in KINDS]
-            figures = [sent["gpu"] / 1e9 for sent in found] + [found[-1]["machine"] / 1e9]
-            lines.append(f"| {name} | {gpus:,} | {' | '.join(f'{figure:.1f}' for figure in figures)} |")
+            figures = [traffic(parameters, gpus, kind)["gpu"] for kind in KINDS]
+            figures += [traffic(parameters, gpus, kind, 8)["machine"] for kind in ("ddp", "fsdp2", "hsdp")]
+            lines.append(f"| {name} | {gpus:,} | {' | '.join(f'{figure / 1e9:,.1f}' for figure in figures)} |")
     return "\n".join(lines)
 
 
@@ -135,8 +139,10 @@ def measure(count: int, mode: str, worlds: tuple[int, ...] = PROCESSES) -> dict[
     """One mode on so many chats: what planning costs a process, and how even the windows are."""
     how = MODES[mode]
     with tempfile.TemporaryDirectory() as folder:
+        before = resident()
         examples = chats(count, Path(folder))
-        before, start = resident(), time.perf_counter()
+        reset_peak()
+        start = time.perf_counter()
         data = pack(examples, MAX_LENGTH) if how.get("packed") else examples
         packing = time.perf_counter() - start
         train = Shuffled(data, Order(data.counts, seed=0))
@@ -168,22 +174,23 @@ def over(world: int, train: Shuffled, how: dict[str, Any], squares: np.ndarray) 
     result: dict[str, Any] = {"processes": world, "windows": steps, "len_s": time.perf_counter() - start}
 
     order, seen = train.order.epoch(0), np.zeros(len(train), np.int64)
-    tokens, squared, full = [], [], 0
+    found: dict[str, list[float]] = {"tokens": [], "squares": [], "cost": []}
+    full = 0
     for step in range(steps):
         first, parts = windows.start(step), windows.dealt(step)
         owner = np.repeat(np.arange(len(parts)) % world, [len(part) for part in parts])
         members = order[first + np.concatenate([np.array(part, np.int64) for part in parts])]
         np.add.at(seen, members, 1)
         if step < steps - 1 or steps == 1:  # the last one is short
-            own = np.bincount(owner, train.examples.lengths[members], world)
-            tokens.append(own.max() / own.mean())
-            own = np.bincount(owner, squares[members], world)
-            squared.append(own.max() / own.mean())
-            full += int(train.examples.lengths[members].sum())
+            tokens = np.bincount(owner, train.examples.lengths[members], world)  # of each process
+            squared = np.bincount(owner, squares[members], world)
+            for name, own in (("tokens", tokens), ("squares", squared), ("cost", tokens + squared / 12288)):
+                found[name].append(own.max() / own.mean())
+            full += int(tokens.sum())
     result["each_once"] = bool((seen == 1).all())
-    for name, found in (("tokens", tokens), ("squares", squared)):
-        result[f"{name}_max_over_mean"] = {"median": statistics.median(found), "worst": max(found)}
-    result["tokens_per_window"] = round(full / len(tokens))
+    for name, ratios in found.items():
+        result[f"{name}_max_over_mean"] = {"median": statistics.median(ratios), "worst": max(ratios)}
+    result["tokens_per_window"] = round(full / len(found["tokens"]))
 
     # What the processes themselves take from a window, in the middle of the epoch, is all that is dealt out in it.
     step = steps // 2
@@ -203,13 +210,28 @@ def over(world: int, train: Shuffled, how: dict[str, Any], squares: np.ndarray) 
     return result
 
 
-def markdown(results: list[dict[str, Any]], about: dict[str, Any]) -> str:
+def rollout(world: int, each: int = 8, tokens: int = 1000) -> dict[str, float]:
+    """GRPO gives every process the completions of all, pickled: their MB, and the seconds in which one reads them."""
+    rng = np.random.default_rng(0)
+    text = "word " * (tokens * 4 // 5)
+    one = [
+        (Sampled(rng.integers(0, 150_000, tokens).tolist(), rng.normal(-1, 1, tokens).tolist(), True), text + str(i), [0.0])
+        for i in range(each)
+    ]
+    pickled = pickle.dumps(one)
+    start = time.perf_counter()
+    everyones = [completion for _ in range(world) for completion in pickle.loads(pickled)]
+    return {"completions": len(everyones), "MB": world * len(pickled) / 1e6, "seconds": time.perf_counter() - start}
+
+
+def markdown(results: list[dict[str, Any]], rollouts: list[dict[str, float]], about: dict[str, Any]) -> str:
     """The tables of scale.md."""
     lines = [
         f"`{about['command']}`, {about['date']}, {about['machine']}; Python {about['python']}, numpy {about['numpy']}. One",
-        "process plans for one of so many; all of them plan alike.",
+        "process plans for one of so many; all of them plan alike. Times are of a shared machine: noisy.",
         "",
-        "What planning costs a process at its start: seconds to pack and to draw an epoch's order; memory kept, and at most.",
+        "What planning costs a process at its start: seconds to pack and to draw an epoch's order; memory kept (lengths, borders,",
+        "rows, packs, order), and at most.",
         "",
         "| chats | micro-batch | tokens | pack | order | kept | peak |",
         "|---|---|---|---|---|---|---|",
@@ -220,25 +242,31 @@ def markdown(results: list[dict[str, Any]], about: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} | {r['mib']:,.0f} MiB | {r['peak_mib']:,.0f} MiB |")
     lines += [
         "",
-        "What a window costs a process (ms: deal it out; with that, read all its examples; add up its trained tokens; make the",
-        "process's own row), the busiest process over the mean (median window, worst window), and whether every example of the",
-        "epoch was seen exactly once. `count`: seconds to count the windows of an epoch.",
+        "What a window costs a process (milliseconds). deal: which micro-batch has which example; window: that, and a view of each",
+        "example of all processes; trained: their trained tokens added up, which reads pages of the file for the first time; row:",
+        "the process's own batch. count: the windows of an epoch, once. Then the busiest process over the mean (median window,",
+        "worst window) in tokens n, in n² of the sequences, and in n + n²/12288, the cost that windows are balanced by (hidden",
+        "size 1024); and whether each example of the epoch was seen exactly once.",
         "",
-        "| chats | micro-batch | processes | windows | count | deal | read | trained | row | tokens: max / mean "
-        "| squares: max / mean | each once |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| chats | micro-batch | processes | windows | count | deal | window | trained | row | tokens | squares | cost | each once |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         for w in r["worlds"]:
-            times = " | ".join(f"{1000 * w[name]:.1f}" for name in ("deal_s", "window_s", "total_s", "rows_s"))
-            even = " | ".join(
-                f"{w[name]['median']:.2f}, {w[name]['worst']:.2f}"
-                for name in ("tokens_max_over_mean", "squares_max_over_mean")
-            )
-            lines.append(
-                f"| {r['chats']:,} | {r['mode']} | {w['processes']:,} | {w['windows']:,} | {w['len_s']:.1f} s | {times} | {even} "
-                f"| {'yes' if w['each_once'] else '**no**'} |"
-            )
+            cells = [f"{r['chats']:,}", r["mode"], f"{w['processes']:,}", f"{w['windows']:,}", f"{w['len_s']:.1f} s"]
+            cells += [f"{1000 * w[name]:.1f}" for name in ("deal_s", "window_s", "total_s", "rows_s")]
+            ratios = [w[f"{name}_max_over_mean"] for name in ("tokens", "squares", "cost")]
+            cells += [f"{ratio['median']:.2f}, {ratio['worst']:.2f}" for ratio in ratios]
+            lines.append(f"| {' | '.join(cells)} | {'yes' if w['each_once'] else '**no**'} |")
+    lines += [
+        "",
+        "Completions of a GRPO rollout, 8 of 1,000 tokens from each process, as every process gets them:",
+        "",
+        "| processes | completions | pickled | read by a process in |",
+        "|---|---|---|---|",
+    ]
+    for world, found in zip(PROCESSES, rollouts, strict=True):
+        lines.append(f"| {world:,} | {found['completions']:,} | {found['MB']:.1f} MB | {found['seconds']:.2f} s |")
     return "\n".join(lines) + "\n"
 
 
@@ -246,7 +274,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few chats, and nothing is written")
     parser.add_argument("--one", nargs=2, metavar=("CHATS", "MODE"), help="one measurement, as JSON: a process of its own")
+    parser.add_argument("--traffic", action="store_true", help="only the table of what windows send")
     args = parser.parse_args()
+    if args.traffic:
+        print(traffic_table())
+        return
     if args.one:
         print(json.dumps(measure(int(args.one[0]), args.one[1])))
         return
@@ -267,11 +299,13 @@ def main() -> None:
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-    text = markdown(results, about)
+    rollouts = [rollout(world) for world in PROCESSES]
+    text = markdown(results, rollouts, about)
     print(text)
-    print(traffic_table())
     if not args.quick:
-        (ROOT / "benchmarks" / "scale.json").write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        (ROOT / "benchmarks" / "scale.json").write_text(
+            json.dumps({**about, "results": results, "rollouts": rollouts}, indent=1) + "\n"
+        )
         (ROOT / "benchmarks" / "scale.md").write_text(text)
 
 
