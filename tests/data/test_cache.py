@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.data import encoding
-from common.data import folders as cache_folders
 from common.data.cache import tokenize
 from common.data.encoding import Job
 from common.data.examples import Examples, TokenFile
@@ -253,6 +252,16 @@ def test_what_is_there_is_used_again(tmp_path, tokenizer, counted):
     first, calls = counted(tokenizer, rows)
     again, more = counted(AutoTokenizer.from_pretrained("data/base_model"), rows)
     assert (calls, more) == (30, 0) and as_lists(first) == as_lists(again) and first.facts() == again.facts()
+
+
+def test_what_is_there_is_hashed_once(tmp_path, tokenizer, monkeypatch):
+    """By the main process, which is its machine's first one, too."""
+    rows, checks = numbered(tmp_path / "a.jsonl", 5), []
+    prepare(tmp_path, tokenizer, rows)
+    is_complete = cache_folders.is_complete
+    monkeypatch.setattr(cache_folders, "is_complete", lambda folder: checks.append(folder) or is_complete(folder))
+    prepare(tmp_path, tokenizer, rows)
+    assert checks == folders(tmp_path)
 
 
 def changed_template(tokenizer):
