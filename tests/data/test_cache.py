@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.data import encoding
+from common.data import folders as cache_folders
 from common.data.cache import tokenize
 from common.data.encoding import Job
 from common.data.examples import Examples, TokenFile
