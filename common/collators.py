@@ -210,8 +210,9 @@ class Window:
         found = [sequence for example in self.examples for sequence in example[sequences]]
         if found and field not in found[0]:
             raise ValueError(f"window.total: the sequences have no field {field}; they have {', '.join(found[0])}")
-        values = (sequence[field][1:] if field == "loss_mask" else sequence[field] for sequence in found)
-        return float(sum(np.sum(value) for value in values))
+        if found and field == "loss_mask":  # at once: of a thousand processes there are ten thousand
+            return float(np.concatenate([sequence[field][1:] for sequence in found]).sum(dtype=np.float64))
+        return float(sum(np.sum(sequence[field]) for sequence in found))
 
     def trained_share(self) -> float:
         """The share of the tokens that are trained."""
@@ -308,14 +309,18 @@ class Windows:
     def __getitem__(self, step: int) -> Window:
         positions = range(self.start(step), self.start(step + 1))
         examples = [self.train[position] for position in positions]
-        if self.max_tokens:
-            sizes = [self.train.size(position) for position in positions]
-            parts = balance(sizes, self._parts, self.max_tokens)
-        else:
-            B = self._batch_size
-            parts = [list(range(i * B, min((i + 1) * B, len(examples)))) for i in range(self._parts)]
+        parts = self.dealt(step)
         mine = parts[self._accelerator.process_index :: self._accelerator.num_processes]
         return self._window(examples, mine, lambda: [self.train.where(position) for position in positions])
+
+    def dealt(self, step: int) -> list[list[int]]:
+        """Which of a window's examples each of its micro-batches has, of all processes: the first is process 0's, the second
+        process 1's. Planned from lengths alone, the same on every process."""
+        positions = range(self.start(step), self.start(step + 1))
+        if self.max_tokens:
+            return balance([self.train.size(position) for position in positions], self._parts, self.max_tokens)
+        B, n = self._batch_size, len(positions)
+        return [list(range(min(i * B, n), min((i + 1) * B, n))) for i in range(self._parts)]
 
     def largest(self) -> Window:
         """A window of one micro-batch, or of two where a step has more: the longest examples that the run can meet
@@ -364,12 +369,10 @@ class Windows:
         """What the run will be: steps, examples and tokens of a step, steps of an epoch (None for a stream), and the sizes
         of the examples in the largest micro-batch, as far as the first windows tell."""
         some = range(min(len(self), 50))
-        sizes = [[self.train.size(i) for i in range(self.start(step), self.start(step + 1))] for step in some]
-        if self.max_tokens:
-            micro_batches = [[s[i] for i in part] for s in sizes for part in balance(s, self._parts, self.max_tokens)]
-        else:
-            B = self._batch_size
-            micro_batches = [s[i : i + B] for s in sizes for i in range(0, len(s), B)]
+        sizes, micro_batches = [], []
+        for step in some:  # one after the other: a stream does not go back
+            sizes.append([self.train.size(i) for i in range(self.start(step), self.start(step + 1))])
+            micro_batches += [[sizes[-1][i] for i in part] for part in self.dealt(step)]
         per_step = sum(map(len, sizes)) / len(sizes) if self.max_tokens else self.size
         plan = {
             "steps": len(self),

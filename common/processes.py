@@ -1,9 +1,12 @@
 """Python objects across processes."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
+from common.errors import UserError
+
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 T = TypeVar("T")
 
@@ -11,3 +14,19 @@ T = TypeVar("T")
 def gather_lists(accelerator: Accelerator, values: list[T]) -> list[T]:
     """The lists of all processes, end to end, on each of them."""
     return gather_object(values) if accelerator.num_processes > 1 else values
+
+
+def on_main_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """What function() gives on the main process, on each of them. A UserError, an OSError or a SystemExit that it raises
+    there is raised on all."""
+    result, error = None, None
+    if accelerator.is_main_process:
+        try:
+            result = function()
+        except (UserError, OSError, SystemExit) as raised:
+            error = raised
+    if accelerator.num_processes > 1:
+        result, error = broadcast_object_list([result, error])
+    if error is not None:
+        raise error
+    return result

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def build_once(accelerator: "Accelerator", folder: Path, build: Callable[[Path], None]) -> None:
     """Have build(folder) write a folder that is not there yet. Called on every process."""
     # One process builds it; on another node whose disk is not shared, one there, too.
-    for mine in (accelerator.is_main_process, accelerator.is_local_main_process):
+    first = accelerator.is_main_process
+    for mine in (first, accelerator.is_local_main_process and not first):
         if mine and not is_complete(folder):
             with new_folder(folder) as temporary:
                 build(temporary)

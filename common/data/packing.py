@@ -1,6 +1,7 @@
 """Examples that are put together: packed best fit in rows of a length, cut into rows, dealt out to micro-batches."""
 
 import bisect
+import heapq
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -123,15 +124,21 @@ def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[in
     # Where that finds no room: one after the other, each to the emptiest, as `Windows` has found room for them.
     for order, by in ((dearest_first, costs), (range(len(sizes)), sizes)):
         members: list[list[int]] = [[] for _ in range(parts)]
-        totals, loads = [0.0] * parts, [0] * parts
+        loads = [0] * parts
+        cheapest = [(0.0, k) for k in range(parts)]  # a heap
         for i in order:
-            roomy = [k for k in range(parts) if loads[k] + sizes[i] <= max_tokens]
-            if not roomy:
+            full = []  # cheaper ones without room: few, as what is cheap is mostly empty
+            while cheapest and loads[cheapest[0][1]] + sizes[i] > max_tokens:
+                full.append(heapq.heappop(cheapest))
+            if not cheapest:
                 break
-            k = min(roomy, key=lambda k: totals[k])
+            total, k = cheapest[0]
+            heapq.heapreplace(cheapest, (total + by[i], k))
             members[k].append(i)
-            totals[k] += by[i]
             loads[k] += sizes[i]
+            for one in full:
+                heapq.heappush(cheapest, one)
         else:
+            totals = {k: total for total, k in cheapest}
             return [sorted(members[k]) for k in sorted(range(parts), key=lambda k: -totals[k])]
     raise UserError(f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches")

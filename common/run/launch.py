@@ -12,6 +12,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
 from common.model.quantised import check_quantisation
+from common.processes import on_main_process
 from common.run.hub import check_push
 from common.run.inputs import compare_script, inputs_of, keep
 from common.run.metrics import check_tracker
@@ -97,7 +98,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         lock(accelerator, output_dir)
         complete = (output_dir / "summary.json").exists() and not args.overwrite_output_dir
         compare_script(args, script, output_dir if complete else None)
-        checkpoint = claim_output_dir(args, saved_args, accelerator.num_processes)
+        # By one process, as it reads whole checkpoints; and another machine may have another disk.
+        checkpoint = on_main_process(accelerator, lambda: claim_output_dir(args, saved_args, accelerator.num_processes))
         compare_script(args, script, checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and not args.dry_run:

@@ -100,7 +100,7 @@ def test_fields_of_every_kind_arrive_exactly(tmp_path, tokenizer, settings, sour
 
 def test_fields_are_read_from_the_disk(tmp_path, tokenizer):
     (file,) = load(tmp_path, tokenizer, rows_of(5)).data.files
-    assert all(isinstance(values, np.memmap) and not values.flags.writeable for values in file.per_token.values())
+    assert all(isinstance(values.base, np.memmap) and not values.flags.writeable for values in file.per_token.values())
     assert file.ids.dtype == np.uint16 and file.mask.dtype == np.uint8
     assert set(file.per_token) == {"teacher/logp", "segment", "is_code"} and set(file.per_sequence) == {
         "score",

@@ -141,6 +141,41 @@ def test_processes_work_side_by_side_on_micro_batches_of_similar_cost():
     assert costs == sorted(costs, reverse=True)
 
 
+def balance_naively(sizes, parts, max_tokens):
+    """As `balance`, by looking at every micro-batch for every example; None: no room."""
+    dearest_first = sorted(range(len(sizes)), key=lambda i: -cost(sizes[i]))
+    for order, price in ((dearest_first, cost), (range(len(sizes)), lambda n: n)):
+        members, totals = [[] for _ in range(parts)], [0.0] * parts
+        for i in order:
+            roomy = [k for k in range(parts) if sum(sizes[j] for j in members[k]) + sizes[i] <= max_tokens]
+            if not roomy:
+                break
+            k = min(roomy, key=totals.__getitem__)
+            members[k].append(i)
+            totals[k] += price(sizes[i])
+        else:
+            return [sorted(members[k]) for k in sorted(range(parts), key=lambda k: -totals[k])]
+    return None
+
+
+@given(LENGTHS, st.integers(1, 12), st.integers(40, 100))
+def test_each_example_goes_to_the_cheapest_micro_batch_that_has_room(sizes, parts, max_tokens):
+    expected = balance_naively(sizes, parts, max_tokens)
+    if expected is None:
+        with pytest.raises(UserError, match="do not fit"):
+            balance(sizes, parts, max_tokens)
+    else:
+        assert balance(sizes, parts, max_tokens) == expected
+
+
+def test_a_window_of_a_thousand_processes_is_dealt_out_before_the_gpus_notice():
+    """Every process deals out the window of all: looking through all micro-batches for each example took 1.5 s."""
+    sizes = lognormal(12_000).tolist()
+    start = time.process_time()
+    balance(sizes, 1024, 8192)
+    assert time.process_time() - start < 0.5  # 0.02 s
+
+
 def test_examples_that_fit_only_in_the_order_in_which_they_came_are_dealt_out_in_it():
     # Largest first: 3 + 2, 3 + 2, and no room for the last 2. In their order, each to the emptiest: 3 + 3, 2 + 2 + 2.
     assert sorted(balance([3, 2, 2, 3, 2], 2, 6)) == [[0, 3], [1, 2, 4]]

@@ -111,6 +111,7 @@ def nonfinite(skipped: bool, distributed_type=DistributedType.NO):
     scaler = SimpleNamespace(get_scale=lambda: 2.0**-14)
     accelerator = SimpleNamespace(scaler=scaler, distributed_type=distributed_type, is_main_process=False, num_processes=1)
     metrics = SimpleNamespace(accelerator=accelerator, output_dir="nowhere", bad_steps=[], window_is_bad=None)
+    metrics.event = metrics.alert = lambda *words, **more: None
     return NonFinite(metrics, None, SimpleNamespace(step_was_skipped=skipped), 3)
 
 

@@ -142,7 +142,8 @@ def test_nothing_that_is_read_or_sampled_is_run():
         for call in calls(path):
             name, where = ast.unparse(call.func), f"{path.name}:{call.lineno}"
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-            assert name not in forbidden | dotted and not name.startswith("subprocess."), f"{where}: {name}"
+            ours = path.name == "alerts.py" and "shell" not in keywords  # the process that tells of a run that was killed
+            assert name not in forbidden | dotted and (ours or not name.startswith("subprocess.")), f"{where}: {name}"
             assert name != "torch.load" or keywords.get("weights_only") == "True", where
             assert name not in ("np.load", "numpy.load") or keywords.get("allow_pickle", "False") == "False", where
             assert "trust_remote_code" not in keywords or keywords["trust_remote_code"] in (
