@@ -8,7 +8,8 @@ Over the P pairs of a window (all micro-batches of all processes), π the model,
 
 log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off. The second
 term is RPO's (2404.19733), off by default. --loss_type chooses relatives of the first one, of which simpo and orpo do
-without π_ref. Both answers of a pair lie in the same row, after a prompt that stands there once.
+without π_ref; several are added up by --loss_weights (MPO, 2411.10442, is sigmoid 0.8, bco_pair 0.2 and --sft_weight 1).
+Both answers of a pair lie in the same row, after a prompt that stands there once.
 
     accelerate launch train_dpo.py                                            # the embedded demo, ~1 minute on a CPU
     accelerate launch train_dpo.py --model_name_or_path outputs/sft --dataset_name pairs.jsonl
@@ -49,7 +50,8 @@ class Args(CommonArgs):
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     beta: float = arg(0.1, help="how strongly the model is held to the reference", within="(0, inf)")
-    loss_type: Literal[DPO_LOSS_TYPES] = arg("sigmoid", help="simpo and orpo do without the reference")
+    loss_type: list[Literal[DPO_LOSS_TYPES]] = arg(["sigmoid"], help="one or several; simpo, orpo: without the reference")
+    loss_weights: list[float] | None = arg(None, help="of several loss types; unset: 1 for each", within="[0, inf)")
     label_smoothing: float = arg(0.0, help="share of pairs that are the wrong way round", within="[0, 0.5)")
     simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)")
     sft_weight: float | None = arg(None, help="of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
@@ -58,7 +60,9 @@ class Args(CommonArgs):
     )
 
     def __post_init__(self) -> None:
-        if self.label_smoothing and self.loss_type not in SMOOTHED:
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            raise UserError(f"--loss_weights: {len(self.loss_weights)} for {len(self.loss_type)} --loss_type")
+        if self.label_smoothing and not {*self.loss_type} <= {*SMOOTHED}:
             raise UserError(f"--label_smoothing {self.label_smoothing}: for --loss_type {', '.join(SMOOTHED)} only")
         if self.precompute_ref_log_probs and self.dataset_streaming:
             raise UserError("--precompute_ref_log_probs needs all pairs at hand: without --dataset_streaming")
@@ -74,8 +78,9 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
 def main(args: Args) -> None:
     run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
     accelerator = run.accelerator
-    uses_reference = args.loss_type not in REFERENCE_FREE
-    sft_weight = args.sft_weight if args.sft_weight is not None else float(args.loss_type == "orpo")
+    uses_reference = not {*args.loss_type} <= {*REFERENCE_FREE}
+    loss_weights = args.loss_weights or [1.0] * len(args.loss_type)
+    sft_weight = args.sft_weight if args.sft_weight is not None else float("orpo" in args.loss_type)
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
@@ -112,15 +117,12 @@ def main(args: Args) -> None:
         else:
             ref_logps = segment_sum(reference(batch).logps, batch["cu_seqlens"])
         lengths = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).clamp(min=1)  # of the answers
-        losses, chosen_rewards, rejected_rewards = dpo_loss(
-            *(logps[::2], logps[1::2], ref_logps[::2], ref_logps[1::2], lengths[::2], lengths[1::2]),
-            beta=args.beta,
-            loss_type=args.loss_type,
-            label_smoothing=args.label_smoothing,
-            simpo_gamma=args.simpo_gamma,
-        )
+        sides = (logps[::2], logps[1::2], ref_logps[::2], ref_logps[1::2], lengths[::2], lengths[1::2])
+        options = {"beta": args.beta, "label_smoothing": args.label_smoothing, "simpo_gamma": args.simpo_gamma}
+        terms = [dpo_loss(*sides, loss_type=loss_type, **options) for loss_type in args.loss_type]
+        _, chosen_rewards, rejected_rewards = terms[0]
         return {
-            "loss": losses,
+            "loss": sum(weight * losses for weight, (losses, _, _) in zip(loss_weights, terms, strict=True)),
             "rewards/chosen": chosen_rewards,
             "rewards/rejected": rejected_rewards,
             "rewards/margins": chosen_rewards - rejected_rewards,

@@ -5,7 +5,8 @@ Over the N trained tokens of a window (all micro-batches of all processes that m
     loss = -1/N · Σ_t m_t · log p(token_t | token_<t)
 
 m_t is 1 on what the assistant writes, the token that ends its turn included, in every turn (--train_on). All sequences of a
-micro-batch lie end to end in one row, without padding, and do not see each other.
+micro-batch lie end to end in one row, without padding, and do not see each other. With --loss_type dft each token's term is
+multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629): what is improbable counts least, not most.
 
     accelerate launch train_sft.py                                            # the embedded demo, ~1 minute on a CPU
     accelerate launch train_sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name chats.jsonl
@@ -41,6 +42,7 @@ class Args(CommonArgs):
     per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
     max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
     train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
+    loss_type: Literal["nll", "dft"] = arg("nll", help="dft: tokens weighted by their probability")
     turn_dropping: float = arg(0.0, help="probability, in each epoch anew, that a chat ends early", within="[0, 1]")
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
@@ -86,8 +88,12 @@ def main(args: Args) -> None:
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
-                out = model(batch, nll_weights=mask / N)
-                loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
+                if args.loss_type == "nll":
+                    out = model(batch, nll_weights=mask / N)
+                    loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
+                else:
+                    out = model(batch, entropy=True)
+                    loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 DPO_LOSS_TYPES = (
-    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "apo_zero", "sppo_hard", "simpo", "orpo"),
+    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "apo_zero", "sppo_hard"),
+    *("simpo", "orpo"),
 )
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 REFERENCE_FREE = ("simpo", "orpo")
@@ -77,6 +78,7 @@ def dpo_loss(
       0.001 where label_smoothing is 0 (Ji et al. 2024, 2402.00856, eq. 16).
     - nca_pair: `-log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)`, c and r the log-ratios of chosen and rejected (Chen et al. 2024,
       2402.05369).
+    - bco_pair: `-log σ(βc) - log σ(-βr)` (Jung et al. 2024, 2404.04656, of pairs and without its reward shift).
     - hinge: `relu(1 - βx)` (SLiC, Zhao et al. 2023, 2305.10425).
     - ipo: `(x̄ - 1/(2β))²` with x̄ from means over tokens (Azar et al. 2023, 2310.12036, eq. 17).
     - apo_zero: `1 - σ(β(chosen - ref)) + σ(β(rejected - ref))` (D'Oosterlinck et al. 2024, 2408.06266).
@@ -115,6 +117,8 @@ def dpo_loss(
         losses = kept.exp() * (kept - math.log1p(-share)) + flipped.exp() * (flipped - math.log(share))
     elif loss_type == "nca_pair":
         losses = -F.logsigmoid(chosen_reward) - 0.5 * (F.logsigmoid(-chosen_reward) + F.logsigmoid(-rejected_reward))
+    elif loss_type == "bco_pair":
+        losses = -F.logsigmoid(chosen_reward) - F.logsigmoid(-rejected_reward)
     elif loss_type == "hinge":
         losses = F.relu(1 - margin)
     elif loss_type == "ipo":

@@ -144,9 +144,11 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next=f"accelerate launch train_grpo.py --reward_funcs {args.output_dir}/classifier")
-    if accelerator.is_main_process:
-        save_classifier(args.output_dir, "score", f"{args.output_dir}/classifier")
+    classifier = f"{args.output_dir}/classifier"
+    run.finish(
+        try_next=f"accelerate launch train_grpo.py --reward_funcs {classifier}",
+        also=lambda: save_classifier(args.output_dir, "score", classifier),
+    )
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ In documents, prompt and completion strings a spelled special token is that toke
 (see chat.py, which says what of a chat is trained). No token crosses the border of what is trained.
 """
 
+import json
 import sys
 from collections.abc import Iterable
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.data.chat import PLACEHOLDER, assistant_spans, hidden_texts, per_tokenizer, render, special_tokens
+from common.data.chat import PLACEHOLDER, assistant_spans, end_of_turn, hidden_texts, per_tokenizer, render, special_tokens
 from common.data.types import BadRow, Message, Sequence, Tokenizer, whole
 from common.errors import UserError, printable
 
@@ -138,6 +139,30 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: li
     seam = seams(text, [len(text)]) or any(answer[:1].isspace() for answer in answers)
     starts = answer_starts(text, prompt, tokenizer, tools) if answers and seam else []
     return _encode(text, tokenizer, cuts=seams(text, starts))[0]
+
+
+def tokenize_reply(messages: list[Message], tokenizer: Tokenizer, calls: list[dict[str, Any]] | None = None) -> list[int]:
+    """What stands after the end-of-turn token of one turn of the assistant and before its next one: the messages that answer
+    it, of tools or of the user, in the template's own framing, and the header of the next turn.
+
+    With it a chat goes on after the tokens that were sampled, which need not be encoded again. calls: the tool calls of the
+    answered turn, which some templates look up. Raises UserError where the template refuses a message or leaves it out.
+    """
+    word, mark = "plainloop", end_of_turn(tokenizer)
+    turn = {"role": "assistant", "content": word} | ({"tool_calls": calls} if calls else {})
+    try:
+        text = render([{"role": "user", "content": "a"}, turn, *messages], tokenizer, add_generation_prompt=True)
+    except BadRow as error:
+        raise UserError(str(error)) from None
+    if mark is None or (end := text.find(mark, text.find(word))) < 0:
+        raise UserError("the chat template ends answers with no special token (try --chat_template chatml)")
+    at, literal = end + len(mark), hidden_texts(tokenizer)
+    for said in (message["content"].strip() for message in messages):
+        as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # how some templates write what a tool says
+        if not (said in text[at:] or as_json in text[at:] or any(hidden in said for hidden in literal)):
+            raise UserError(f"the chat template leaves out a {messages[0]['role']} message (try --chat_template chatml)")
+    ids, characters = _encode(text, tokenizer, cuts=[at])
+    return [token for token, (start, _) in zip(ids, characters.tolist(), strict=True) if start >= at]
 
 
 def answer_starts(text: str, messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None) -> list[int]:

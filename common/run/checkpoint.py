@@ -100,8 +100,10 @@ def export(
     tokenizer: Tokenizer,
     best: Path | None = None,
     dtype: str = "float32",
+    also: Callable[[], None] | None = None,
 ) -> None:
     """The final model directly in args.output_dir, its weights in dtype: that of the checkpoint `best`, or the present one.
+    also: what else to write there, of that model, on the main process.
 
     With --merge_lora its adapters are merged into it, so this is the end of the run; where it is quantised, into the base
     loaded anew. Raises UserError where the disk does not take it.
@@ -142,6 +144,8 @@ def export(
             if old.name not in {file.name for file in files}:  # of an export before this one, in another form
                 old.unlink()
         temporary.rmdir()
+        if also is not None:
+            also()
 
     if problem := _attempt(accelerator, write):
         if accelerator.is_main_process:

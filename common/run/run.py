@@ -6,7 +6,7 @@ script in one place (`retry_smaller`), to begin a window again that has run out 
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,14 +190,15 @@ class Run:
             self.said.add(topic)
             say(line)
 
-    def finish(self, try_next: str) -> None:
-        """Write the final model, summary.json and curves.png, and say what is where and what to do next."""
+    def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
+        """Write the final model, summary.json and curves.png, and say what is where and what to do next. also: writes more
+        of the final model there, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
         hold_on(self.accelerator, args, self.script, self.inputs)
         dtype = export_dtype(args, self.base_dtype)
-        export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype)
+        export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
         metrics.finish(best.state() if best.step else None)

@@ -42,7 +42,7 @@ def sample(
     prompts: Sequence[Sequence[int]],
     keys: Sequence[tuple[int, ...]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     stop_ids: Sequence[int] | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -51,14 +51,16 @@ def sample(
 ) -> list[Sampled]:
     """One completion for each prompt (token ids). The same prompt may occur many times.
 
-    keys: one tuple of non-negative integers per prompt, the seed of its completion. stop_ids: the tokens that end a
-    completion; None: the model's own. temperature 0 takes the most probable token. top_k 0 and top_p 1 leave the
-    distribution as it is. batch_size: completions sampled at a time, which bounds the memory and changes nothing else.
-    Where memory runs out it is halved.
+    keys: one tuple of non-negative integers per prompt, the seed of its completion. max_new_tokens: of each completion, or
+    of all. stop_ids: the tokens that end a completion; None: the model's own. temperature 0 takes the most probable token.
+    top_k 0 and top_p 1 leave the distribution as it is. batch_size: completions sampled at a time, which bounds the memory
+    and changes nothing else. Where memory runs out it is halved.
     """
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     completions: list[Sampled] = []
-    cached = why_no_cache(model, max(map(len, prompts), default=0) + max_new_tokens) is None
+    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
+    cached = why_no_cache(model, longest) is None
     with generating(model, cached) as lm:
         if not cached:
             make_decoder = partial(WholeDecoder, model)
@@ -73,8 +75,8 @@ def sample(
             owner = [number[tuple(prompt)] for prompt in prompts[part]]
             batch = None
             try:
-                decoder = make_decoder(distinct, owner, max_new_tokens)
-                batch = _sample_batch(decoder, keys[part], stop_ids, max_new_tokens, temperature, top_k, top_p)
+                decoder = make_decoder(distinct, owner, max(limits[part]))
+                batch = _sample_batch(decoder, keys[part], stop_ids, limits[part], temperature, top_k, top_p)
             except Exception as error:
                 if not is_oom(error) or len(owner) == 1:
                     raise
@@ -139,14 +141,15 @@ def _sample_batch(
     decoder: "FlatDecoder | PaddedDecoder | WholeDecoder",
     keys: Sequence[tuple[int, ...]],
     stop_ids: Sequence[int],
-    max_new_tokens: int,
+    limits: Sequence[int],
     temperature: float,
     top_k: int,
     top_p: float,
 ) -> list[Sampled]:
-    """One completion for each of C keys."""
+    """One completion for each of C keys. limits: the most tokens of each."""
     logits = decoder.read_prompts()  # (C, V)
-    device, C = logits.device, len(keys)
+    device, C, max_new_tokens = logits.device, len(keys), max(limits)
+    last = to_device(np.array(limits) - 1, device)  # the index of the last token that each may get
     uniforms = np.stack([np.random.default_rng(key).random(max_new_tokens, np.float32) for key in keys])
     uniforms = to_device(uniforms, device)
     stops = torch.zeros(max([logits.shape[-1] - 1, *stop_ids]) + 1, dtype=torch.bool, device=device)
@@ -163,7 +166,7 @@ def _sample_batch(
         tokens[rows, t], logps[rows, t] = chosen, tokens_logps
         if t + 1 == max_new_tokens:
             break
-        unfinished &= ~stops[chosen]
+        unfinished &= ~stops[chosen] & (t < last[rows])
         if t % check_every == check_every - 1:
             keep = unfinished.cpu().numpy()
             if not keep.any():
@@ -173,8 +176,8 @@ def _sample_batch(
                 rows, chosen, unfinished = rows[kept], chosen[kept], unfinished[kept]
         logits = decoder.next_logits(chosen)
 
-    ended = stops[tokens]
-    ends = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, max_new_tokens).tolist()
+    ended = stops[tokens] & (torch.arange(max_new_tokens, device=device) <= last[:, None])
+    ends = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, last + 1).tolist()
     return [
         Sampled(row[:end], row_logps[:end], finished)
         for row, row_logps, end, finished in zip(tokens.tolist(), logps.tolist(), ends, ended.any(-1).tolist(), strict=True)

@@ -1,16 +1,89 @@
-"""Somebody else's code in this process: what it sets is set back, and it neither ends the process nor makes a second one."""
+"""Somebody else's code in this process: loaded from a file; what it sets is set back, and it neither ends the process nor
+makes a second one."""
 
+import asyncio
 import contextlib
+import importlib.util
+import inspect
 import os
 import signal
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+from common.errors import UserError, quoted
+from common.time_limit import TimeLimitReached, time_limit
 
 import torch
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def from_file(spec: str, timeout: float = 0.0, kind: str = "function") -> Any:
+    """What "path/to/file.py:name" names, a function or a class (kind). timeout: seconds that the import may take; 0: any.
+    Raises UserError for what cannot be loaded."""
+    path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
+    if not os.path.isfile(path):
+        raise UserError(f"there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(f"plainloop_file_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # where dataclasses and pickle look for the module of a class
+    try:
+        with undisturbed(), time_limit(timeout):
+            module_spec.loader.exec_module(module)
+    except TimeLimitReached:
+        raise UserError(f"importing it took more than {timeout:g} s (--reward_timeout)") from None
+    except BaseException as error:  # whatever the user's file raises while it is imported
+        raise UserError(f"importing it failed: {raised(error)} ({line_of(error)})") from None
+    if not name:
+        is_kind = inspect.isclass if kind == "class" else inspect.isfunction
+        own = {n: value for n, value in vars(module).items() if getattr(value, "__module__", None) == module_spec.name}
+        found = [f"{path}:{n}" for n, value in own.items() if is_kind(value) and not n.startswith("_")]
+        raise UserError(f"name the {kind}: {' or '.join(found) or 'it has none'}")
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{path} has no {kind} {name}")
+    return getattr(module, name)
+
+
+def call(function: Callable[..., Any], timeout: float, **arguments: Any) -> Any:
+    """function(**arguments), awaited if need be, undisturbed. Raises whatever it raises, and TimeLimitReached after timeout
+    seconds (0: any)."""
+    with undisturbed(), time_limit(timeout):
+        value = function(**arguments)
+        return asyncio.run(value) if inspect.isawaitable(value) else value
+
+
+def must(what: str, function: Callable[..., Any], timeout: float, **arguments: Any) -> Any:
+    """As `call`, where a failure is the end of the run: a UserError that says what failed, how, and in which line."""
+    try:
+        return call(function, timeout, **arguments)
+    except TimeLimitReached:
+        raise UserError(f"{what} took more than {timeout:g} s") from None
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what} raised {raised(error)} ({line_of(error, function)})") from None
+
+
+def raised(error: BaseException) -> str:
+    return f"{type(error).__name__}: {quoted(error, 600, str)}"
+
+
+def line_of(error: BaseException | None, function: Callable[..., Any] | None = None) -> str:
+    """Where it was raised: the last line that is not of a library; else where the function is."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__) if error else []
+    libraries = ("site-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<frozen ")
+    own = [frame for frame in frames if not any(place in frame.filename for place in libraries)]
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno}"
+    code = getattr(function.__init__ if inspect.isclass(function) else function, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "in a library"
 
 
 @contextlib.contextmanager

@@ -9,15 +9,11 @@ import asyncio
 import copy
 import difflib
 import functools
-import importlib.util
 import inspect
 import itertools
 import math
 import os
 import re
-import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +21,7 @@ from typing import Any, NamedTuple
 from common.data.types import Tokenizer
 from common.errors import UserError, quoted
 from common.losses import combine_rewards
-from common.sampling.guard import undisturbed
+from common.sampling.guard import from_file, line_of, raised, undisturbed
 from common.time_limit import TimeLimitReached, time_limit
 
 import torch
@@ -142,33 +138,16 @@ def number_after(text: str, mark: str) -> float | None:
 
 
 def text_of(completion: Completion) -> str:
-    """The words of a completion, in either of its forms."""
-    return completion if isinstance(completion, str) else "".join(m["content"] for m in completion)
+    """The words of a completion, in either of its forms: of several messages those of the last one."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 # --- a user's own ---------------------------------------------------------------------------------------------------
 
 
 def _from_file(spec: str, timeout: float) -> Reward:
-    path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
-    if not os.path.isfile(path):
-        raise UserError(f"there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(f"plainloop_reward_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # where dataclasses and pickle look for the module of a class
-    try:
-        with undisturbed(), time_limit(timeout):
-            module_spec.loader.exec_module(module)
-    except TimeLimitReached:
-        raise UserError(f"importing it took more than {timeout:g} s (--reward_timeout)") from None
-    except BaseException as error:  # whatever the user's file raises while it is imported
-        raise UserError(f"importing it failed: {_raised(error)} ({_line_of(error)})") from None
-    if not name:
-        found = [f"{path}:{f}" for f, value in vars(module).items() if inspect.isfunction(value) and not f.startswith("_")]
-        raise UserError(f"name the function: {' or '.join(found) or 'it has none'}")
-    if not callable(getattr(module, name, None)):
-        raise UserError(f"{path} has no function {name}")
-    return Reward(name, getattr(module, name))
+    function = from_file(spec, timeout, "function")
+    return Reward(spec.rpartition(":")[2], function)
 
 
 def _from_model(name: str, device: torch.device) -> Reward:
@@ -205,22 +184,27 @@ def _from_model(name: str, device: torch.device) -> Reward:
 
 
 def score(
-    rewards: list[Reward], rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
+    rewards: list[Reward],
+    rows: list[dict[str, Any]],
+    texts: list[Completion],
+    ids: list[list[int]],
+    objects: dict[str, list[Any]] | None = None,
 ) -> list[list[float | None]]:
     """Every function on every completion: [function][completion].
 
-    rows: the dataset's row of each completion, with its "prompt". Raises UserError, naming the function, where one raises
-    or returns anything but one finite number (or None) per completion.
+    rows: the dataset's row of each completion, with its "prompt". texts: of a completion of several turns its messages.
+    objects: further columns, which are handed over themselves, where the others are copied. Raises UserError, naming the
+    function, where one raises or returns anything but one finite number (or None) per completion.
     """
     if not rows:
         return [[] for _ in rewards]
     prompts = [row["prompt"] for row in rows]
     completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        text if isinstance(prompt, str) or isinstance(text, list) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "prompt_ids")}
-    return [_score(reward, prompts, completions, ids, columns) for reward in rewards]
+    return [_score(reward, prompts, completions, ids, columns, objects or {}) for reward in rewards]
 
 
 def _score(
@@ -229,14 +213,15 @@ def _score(
     completions: list[Completion],
     ids: list[list[int]],
     columns: dict[str, list[Any]],
+    objects: dict[str, list[Any]],
 ) -> list[float | None]:
     """One function on every completion. It gets copies, and what it sets of this process is set back."""
     where, first = f"reward function {reward.name}", str(prompts[0])[:120]
-    given = copy.deepcopy({"prompts": prompts, "completions": completions, "completion_ids": ids, **columns})
+    given = copy.deepcopy({"prompts": prompts, "completions": completions, "completion_ids": ids, **columns}) | objects
     about = f"columns: {', '.join(columns)}; first prompt: {first}"
     if (misfit := _misfit(reward.function, given)) is not None:
         raise UserError(
-            f"{where} ({_line_of(None, reward.function)}) cannot be called: {misfit}; expected "
+            f"{where} ({line_of(None, reward.function)}) cannot be called: {misfit}; expected "
             f"{reward.name}(prompts, completions, **columns) ({about})"
         )
     try:
@@ -258,7 +243,7 @@ def _score(
             f"first prompt: {first}"
         ) from None
     except BaseException as error:  # a user's code may raise anything, and call sys.exit
-        raise UserError(f"{where} raised {_raised(error)} ({_line_of(error, reward.function)}; {about})") from None
+        raise UserError(f"{where} raised {raised(error)} ({line_of(error, reward.function)}; {about})") from None
     if not isinstance(values, list) or len(values) != len(completions):
         found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
         raise UserError(
@@ -282,25 +267,6 @@ def _misfit(function: RewardFunction, given: dict[str, Any]) -> str | None:
     except Exception:  # built in, or with a __signature__ of its own
         return None
     return None
-
-
-def _raised(error: BaseException) -> str:
-    return f"{type(error).__name__}: {quoted(error, 600, str)}"
-
-
-def _line_of(error: BaseException | None, function: RewardFunction | None = None) -> str:
-    """Where it was raised: the last line that is not of a library; else where the function is."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__) if error else []
-    libraries = ("site-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<frozen ")
-    own = [frame for frame in frames if not any(place in frame.filename for place in libraries)]
-    if own:
-        return f"{own[-1].filename}:{own[-1].lineno}"
-    code = getattr(function.__init__ if inspect.isclass(function) else function, "__code__", None)
-    if code is not None:
-        return f"{code.co_filename}:{code.co_firstlineno}"
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "in a library"
 
 
 def scorer(rewards: list[Reward], tokenizer: Tokenizer, weights: list[float] | None = None) -> Scorer | None:

@@ -50,6 +50,7 @@ STAGES = {
     "sft": "--config data/configs/sft.yaml --max_train_samples 20",
     "dpo": "--config data/configs/dpo.yaml --max_train_samples 20 --precompute_ref_log_probs false --gradient_checkpointing",
     "kto": "--config experiments/configs/kto.yaml --max_train_samples 20",
+    "tools": "--config experiments/configs/tools.yaml --num_generations 4 --reward_funcs length:4",
     "grpo": "--config data/configs/grpo.yaml --num_generations 4 --num_iterations 2 --beta 0.02",
     "ppo": "--config experiments/configs/ppo.yaml --num_iterations 2 --beta 0.02",
     "distill": "--config experiments/configs/distill.yaml --dataset_name data/sft --lmbda 0.6 --beta 0.4"
@@ -116,7 +117,7 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, la
         if (one / folder / "extra.safetensors").exists():  # the critic
             a, b = (load_file(run / folder / "extra.safetensors") for run in (one, two))
             assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-5) for name in a)
-    if stage in ("grpo", "ppo", "distill"):
+    if stage in ("grpo", "ppo", "distill", "tools"):
         tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
 

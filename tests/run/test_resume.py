@@ -53,6 +53,9 @@ STAGES = {
     "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20"]
     + ["--per_device_train_batch_size", "4"],
     "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
+    "rft": ["--config", "experiments/configs/rft.yaml", "--max_train_samples", "20", "--reward_threshold", "0"]
+    + ["--per_device_train_batch_size", "4"],
+    "tools": ["--config", "experiments/configs/tools.yaml", "--per_device_train_batch_size", "16"],
     "grpo": [
         "--config",
         "data/configs/grpo.yaml",
@@ -86,7 +89,7 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-LONG = ("reward", "ppo", "distill", "pretrain streamed", "sft mixed")
+LONG = ("reward", "rft", "tools", "ppo", "distill", "pretrain streamed", "sft mixed")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in STAGES])

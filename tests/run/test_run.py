@@ -126,14 +126,14 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     monkeypatch.setattr(module, "export", note("written"))
     monkeypatch.setattr(module, "prune", note("pruned"))
     monkeypatch.setattr(module, "KEPT", [])
-    run.finish("more")
+    run.finish("more", also="a classifier")
     assert not module.KEPT
     assert done == [
         ("asked",),
         ("looked", "model", 9),
         ("held on", run.accelerator, run.args, "train_sft.py", {}),
         ("best", "out"),
-        ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16"),
+        ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16", "a classifier"),
         ("pruned", "out", 9, 2, 4),
         ("summary", {"step": 4}),
         ("waited",),

@@ -105,6 +105,19 @@ def test_a_completion_that_ends_with_its_last_allowed_token_is_finished(pair):
     assert (free.ids, free.finished, ended.ids, ended.finished) == (ended.ids, False, free.ids, True)
 
 
+def test_each_completion_has_a_limit_of_its_own(pair, stop_ids):
+    """Cut there, and drawn as if all had the longest; one that stops with its last allowed token is finished."""
+    model, _ = pair
+    for temperature in (0, 1.3):
+        whole = ours(model, stop_ids=stop_ids, temperature=temperature)
+        limits = [1, 2, 3, NEW, 5, 1, len(whole[6].ids), 9]
+        for limit, cut, free in zip(
+            limits, ours(model, stop_ids=stop_ids, temperature=temperature, max_new_tokens=limits), whole, strict=True
+        ):
+            assert cut.ids == free.ids[:limit] and cut.finished == (free.finished and len(free.ids) <= limit)
+            assert cut.logps == pytest.approx(free.logps[:limit], abs=1e-5)
+
+
 def rows_per_call(model, **options) -> list[int]:
     """How many tokens each call of the language model had while PROMPTS were completed."""
     rows = []

@@ -392,6 +392,19 @@ def judged(folder: str, words: str) -> float:
         return (model.model(ids).last_hidden_state[0, -1] @ model.score.weight[0]).item()
 
 
+def test_of_a_completion_of_several_turns_the_last_message_is_read():
+    """A number that a tool has said is no answer of the model's; the functions get all messages, and objects themselves."""
+    turns = [{"role": "assistant", "content": "[add 1 2]"}, {"role": "tool", "content": "3"}]
+    said = [[*turns, {"role": "assistant", "content": text}] for text in ("I do not know.", "It is 3.")]
+    rows, state = [{"prompt": [{"role": "user", "content": "1+2?"}], "answer": "3"}] * 2, [object(), object()]
+
+    def seen(prompts, completions, states, **columns):
+        return [float(c == wanted and s is o) for c, wanted, s, o in zip(completions, said, states, state, strict=True)]
+
+    rewards = [*load_rewards(["exact_number", "regex:3"], CPU), Reward("seen", seen)]
+    assert score(rewards, rows, said, [[1], [2]], {"states": state}) == [[0, 1], [0, 1], [1, 1]]
+
+
 def test_a_reward_model_scores_prompt_and_completion_as_one_text(reward_model):
     found = run(reward_model, [" seven", " eight", " is is is seven"], "the sum is")
     texts = ["<bos> the sum is seven", "<bos> the sum is eight", "<bos> the sum is is is is seven"]

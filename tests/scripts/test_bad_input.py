@@ -73,6 +73,8 @@ def test_flags_and_keys_are_checked(launch, tmp_path):
         [*SFT[2:], "--dataset_name", "data/dpo", "--loss_type", "ipo", "--label_smoothing", "0.1"],
         "smoothing",
     )
+    dpo = [*SFT[2:], "--dataset_name", "data/dpo", "--loss_weights", "0.8", "0.2"]
+    refused(launch, "dpo", dpo, "--loss_weights: 2 for 1 --loss_type")
 
 
 def test_launches_that_are_not_what_they_seem_are_refused(launch, monkeypatch):

@@ -122,6 +122,8 @@ def preference_losses(loss_type, sums, ref, tokens, *, beta=0.1, label_smoothing
         losses = p * torch.log(p / (1 - e)) + (1 - p) * torch.log((1 - p) / e)
     elif loss_type == "nca_pair":  # 2402.05369
         losses = -log_sigmoid(beta * c) - 0.5 * log_sigmoid(-beta * c) - 0.5 * log_sigmoid(-beta * r)
+    elif loss_type == "bco_pair":  # 2404.04656, without its shift
+        losses = -log_sigmoid(beta * c) - log_sigmoid(-beta * r)
     elif loss_type == "robust":  # 2403.00409, eq. 12
         losses = (-(1 - e) * log_sigmoid(x) + e * log_sigmoid(-x)) / (1 - 2 * e)
     elif loss_type == "hinge":  # 2305.10425
@@ -182,6 +184,7 @@ LOSSES = {
     "sigmoid_norm": {"beta": 3.0, "label_smoothing": 0.1},
     "exo_pair": {"beta": 0.3, "label_smoothing": 0.1},
     "nca_pair": {"beta": 0.3},
+    "bco_pair": {"beta": 0.3},
     "hinge": {"beta": 0.02},
     "ipo": {"beta": 0.5},
     "apo_zero": {"beta": 0.3},
@@ -201,6 +204,21 @@ def test_a_loss_is_that_of_its_paper(name, launch, data, model):
     flags = [word for key, value in given.items() for word in (f"--{key}", value)]
     run = dpo(launch, data, model, "--loss_type", loss_type, *flags, "--max_steps", 3)
     check(run, PAIRS, loss_type=loss_type, **settings)
+
+
+def test_several_losses_are_added_up_by_their_weights(launch, data, model):
+    """MPO, with one that does without the reference; the rewards that are logged are those of the first."""
+    weights = {"sigmoid": 0.8, "bco_pair": 0.2, "simpo": 1.5}
+    words = ["--loss_type", *weights, "--loss_weights", *weights.values(), "--sft_weight", 0.7, "--beta", 0.3]
+    run = dpo(launch, data, model, *words, "--max_steps", 3)
+    start = exact(run.model)
+    for step in (0, 2):
+        policy = start if step == 0 else run.policy(step)
+        terms = [window(policy, start, PAIRS, loss_type=name, beta=0.3) for name in weights]
+        loss = sum(weight * term[0] for weight, term in zip(weights.values(), terms, strict=True))
+        loss = loss + 0.7 * (window(policy, start, PAIRS, sft_weight=1.0)[0] - window(policy, start, PAIRS)[0])
+        assert_metrics(run.rows[step], terms[0][1] | {"loss": loss.item()}, rel=2e-4, abs=3e-5)
+        assert_gradient(run.grads[step], gradient_of(policy, loss))
 
 
 def test_the_chosen_answer_is_the_one_that_becomes_likely(launch, data, model):

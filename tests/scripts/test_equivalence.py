@@ -27,9 +27,13 @@ STAGES = {
     "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
-    "dft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "sft dft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"]
+    + ["--loss_type", "dft"],
     "label_smoothing": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
     "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--max_steps", "-1"],
+    "rft": ["--config", "experiments/configs/rft.yaml", "--max_train_samples", "10", "--max_steps", "-1"]
+    + ["--reward_threshold", "0", "--num_generations", "2", "--eval_prompts", ""],
+    "tools": ["--config", "experiments/configs/tools.yaml", "--max_steps", "2", "--num_generations", "4"],
     "grpo": ["--config", "data/configs/grpo.yaml", "--max_steps", "2", "--num_generations", "4", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
     "ppo": ["--config", "experiments/configs/ppo.yaml", "--max_steps", "5", "--steps_per_generation", "2", "--beta", "0.02"]
@@ -64,24 +68,25 @@ def arguments(stage, batch, accumulation):
     ]
 
 
-SLOW = ("reward", "dft", "label_smoothing", "ppo", "distill")  # their fast tests are in tests/scripts
+SLOW = ("reward", "sft dft", "label_smoothing", "rft", "tools", "ppo", "distill")  # their fast tests are in tests/scripts
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STAGES])
 def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stage, launch):
-    whole = losses(launch(stage, *arguments(stage, 8, 1), output="8x1"))
+    script = stage.split()[0]
+    whole = losses(launch(script, *arguments(stage, 8, 1), output="8x1"))
     assert len(whole) >= 2
     for batch, accumulation in ((2, 4), (1, 8)):
-        split = losses(launch(stage, *arguments(stage, batch, accumulation), output=f"{batch}x{accumulation}"))
+        split = losses(launch(script, *arguments(stage, batch, accumulation), output=f"{batch}x{accumulation}"))
         assert_same(whole, split)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stage, launch, tmp_path):
-    whole = losses(launch(stage, *arguments(stage, 8, 1)))
+    whole = losses(launch(stage.split()[0], *arguments(stage, 8, 1)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    command += [*words_of(stage), *arguments(stage, 2, 2), "--output_dir", str(tmp_path / "two")]
+    command += [*words_of(stage.split()[0]), *arguments(stage, 2, 2), "--output_dir", str(tmp_path / "two")]
     run = run_script(command)
     assert run.returncode == 0, run.stderr[-6000:]
     assert_same(whole, losses(tmp_path / "two"))

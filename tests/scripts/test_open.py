@@ -197,13 +197,13 @@ def test_the_edit_of_the_readme_weighs_what_it_says(train, tmp_path):
 
 SMOOTHED = {
     "loss": (
-        "                out = model(batch, nll_weights=mask / N)\n"
-        "                loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm\n",
-        "                smooth = lambda logits, rows: logits.log_softmax(-1).mean(-1)\n"
-        "                out = model(batch, entropy=True, hidden=True, map_logits=smooth)\n"
-        '                mean_logp = torch.zeros_like(mask).index_put((batch["targets"],), out.mapped)\n'
-        "                loss = -((0.9 * out.logps + 0.1 * mean_logp) * mask).sum() / N\n"
-        "                assert out.hidden.shape[0] == len(mask)\n",
+        "                    out = model(batch, nll_weights=mask / N)\n"
+        "                    loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm\n",
+        "                    smooth = lambda logits, rows: logits.log_softmax(-1).mean(-1)\n"
+        "                    out = model(batch, entropy=True, hidden=True, map_logits=smooth)\n"
+        '                    mean_logp = torch.zeros_like(mask).index_put((batch["targets"],), out.mapped)\n'
+        "                    loss = -((0.9 * out.logps + 0.1 * mean_logp) * mask).sum() / N\n"
+        "                    assert out.hidden.shape[0] == len(mask)\n",
     ),
     "logged": (
         "            run.metrics.add(mask, loss=-out.logps,",
@@ -242,12 +242,12 @@ HEAD = {
         '    model.extra["value"] = torch.nn.Linear(model.config.hidden_size, 1)\n    optimizer = make_optimizer(args, model)\n',
     ),
     "loss": (
-        "                out = model(batch, nll_weights=mask / N)\n"
-        "                loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm\n",
-        '                out = model(batch, nll_weights=mask / N, extra=["value"])\n'
-        '                left = torch.tanh(0.1 * batch["position_ids"][0])\n'
-        '                error = (out.extra["value"][:, 0] - left) ** 2\n'
-        "                loss = out.nll + (error * mask).sum() / N\n",
+        "                    out = model(batch, nll_weights=mask / N)\n"
+        "                    loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm\n",
+        '                    out = model(batch, nll_weights=mask / N, extra=["value"])\n'
+        '                    left = torch.tanh(0.1 * batch["position_ids"][0])\n'
+        '                    error = (out.extra["value"][:, 0] - left) ** 2\n'
+        "                    loss = out.nll + (error * mask).sum() / N\n",
     ),
     "logged": (
         "            run.metrics.add(mask, loss=-out.logps,",
@@ -333,13 +333,13 @@ def test_a_head_that_the_checkpoint_does_not_hold_is_one_line(whole, tmp_path, m
 def test_a_head_that_a_window_leaves_out_is_trained_as_on_one_process(train, rows):
     """Only micro-batches whose first question is an even one use it: some windows, and some processes, never call it."""
     source = changed(**HEAD)
-    call = '                out = model(batch, nll_weights=mask / N, extra=["value"])\n'
-    error = '                error = (out.extra["value"][:, 0] - left) ** 2\n'
+    call = '                    out = model(batch, nll_weights=mask / N, extra=["value"])\n'
+    error = '                    error = (out.extra["value"][:, 0] - left) ** 2\n'
     assert source.count(call) == source.count(error) == 1
-    use = '                use = int(batch["input_ids"].sum()) % 2 == 0\n'
+    use = '                    use = int(batch["input_ids"].sum()) % 2 == 0\n'
     source = source.replace(call, use + call.replace('["value"])', '["value"] if use else [])'))
     source = source.replace(
-        error, '                error = (out.extra["value"][:, 0] - left) ** 2 if use else torch.zeros_like(mask)\n'
+        error, '                    error = (out.extra["value"][:, 0] - left) ** 2 if use else torch.zeros_like(mask)\n'
     )
     flags = [*rows, "--max_steps", "4", "--save_steps", "4"]
     one = train(source, *flags, "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2", output="one")

@@ -1,6 +1,8 @@
 """experiments/train_reward.py against float64, and its classifier against transformers and as a reward of GRPO."""
 
+import importlib
 import json
+from unittest import mock
 
 from common.errors import UserError
 from common.sampling import load_rewards
@@ -134,6 +136,18 @@ def test_a_regression_on_a_number_also_of_plain_text(launch, model, tmp_path):
     columns = {f"{name}s": [row[name] for row in rows] for name in ("prompt", "completion")}
     errors = [(score - row["score"]) ** 2 for score, row in zip(function.function(**columns), rows, strict=True)]
     assert last["eval_loss"] == pytest.approx(np.mean(errors), rel=1e-4) and last["eval_loss"] < first["eval_loss"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_before_its_classifier_is_written_is_not_complete(launch, model, tmp_path, monkeypatch):
+    words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", as_rows(PAIRS))]
+    words += ["--max_steps", 2, "--save_steps", 2, "--eval_steps", 0, "--dataset_num_proc", 1]
+    script = importlib.import_module("experiments.train_reward")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(script, "save_classifier", mock.Mock(side_effect=KeyboardInterrupt))
+        launch("reward", *words)
+    output = launch("reward", *words)  # the same command goes on, and ends
+    assert (output / "classifier" / "model.safetensors").exists() and (output / "summary.json").exists()
 
 
 def test_bad_rows_and_settings_are_one_line(launch, model, tmp_path, capsys):

@@ -1,7 +1,11 @@
 """The small experiments from train_sft.py against float64: one step of each, its gradient, and DFT's recorded values."""
 
 import json
+import sys
 
+from common.errors import UserError
+from common.model.wrap import wrap
+from common.sampling import sample
 from tests.conftest import ROOT
 from tests.scripts.one_step import (
     assert_gradient,
@@ -11,6 +15,7 @@ from tests.scripts.one_step import (
     logits_of,
     make_model,
     nll_window,
+    read_rows,
     tokenizer,
     watched,
     write_rows,
@@ -18,6 +23,7 @@ from tests.scripts.one_step import (
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 RECORDED = json.loads((ROOT / "tests" / "trl_recorded.json").read_text())["sft_dft"]
 CHATS = [("What is 2+3?", "2+3=5. Answer: 5"), ("Hi", "Hello! How are you?"), ("How much is 9-4-1?", "Answer: 4")]
@@ -70,10 +76,43 @@ def test_a_step_is_that_of_the_paper(name, launch, tmp_path):
     model = make_model(tmp_path / "model")
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS]
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
-    flags = ["--label_smoothing", "0.2"] if name == "label_smoothing" else []
+    script, flags = {"dft": ("sft", ["--loss_type", "dft"]), "label_smoothing": (name, ["--label_smoothing", "0.2"])}[name]
     words = ["--dataset_name", data, "--per_device_train_batch_size", 3, "--max_steps", 2, "--learning_rate", "3e-3"]
-    run = watched(launch, name, model, *words, *flags)
+    run = watched(launch, script, model, *words, *flags)
     for step in range(2):
         policy = run.policy(step)
         assert_metrics(run.rows[step], nll_window(policy, sequences())[1])
         assert_gradient(run.grads[step], gradient_of(policy, loss_of(name, policy)))
+
+
+def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, tmp_path, capsys):
+    """Each once, finished, in the order of the prompts; a run that goes on does not sample again."""
+    model = make_model(tmp_path / "model", stops=5.0)
+    rows = [{"prompt": [{"role": "user", "content": q}], "kind": q[0]} for q, _ in CHATS]
+    code = "def short(completion_ids, kind, **_):\n    return [None if k == 'W' else len(ids) / 9 for k, ids in zip(kind, completion_ids)]"
+    (tmp_path / "rewards.py").write_text(code)
+    words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
+    words += ["--reward_funcs", f"{tmp_path}/rewards.py:short", "--reward_threshold", "0.4", "--num_generations", 12]
+    words += ["--max_completion_length", 20, "--max_steps", 2, "--eval_steps", 0, "--save_steps", 2, "--num_samples", 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        output = launch("rft", *words)
+        accepted = [(row["prompt"], row["completion"][0]["content"]) for row in read_rows(output / "accepted.jsonl")]
+        assert f"{len(accepted)} distinct answers to 2 of 3 prompts are accepted" in capsys.readouterr().out
+        launch("rft", *words, "--max_steps", 3)
+        assert "are accepted" not in capsys.readouterr().out
+        with pytest.raises(UserError, match="no answer has a reward of 9 or more"):
+            launch("rft", *words, "--reward_threshold", "9", output="none")
+    # The same draws by the sampler: what it gives for these keys is tested in tests/sampling.
+    lm = wrap(AutoModelForCausalLM.from_pretrained(model))
+    prompts = [
+        ids_of(tokenizer().apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)) for row in rows
+    ]
+    keys = [(0, i) for i in range(36)]
+    found = sample(lm, [prompts[i // 12] for _, i in keys], keys, stop_ids=[0, 2], max_new_tokens=20)
+    wanted = {
+        (i // 12, tokenizer().decode(c.ids, skip_special_tokens=True))
+        for (_, i), c in zip(keys, found, strict=True)
+        if c.finished and len(c.ids) >= 4 and i >= 12
+    }
+    assert [(rows[i]["prompt"], text) for i, text in sorted(wanted)] == accepted and len(accepted) > 4

@@ -165,7 +165,7 @@ def test_the_choices_are_those_that_common_knows():
     def choices(args_class, name):
         return get_args(next(f.type for f in args_class.__dataclass_fields__.values() if f.name == name))
 
-    assert choices(train_dpo.Args, "loss_type") == DPO_LOSS_TYPES
+    assert get_args(*choices(train_dpo.Args, "loss_type")) == DPO_LOSS_TYPES  # one or several
     assert choices(train_grpo.Args, "loss_type") == GRPO_LOSS_TYPES
     assert choices(train_sft.Args, "train_on") == TRAIN_ON
     assert choices(train_sft.Args, "dtype") == tuple(DTYPES)

@@ -1,15 +1,16 @@
-"""Dynamic fine-tuning: conversations -> assistant, with each token weighted by its own probability.
+"""Rejection-sampling fine-tuning: prompts and rewards -> the model's own answers that they accept -> SFT on these.
 
-Over the N trained tokens of a window (all micro-batches of all processes that make one optimizer step):
+Before its first step the model answers each prompt num_generations times. The answers whose rewards add up to
+reward_threshold or more are written to output_dir/accepted.jsonl, each once (Yuan et al. 2023, arXiv 2308.01825). The rest
+is SFT on this file. Over the N trained tokens of a window (all micro-batches of all processes that make one optimizer step):
 
-    loss = -1/N · Σ_t m_t · p(token_t) · log p(token_t | token_<t),    the first p without a gradient
-
-(Wu et al. 2025, arXiv 2508.05629). What the model finds improbable, SFT weights most; here it counts least.
+    loss = -1/N · Σ_t m_t · log p(token_t | token_<t)
 
 m_t is 1 on what the assistant writes, the token that ends its turn included, in every turn (--train_on). All sequences of a
-micro-batch lie end to end in one row, without padding, and do not see each other.
+micro-batch lie end to end in one row, without padding, and do not see each other. With --loss_type dft each token's term is
+multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629): what is improbable counts least, not most.
 
-    accelerate launch -m experiments.train_dft                                # the embedded demo, ~1 minute on a CPU
+    accelerate launch -m experiments.train_rft                                # the embedded demo, ~1 minute on a CPU
 
 Shapes: T tokens of the flat row, S sequences in it. A start that two neighbours have in common stands there once. A batch
 holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
@@ -19,28 +20,44 @@ own. With nll_weights, out.nll alone has a gradient, and entropy and correct com
 what keeps the load of a mixture's experts even (common/model/experts.py).
 """
 
+import json
 import math
-from dataclasses import dataclass
-from typing import Literal
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 from common.args import CommonArgs, arg
 from common.collators import Window, Windows
 from common.command_line import launch
 from common.data import Row, Sequence, Tokenizer, as_chat, chat_format, drop_turns, load_data, pack, tokenize_chat
-from common.errors import UserError
+from common.data.formats import as_prompt, prompt_format
+from common.data.load import load_prompts
+from common.data.tokens import tokenize_row
+from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
-from common.model import load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model import FlatModel, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.processes import gather_lists
 from common.run import Run
+from common.run.output_dir import replace_text
+from common.sampling import load_rewards, sample, score
 
 import torch  # after common, which sets how CPU threads wait
+from accelerate import Accelerator
 
 
 @dataclass
 class Args(CommonArgs):
-    output_dir: str = arg("outputs/dft", help="folder of everything that the run leaves behind")
+    output_dir: str = arg("outputs/rft", help="folder of everything that the run leaves behind")
+    reward_funcs: list[str] = arg(["exact_number"], help="as in train_grpo.py; their sum decides", is_path=True)
+    reward_threshold: float = arg(1.0, help="what their sum has to be, at least", within="(-inf, inf)")
+    num_generations: int = arg(4, help="answers sampled for each prompt", within="[1, 1e5]")
+    max_completion_length: int = arg(256, help="tokens of an answer; longer ones are rejected", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="of the sampling", within="[0, inf)")
     per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
     max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
     train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
+    loss_type: Literal["nll", "dft"] = arg("nll", help="dft: tokens weighted by their probability")
     turn_dropping: float = arg(0.0, help="probability, in each epoch anew, that a chat ends early", within="[0, 1]")
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
@@ -57,13 +74,60 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
 
 
+def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> dict[str, Any]:
+    """A dataset row as a prompt to sample from, with the columns that the rewards read."""
+    return tokenize_row(as_prompt(row), tokenizer, args.max_length)
+
+
+def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer, file: Path) -> None:
+    """Answer the prompts of the dataset, each process its share, and write the distinct answers that the rewards accept.
+    What is drawn for an answer is a function of (seed, its place)."""
+    prompts = load_prompts(args, encode_prompt, tokenizer, recognise=prompt_format)[0].rows
+    rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
+    mine = range(accelerator.process_index, len(prompts) * args.num_generations, accelerator.num_processes)
+    rows = [prompts[i // args.num_generations] for i in mine]
+    with accelerator.autocast():
+        answers = sample(
+            model,
+            [row["prompt_ids"] for row in rows],
+            [(args.seed, i) for i in mine],
+            max_new_tokens=args.max_completion_length,
+            temperature=args.temperature,
+        )
+    texts = [tokenizer.decode(answer.ids, skip_special_tokens=True) for answer in answers]
+    scores = score(rewards, rows, texts, [answer.ids for answer in answers])  # [F][answer]
+    found = []
+    for k, i in enumerate(mine):
+        values = [function[k] for function in scores if function[k] is not None]
+        if answers[k].finished and values and sum(values) >= args.reward_threshold:
+            found.append((i // args.num_generations, texts[k]))
+    accepted = dict.fromkeys(sorted(gather_lists(accelerator, found)))  # (number of the prompt, text), each once
+    if not accepted:
+        raise UserError(f"no answer has a reward of {args.reward_threshold:g} or more: nothing to train on")
+    if accelerator.is_main_process or args.dry_run:  # which has a folder on each process
+        rows = [{"prompt": prompts[i]["prompt"], "completion": text} for i, text in accepted]
+        for row in rows:
+            if not isinstance(row["prompt"], str):
+                row["completion"] = [{"role": "assistant", "content": row["completion"]}]
+        replace_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    answered = len({i for i, _ in accepted})
+    say(f"{len(accepted):,} distinct answers to {answered:,} of {len(prompts):,} prompts are accepted: {file}")
+    accelerator.wait_for_everyone()
+
+
 def main(args: Args) -> None:
     run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=chat_format)
+    model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
+    file = Path(tempfile.mkdtemp() if args.dry_run else args.output_dir, "accepted.jsonl")
+    if run.checkpoint is None:  # else it is there, of the model before its first step
+        write_accepted(args, accelerator, model, tokenizer, file)
+    own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
+    own |= dict.fromkeys(("dataset_config", "dataset_weights", "dataset_format"))
+    train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer, recognise=chat_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # of a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
@@ -71,7 +135,6 @@ def main(args: Args) -> None:
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
 
     # --- model -------------------------------------------------------------------------------------------------------
-    model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="conversation")
@@ -86,8 +149,12 @@ def main(args: Args) -> None:
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
-                out = model(batch, entropy=True)
-                loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()  # <- the algorithm
+                if args.loss_type == "nll":
+                    out = model(batch, nll_weights=mask / N)
+                    loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
+                else:
+                    out = model(batch, entropy=True)
+                    loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
@@ -116,4 +183,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, Args, demo="data/configs/sft.yaml", default_model="outputs/pretrain")
+    launch(main, Args, demo="experiments/configs/rft.yaml", default_model="outputs/sft")

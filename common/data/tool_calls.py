@@ -1,0 +1,73 @@
+"""Tools as chat templates describe them to a model, and the calls that a model writes."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from common.data.chat import render
+from common.data.tokens import tokenize_reply
+from common.data.types import BadRow, Tokenizer
+from common.errors import UserError
+
+JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+SHORT_CALL = re.compile(r"\[(\w+) ([^\[\]]*)\]")
+
+
+class Tools(NamedTuple):
+    schemas: list[dict[str, Any]]  # as chat templates get them
+    as_json: bool  # a call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>; else [name argument]
+
+    @property
+    def arguments(self) -> dict[str, list[str]]:
+        """The names of the arguments of each tool."""
+        functions = [schema["function"] for schema in self.schemas]
+        return {function["name"]: list(function["parameters"]["properties"]) for function in functions}
+
+
+def describe_tools(functions: list[Callable[..., Any]], tokenizer: Tokenizer) -> Tools:
+    """Functions or methods as tools: by their names, types and docstrings (with "Args:").
+
+    Calls are JSON in <tool_call> tags where the chat template asks for that (Qwen's, Hermes'); where it says nothing of
+    tools, they are in the short form. Raises UserError for a function that says too little of itself, a template that asks
+    for calls in another form, and one that does not write what a tool says.
+    """
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for function in functions:
+        try:
+            schemas.append(get_json_schema(function))
+        except Exception as error:  # no docstring, an argument that it does not explain, a type that JSON does not have
+            raise UserError(f"{function.__qualname__} cannot be described to a model: {error}") from None
+    try:
+        text = render([{"role": "user", "content": "a"}], tokenizer, schemas, add_generation_prompt=True)
+    except BadRow as error:
+        raise UserError(str(error)) from None
+    described = any(schema["function"]["name"] in text for schema in schemas)
+    if described and ("<tool_call>" not in text or "<function=" in text):
+        raise UserError("the chat template asks for tool calls in a form that is not known here (JSON in <tool_call> is)")
+    for name in [schema["function"]["name"] for schema in schemas[:1]]:
+        call = {"type": "function", "function": {"name": name, "arguments": {}}}
+        tokenize_reply([{"role": "tool", "name": name, "content": "7"}], tokenizer, [call])
+    return Tools(schemas, as_json=described)
+
+
+def read_calls(text: str, tools: Tools) -> list[dict[str, Any]]:
+    """The calls in what a model has written: {"name", "arguments"}, and "error" where one cannot be read.
+
+    Not in its thinking. In the short form, in which brackets may mean anything, only those with the name of a tool.
+    """
+    text = text.rpartition("</think>")[2]
+    if not tools.as_json:
+        known = [(name, argument) for name, argument in SHORT_CALL.findall(text) if name in tools.arguments]
+        return [{"name": name, "arguments": {k: argument for k in tools.arguments[name][:1]}} for name, argument in known]
+    calls = []
+    for written in JSON_CALL.findall(text):
+        try:
+            call = json.loads(written)
+            calls.append({"name": str(call["name"]), "arguments": dict(call.get("arguments") or {})})
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            problem = 'a call is {"name": ..., "arguments": {...}} in JSON'
+            calls.append({"name": "unknown", "arguments": {}, "error": problem})
+    return calls

@@ -1,0 +1,514 @@
+"""GRPO with tools: prompts, an environment and rewards -> a model that calls tools where that is rewarded.
+
+A completion is an episode of several turns, in an environment of its own: an object of the user's class, whose public
+methods the model may call. What they say is put after the turn, and the model goes on; a turn without a call is the last.
+As in train_grpo.py, over the tokens t that the model itself has written in the completions i of a window:
+
+    A_i  = (r_i - mean of the group) / (std of the group + 1e-4)
+    ρ_t  = π(token_t) / π_old(token_t)
+    loss = Σ_i w_i · Σ_t [ -min(ρ_t A_i, clip(ρ_t, 1-ε, 1+ε_high) A_i) + β KL_t - entropy_coef · H_t ]
+
+1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo
+   and dr_grpo (whose paper also has --scale_rewards none). A completion that no function rewarded has A_i = 0; with
+   --mask_truncated_completions the tokens of one that was cut count nowhere, and it is still one of the completions.
+2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
+   temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
+3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
+4. Completions without advantage (all rewards of the group are equal) teach nothing; where β and entropy_coef are 0 they are
+   left out of the forward pass (and of the means of what is logged of it), and stay in the denominator.
+5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
+   value of the loss says little: look at the reward.
+6. --environment_factory file.py:Class, as in TRL: `reset(**columns)` begins an episode, and may return text that is put
+   after the prompt; `get_reward()`, if there is one, is a reward beside --reward_funcs, which get the objects as
+   `environments`; any other public method is a tool. What goes wrong in a tool is told to the model, in words.
+7. A call is JSON in <tool_call> tags where the chat template asks for that, else, in short, [name argument].
+8. max_completion_length counts all tokens after the prompt. An episode that needs more, or more turns with calls than
+   max_tool_calling_iterations, is cut.
+9. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions of a prompt.
+
+    accelerate launch train_sft.py --config experiments/configs/tools_sft.yaml  # has seen a calculator used now and then
+    accelerate launch -m experiments.train_tools                                # the demo: uses it, ~1 minute on a CPU
+    accelerate launch -m experiments.train_tools --model_name_or_path Qwen/Qwen3-0.6B --dataset_name prompts.jsonl \
+        --environment_factory my.py:MyEnvironment --max_completion_length 1024
+
+Shapes: T tokens of the row, P prompts of a rollout, G completions of each, C = P·G, F reward functions.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from common.args import CommonArgs, arg
+from common.collators import Window
+from common.command_line import launch
+from common.data import BadRow, Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
+from common.data.chat import end_of_turn
+from common.data.tokens import tokenize_reply
+from common.data.tool_calls import Tools, describe_tools, read_calls
+from common.errors import UserError, quoted, say
+from common.evaluate import load_eval_prompts
+from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
+from common.model import FlatModel, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model.reference import load_reference
+from common.processes import gather_lists
+from common.run import Run
+from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
+from common.sampling.guard import call, from_file, must
+from common.time_limit import TimeLimitReached
+
+import numpy as np
+import torch  # after common, which sets how CPU threads wait
+from accelerate import Accelerator
+
+Prompt = dict[str, Any]  # "prompt" (messages), "prompt_ids", "tools", and the columns that the rewards read
+
+
+@dataclass
+class Args(CommonArgs):
+    output_dir: str = arg("outputs/tools", help="folder of everything that the run leaves behind")
+    learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
+    per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
+
+    # Environment
+    environment_factory: str = arg("", help="file.py:Class, whose public methods are the tools", is_path=True)
+    max_tool_calling_iterations: int = arg(8, help="turns of an episode that tools answer", within="[0, 1e6]")
+    tool_timeout: float = arg(10.0, help="seconds that one call of the environment may take; 0: any", within="[0, 1e9]")
+
+    # Rewards
+    reward_funcs: list[str] = arg([], help="as in train_grpo.py; unset: the environment's get_reward() alone", is_path=True)
+    reward_weights: list[float] | None = arg(None, help="unset: 1 for each", within="(-inf, inf)", goes_with="reward_funcs")
+    scale_rewards: Literal["group", "batch", "none"] = arg("group", help="whose standard deviation divides advantages")
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
+
+    # Sampling
+    num_generations: int = arg(8, help="G, completions of a prompt, which are compared", within="[2, 1e5]")
+    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
+    max_completion_length: int = arg(256, help="tokens, those of tools included; longer ones are cut", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
+    generation_batch_size: int = arg(
+        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+    )
+    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+
+    # Algorithm
+    beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
+    epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
+    epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
+    delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(0, 1e9]")
+    entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="what a token weighs; cispo: as dapo")
+    importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
+    use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
+    num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
+    steps_per_generation: int = arg(1, help="windows that one rollout serves", within="[1, 1e6]")
+
+    def __post_init__(self) -> None:
+        if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
+            raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
+        if self.loss_type == "cispo" and (self.epsilon_high is None or self.delta is not None):
+            raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
+        if self.dataset_streaming:
+            raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
+        if not self.environment_factory:
+            raise UserError("--environment_factory: name the class, file.py:Class (experiments/environments.py has two)")
+        if self.eval_reward_funcs:
+            raise UserError("--eval_reward_funcs: held-out prompts are played and scored as in training")
+
+
+class Environment(NamedTuple):
+    """The user's class: what makes an object for an episode, its tools, and its own reward, if it has one."""
+
+    make: Callable[[], Any]
+    tools: Tools
+    rewards: list[Reward]
+
+
+@dataclass
+class Completion:
+    """An episode: what was sampled for one prompt, turn by turn, and what the tools have said."""
+
+    prompt: Prompt
+    environment: Any
+    ids: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)  # 1: the model has written the token; 0: a tool, or the framing
+    logps: list[float] = field(default_factory=list)  # of the tokens, when they were sampled, temperature included; else 0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    calls: int = 0
+    failures: int = 0
+    finished: bool = False  # with a stop token, and without a call
+    text: str = ""  # of all tokens
+    rewards: list[float | None] = field(default_factory=list)  # one of each function; None: it abstained
+    reward: float = math.nan  # their weighted sum; NaN: all abstained
+    advantage: float = 0.0
+
+    def write(self, ids: list[int], logps: list[float] | None = None) -> None:
+        """These tokens come next. logps: with which the model has sampled them; None: it has not."""
+        self.ids, self.logps = self.ids + ids, self.logps + (logps or [0.0] * len(ids))
+        self.sampled = self.sampled + [int(logps is not None)] * len(ids)
+
+
+def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
+    """The class that --environment_factory names. One object is made, to see its methods."""
+    where = f"--environment_factory {args.environment_factory}"
+    try:
+        make = from_file(args.environment_factory, args.tool_timeout, "class")
+        methods = dict(inspect.getmembers(must("making one", make, args.tool_timeout), inspect.ismethod))
+        names = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
+        tools = describe_tools([methods[name] for name in names], tokenizer)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if "reset" not in methods or not (args.reward_funcs or "get_reward" in methods):
+        raise UserError(f"{where} needs a method reset(**columns), and get_reward() or else --reward_funcs")
+    if not tools.as_json:
+        say(f"the chat template does not speak of tools: calls are [{names[0] if names else 'tool'} argument]")
+
+    def get_reward(environments: list[Any], **columns: Any) -> list[float | None]:
+        return [environment.get_reward() for environment in environments]
+
+    own = Reward(getattr(make, "__name__", "environment"), get_reward, args.reward_timeout)
+    return Environment(make, tools, [own] if "get_reward" in methods else [])
+
+
+def encode(row: Row, tokenizer: Tokenizer, args: Args, tools: Tools) -> Prompt:
+    """A dataset row as a prompt to sample from. BadRow: left out, counted and named."""
+    row = as_prompt(row) | {"tools": tools.schemas}
+    prompt = tokenize_row(row, tokenizer, args.max_prompt_length, args.system_prompt)
+    if isinstance(prompt["prompt"], str):
+        raise BadRow('tools need chats, and this prompt is a string (--system_prompt "" makes a chat of it)')
+    return prompt
+
+
+def begin(args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Prompt, key: tuple[int, ...]) -> Completion:
+    """An episode before its first turn. key: the seed of what is random in its environment."""
+    made = must("--environment_factory: making one", environment.make, args.tool_timeout)
+    columns = {name: value for name, value in prompt.items() if name not in ("prompt_ids", "tools")}
+    columns = {"seed": int(np.random.default_rng(key).integers(2**31))} | columns
+    observation = must("the environment's reset", made.reset, args.tool_timeout, **columns)
+    if observation is not None:
+        *before, last = prompt["prompt"]
+        longer = prompt | {"prompt": [*before, last | {"content": last["content"] + str(observation)}]}
+        try:
+            prompt = tokenize_row(longer, tokenizer, args.max_prompt_length)
+        except BadRow as error:
+            raise UserError(f"with what the environment's reset has added: {error} (--max_prompt_length)") from None
+    return Completion(prompt, made)
+
+
+def answer(args: Args, tools: Tools, c: Completion, wanted: dict[str, Any]) -> str:
+    """What a tool says to a call. What goes wrong is said to the model, too."""
+    c.calls += 1
+    try:
+        if wanted["name"] not in tools.arguments or "error" in wanted:
+            raise ValueError(wanted.get("error", f"there is no tool {wanted['name']}, but {', '.join(tools.arguments)}"))
+        said = str(call(getattr(c.environment, wanted["name"]), args.tool_timeout, **wanted["arguments"]))
+    except (Exception, SystemExit, TimeLimitReached) as error:
+        c.failures += 1
+        is_late = isinstance(error, TimeLimitReached)
+        said = f"error: {f'it took more than {args.tool_timeout:g} s' if is_late else quoted(error, 500, str)}"
+    return said.encode(errors="replace").decode()  # halves of surrogate pairs are no text
+
+
+def end_turn(args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn: Sampled, is_last: bool) -> bool:
+    """Take over what was sampled in a turn, and write after it what the tools say to its calls. Returns whether the episode
+    goes on."""
+    c.write(turn.ids, turn.logps)
+    can_go_on = turn.ids[-1] == tokenizer.convert_tokens_to_ids(end_of_turn(tokenizer))
+    calls = read_calls(tokenizer.decode(turn.ids, clean_up_tokenization_spaces=False), tools) if can_go_on else []
+    c.messages.append({"role": "assistant", "content": tokenizer.decode(turn.ids, skip_special_tokens=True)})
+    c.finished = turn.finished and not calls
+    if is_last or not calls:
+        return False
+    replies = [{"role": "tool", "name": wanted["name"], "content": answer(args, tools, c, wanted)} for wanted in calls]
+    ids = tokenize_reply(replies, tokenizer, [{"type": "function", "function": wanted} for wanted in calls])
+    if len(c.ids) + len(ids) >= args.max_completion_length:
+        return False
+    c.write(ids)
+    c.messages += replies
+    return True
+
+
+def roll_out(
+    args: Args,
+    accelerator: Accelerator,
+    model: FlatModel,
+    tokenizer: Tokenizer,
+    environment: Environment,
+    rewards: list[Reward],
+    prompts: list[Prompt],
+    key: tuple[int, ...],
+    group: int,
+    temperature: float,
+) -> list[Completion]:
+    """Play and score one episode for each of C prompts (each stands there `group` times); each process its share, and all of
+    them get everything. What is drawn in an episode is a function of (key, its place, turn), whoever plays it."""
+    share = -(-len(prompts) // accelerator.num_processes)
+    mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
+    completions = [begin(args, tokenizer, environment, prompts[i], (*key, i // group)) for i in mine]
+    playing = dict(zip(mine, completions, strict=True))
+    for turn in range(args.max_tool_calling_iterations + 1):
+        with accelerator.autocast():
+            sampled = sample(
+                model,
+                [c.prompt["prompt_ids"] + c.ids for c in playing.values()],
+                [(*key, i, turn) for i in playing],
+                max_new_tokens=[args.max_completion_length - len(c.ids) for c in playing.values()],
+                temperature=temperature,
+                top_k=args.top_k,
+                top_p=args.top_p,
+                batch_size=args.generation_batch_size,
+            )
+        is_last = turn == args.max_tool_calling_iterations
+        turns = zip(playing.items(), sampled, strict=True)
+        playing = {i: c for (i, c), s in turns if end_turn(args, tokenizer, environment.tools, c, s, is_last)}
+        if not any(gather_lists(accelerator, [len(playing)])):  # all processes sample as often: weights may be sharded
+            break
+    written = [[token for token, is_sampled in zip(c.ids, c.sampled, strict=True) if is_sampled] for c in completions]
+    objects = {"environments": [c.environment for c in completions]}
+    scores = score(rewards, [c.prompt for c in completions], [c.messages for c in completions], written, objects)
+    each_reward = [[function[k] for function in scores] for k in range(len(mine))]  # scores: [F][completion]
+    for c, each in zip(completions, each_reward, strict=True):
+        c.environment, c.text, c.rewards = None, tokenizer.decode(c.ids), each
+    return gather_lists(accelerator, completions)
+
+
+def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
+    """The reward of each completion, and its advantage over its group; 0 where no function gave a reward."""
+    table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
+    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
+    reward = combine_rewards(per_function, weight)  # (C,)
+    if bool(reward.isnan().all()):
+        raise UserError("no reward function gave a number for any completion of this rollout (all returned None)")
+    advantages = group_advantages(reward.view(-1, args.num_generations), args.scale_rewards, args.advantage_estimator)  # A_i
+    for completion, r, advantage in zip(completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True):
+        completion.reward, completion.advantage = r, advantage
+
+
+def rollout_metrics(completions: list[Completion], rewards: list[Reward], args: Args) -> dict[str, float]:
+    """What is logged of a rollout: rewards, and lengths of the completions."""
+    reward = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
+    known = [group[~group.isnan()] for group in reward.view(-1, args.num_generations)]
+    stds = torch.stack([group.std() if len(group) > 1 else group.new_tensor(math.nan) for group in known])  # (P,)
+    lengths = torch.tensor([sum(completion.sampled) for completion in completions], dtype=torch.float64)
+    calls, failures = (sum(getattr(completion, name) for completion in completions) for name in ("calls", "failures"))
+    finished = torch.tensor([completion.finished for completion in completions])
+    logged = {
+        "reward": reward.nanmean().item(),
+        "reward_std": stds.nanmean().item(),
+        "frac_idle_rollouts": float(not any(completion.advantage for completion in completions)),
+        "frac_reward_zero_std": (~(stds > 1e-12)).double().mean().item(),
+        "completions/mean_length": lengths.mean().item(),
+        "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
+        "completions/clipped_ratio": (~finished).double().mean().item(),
+        "tools/call_frequency": calls / len(completions),
+        "tools/failure_frequency": failures / max(calls, 1),
+    }
+    if finished.any():
+        logged["completions/mean_terminated_length"] = lengths[finished].mean().item()
+    for f, function in enumerate(rewards):
+        values = torch.tensor([c.rewards[f] for c in completions if c.rewards[f] is not None], dtype=torch.float64)
+        if len(values):
+            logged[f"rewards/{function.name}/mean"] = values.mean().item()
+            logged[f"rewards/{function.name}/std"] = values.std(correction=0).item()
+    return logged
+
+
+def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
+    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
+
+    A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
+    denominators, and is not run through the model.
+    """
+    counted = torch.tensor([c.finished or not args.mask_truncated_completions for c in completions])
+    tokens = torch.tensor([float(sum(c.sampled)) for c in completions])
+    size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
+    share = size // accelerator.num_processes
+    all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
+    windows = []
+    for first in range(0, len(completions), size):
+        inside = slice(first, first + size)
+        window_tokens = (tokens[inside] * counted[inside]).sum().item()
+        if args.loss_type in ("dapo", "cispo"):  # those of the whole rollout, on average over its windows
+            window_tokens = (tokens * counted).sum().item() / args.steps_per_generation
+        weights = grpo_token_weights(
+            args.loss_type,
+            tokens[inside],
+            window_tokens=window_tokens,
+            window_completions=size,
+            max_completion_length=args.max_completion_length,
+        )
+        mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
+        all_have_gradient = args.beta > 0 or args.entropy_coef != 0
+        kept = [i for i in mine if counted[i] and (all_have_gradient or completions[i].advantage != 0)]
+        examples = []
+        for i in kept or [mine[0]]:  # a process that keeps none runs one, with weight 0: the others wait for its gradient
+            c, prompt = completions[i], completions[i].prompt["prompt_ids"]
+            on_completion = np.array([0] * len(prompt) + c.sampled, np.float32)
+            sequence = {
+                "input_ids": np.array(prompt + c.ids),
+                "loss_mask": on_completion,
+                "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
+                "advantage": on_completion * np.float32(c.advantage),
+                "token_weight": on_completion * np.float32(weights[i - first]),
+            }
+            examples.append([sequence])
+        parts = np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)  # micro-batches
+        micro_batches = [part.tolist() for part in parts]
+        windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // args.steps_per_generation))
+    return windows
+
+
+def log_rollout(run: Run, step: int, completions: list[Completion], rewards: list[Reward], logged: dict[str, float]) -> None:
+    """The rollout that serves `step`: its metrics, and a line per completion in completions.jsonl."""
+    if logged["frac_idle_rollouts"]:
+        run.say_once("idle", f"step {step}: in every group all rewards are equal; there is nothing to learn in this rollout")
+    run.metrics.add(**logged)
+    run.metrics.close_window()  # they count also where the step that follows is not taken
+    names = [reward.name for reward in rewards]
+    lines = [
+        {"step": step, "prompt": c.prompt["prompt"], "completion": c.text, "finished": c.finished}
+        | {"rewards": dict(zip(names, c.rewards, strict=True)), "reward": None if math.isnan(c.reward) else c.reward}
+        | {"advantage": c.advantage}
+        for c in completions
+    ]
+    run.metrics.append("completions.jsonl", lines)
+
+
+def main(args: Args) -> None:
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    accelerator = run.accelerator
+
+    # --- data --------------------------------------------------------------------------------------------------------
+    tokenizer = load_tokenizer(args)
+    environment = load_environment(args, tokenizer)
+    prompts, held_out = load_prompts(args, partial(encode, tools=environment.tools), tokenizer, recognise=prompt_format)
+    rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout) + environment.rewards
+    weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
+    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out).rows
+    eval_prompts = [tokenize_row(row | {"tools": environment.tools.schemas}, tokenizer) for row in eval_prompts]
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+        args,
+        accelerator,
+        prompts,
+        num_generations=args.num_generations,
+        max_completion_length=args.max_completion_length,
+        windows_per_rollout=args.steps_per_generation,
+        updates_per_rollout=args.steps_per_generation * args.num_iterations,
+    )
+
+    # --- model and reference -----------------------------------------------------------------------------------------
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    optimizer = make_optimizer(args, model)
+    lr_at = schedule(args, len(rollouts))
+    run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
+    if args.dry_run:
+        return
+    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
+    unwrapped = accelerator.unwrap_model(model)
+    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
+    reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
+    stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
+    say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
+
+    play = partial(roll_out, args, accelerator, unwrapped, tokenizer, environment, rewards)
+
+    def evaluate() -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The held-out prompts, played at each of eval_temperatures: means, and the episodes."""
+        means, samples = {}, []
+        for temperature in args.eval_temperatures if eval_prompts else ():
+            completions = play(eval_prompts, (args.seed,), group=1, temperature=temperature)
+            table = torch.tensor(
+                [[math.nan if r is None else r for r in c.rewards] for c in completions], dtype=torch.float64
+            )
+            names = [reward.name for reward in rewards]
+            columns = dict(zip(names, table.T, strict=True))
+            columns["reward"] = combine_rewards(table, torch.tensor(weights, dtype=torch.float64))
+            columns["tools/call_frequency"] = torch.tensor([float(c.calls) for c in completions])
+            suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
+            known = {name: column for name, column in columns.items() if not column.isnan().all()}
+            means |= {f"eval_{name}{suffix}": column.nanmean().item() for name, column in known.items()}
+            samples += [
+                {"temperature": temperature, "prompt": c.prompt["prompt"], "completion": c.text}
+                | dict(zip(names, c.rewards, strict=True))
+                for c in completions
+            ]
+        return means, samples
+
+    # --- the gradient of a window ------------------------------------------------------------------------------------
+    def gradients(window: Window) -> torch.Tensor:
+        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        for batch in window:
+            with accelerator.accumulate(model):
+                mask = batch["loss_mask"]  # (T,)
+                out = model(batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0)
+                losses, stats = grpo_loss(
+                    out.logps,
+                    batch.get("old_logps", out.logps.detach()),
+                    batch.get("ref_logps"),
+                    batch["advantage"],
+                    mask,
+                    batch["cu_seqlens"],
+                    loss_type=args.loss_type,
+                    epsilon=args.epsilon,
+                    epsilon_high=args.epsilon_high,
+                    delta=args.delta,
+                    beta=args.beta,
+                    importance_sampling_level=args.importance_sampling_level,
+                    use_bias_correction_kl=args.use_bias_correction_kl,
+                )  # (T,)
+                if args.entropy_coef:
+                    losses = losses - args.entropy_coef * out.entropy * mask
+                loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+            run.metrics.add_sum(loss=loss)
+            stats["entropy"] = out.entropy
+            if run.step % rollouts.updates_per_rollout == 0:  # the model still is the one that sampled: do they agree?
+                stats["sampling/logp_difference"] = (out.logps - batch["sampled_logps"]).abs()
+            run.metrics.add(mask, **stats)
+        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+
+    # --- loop --------------------------------------------------------------------------------------------------------
+    # Saved between rollouts, so that a checkpoint need not hold completions.
+    for step in run.steps(len(rollouts), save_every=rollouts.updates_per_rollout):
+        if run.eval_due(step):
+            run.log_eval(step, *evaluate())
+        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
+            run.save(step)
+        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+            break
+
+        if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
+            rollout = step // rollouts.updates_per_rollout
+            completions = play(rollouts.prompts(rollout), (args.seed, rollout), args.num_generations, args.temperature)
+            add_advantages(completions, weights, args)
+            windows = make_windows(completions, args, accelerator)
+            for window in windows:
+                if rollouts.updates_per_rollout > 1:  # the model will change before the last of them
+                    window.add_field("old_logps", lambda batch: unwrapped(batch, temperature=args.temperature).logps)
+                if reference:
+                    window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
+            log_rollout(run, step + 1, completions, rewards, rollout_metrics(completions, rewards, args))
+
+        window = windows[step % args.steps_per_generation]
+        set_lr(optimizer, lr_at(step))
+        loss = run.retry_smaller(gradients, window)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+            optimizer.step()
+        optimizer.zero_grad()
+        run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
+
+    run.finish(try_next=f"read {args.output_dir}/completions.jsonl, or reward what you like")
+
+
+if __name__ == "__main__":
+    launch(main, Args, demo="experiments/configs/tools.yaml", default_model="outputs/sft")
