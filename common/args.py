@@ -30,16 +30,18 @@ def arg(
     may_change: MayChange | None = None,
     is_path: bool = False,
     goes_with: str | None = None,
+    secret: bool = False,
 ) -> Any:
     """A field of the arguments, with the text that --help shows.
 
     is_path: it names a file, a folder or something on the Hub. goes_with: another argument; where that is given, the demo's
-    value of this one does not fit it.
+    value of this one does not fit it. secret: what it is stands in no file and no message.
 
     within: what a number, or each number of a list, may be: an interval like "[0, 1)", or several values and intervals,
     "-1 or [1, 1e12]". Unset: any finite number. A script that gives a shared argument another default need not repeat it.
     """
     metadata = {"help": help, "within": within, "may_change": may_change, "is_path": is_path, "goes_with": goes_with}
+    metadata["secret"] = secret
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -152,6 +154,12 @@ class BatchArgs:
     auto_micro_batch: bool = arg(
         False, help="try the largest before step 1, and cut them until they fit; the window stays", may_change="execution"
     )
+    empty_cache_above: float = arg(
+        0.9,
+        help="share of the machine's memory above which the allocator gives back what it keeps (CUDA's does by itself)",
+        within="(0, 1]",
+        may_change="execution",
+    )
     num_train_epochs: float = arg(1.0, help="passes over the data", within="(0, 1e6]", may_change="length")
     max_steps: int = arg(
         -1,
@@ -222,6 +230,20 @@ class EvalArgs:
         [0.0], help="sampling temperatures of those completions; 0 is greedy", within="[0, inf)", may_change="evaluation"
     )
     eval_max_new_tokens: int = arg(128, help="their longest length", within="[1, 1e7]", may_change="evaluation")
+    regression_suite: str | None = arg(
+        help="file of rows {id, group, prompt or messages, checks}: what the model has to answer (docs/regression.md)",
+        may_change="evaluation",
+        is_path=True,
+    )
+    regression_steps: int | None = arg(
+        help="run the suite every N steps; 0: before the first and after the last only; unset: eval_steps",
+        within="[0, 1e12]",
+    )
+    regression_samples: int = arg(
+        1, help="answers of each of its cases, drawn at regression_temperature", within="[1, 1e4]", may_change="evaluation"
+    )
+    regression_pass_at: int = arg(1, help="k of the pass@k of these", within="[1, 1e4]", may_change="evaluation")
+    regression_temperature: float = arg(0.0, help="0 is greedy", within="[0, inf)", may_change="evaluation")
     num_samples: int = arg(
         3, help="completions shown at each evaluation (all of them go to samples.jsonl)", within="[0, 1e6]"
     )
@@ -246,6 +268,14 @@ class EvalArgs:
     )
     report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...; none")
     run_name: str | None = arg(help="what the tracker calls this run")
+    alert_webhook: str | None = arg(
+        help="address that is told how the run fares (Slack, Discord, JSON); better PLAINLOOP_ALERT_WEBHOOK: it is secret",
+        secret=True,
+    )
+    alert_memory_above: float = arg(
+        0.95, help="tell it when this share of the memory has been used; 1: never", within="(0, 1]"
+    )
+    alert_stall_minutes: float = arg(30.0, help="and when no step ends for so long; 0: never", within="[0, 1e6]")
 
 
 @dataclass
@@ -268,6 +298,12 @@ class RunArgs:
         is_path=True,
     )
     seed: int = arg(0, help="order of the data, initial weights, dropout, sampling: everything random", within="[0, 1e9]")
+    push_to_hub: bool = arg(False, help="send the final model to the Hub, with its card", may_change="execution")
+    hub_model_id: str | None = arg(help="OWNER/NAME there", may_change="execution")
+    hub_private_repo: bool = arg(False, help="a repository that is made for it is private", may_change="execution")
+    hub_strategy: Literal["end", "every_save"] = arg(
+        "end", help="every_save: each checkpoint's model as well, while training goes on", may_change="execution"
+    )
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""The command line of a script: flags > YAML (--config) > default, and how `main` is called with them.
+"""The command line of a script: flags > YAML (--config) > environment > default, and how `main` is called with them.
 
-The values of all of them go through the same conversion and checks; an unknown flag or key is an error.
+The values of all of them go through the same conversion and checks; an unknown flag, key or variable is an error.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import sys
 import threading
 import warnings
@@ -18,7 +19,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from common.args import CommonArgs, first_definition, is_within
-from common.errors import UserError, keep_talking, say, show_and_exit
+from common.errors import UserError, keep_talking, last_words, say, show_and_exit
 from common.memory import is_oom
 
 import yaml
@@ -27,24 +28,31 @@ Args = TypeVar("Args", bound=CommonArgs)
 
 
 def parse_args(args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None) -> Args:
-    """The arguments of a run, or UserError for an unknown flag or key, or a value of the wrong type.
+    """The arguments of a run, or UserError for an unknown flag, key or variable, or a value of the wrong type.
 
-    demo: the YAML file of the embedded default. It applies, and that is said, when neither a model nor a dataset is named;
-    it lies beneath --config and the command line. Where only a model is named, its dataset does. default_model: the output
-    folder of the stage before, the default of --model_name_or_path; None: a new model.
+    A variable is PLAINLOOP_ and the name of a flag; PLAINLOOP_CONFIG is a --config. demo: the YAML file of the embedded
+    default. It applies, and that is said, when neither a model nor a dataset is named; it lies beneath all of them. Where
+    only a model is named, its dataset does. default_model: the output folder of the stage before, the default of
+    --model_name_or_path; None: a new model. With --dry_run, what is not a default is said, with where it comes from.
     """
-    words = [_spelled(word) for word in (sys.argv[1:] if argv is None else argv)]
-    config, words = _split_config(words)
-    if config:
-        words = _yaml_as_flags(config, args_class) + words
+    variables = _environment(args_class)
+    flags = [_spelled(word) for word in (sys.argv[1:] if argv is None else argv)]
+    config, flags = _split_config(flags)
+    config = config or os.environ.get(f"{PREFIX}CONFIG")
+    layers = {f"{PREFIX}{name.upper()}": words for name, words in variables.items()}
+    layers |= {f"--config {config}": _yaml_as_flags(config, args_class) if config else [], "command line": flags}
+    words = sum(layers.values(), [])
     values = _parse(words, args_class)
     if values["dataset_name"] is None and values["model_name_or_path"] is None:
         say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
-        values = _parse(_yaml_as_flags(demo, args_class, beneath=words) + words, args_class)
+        layers = {f"the demo, {demo}": _yaml_as_flags(demo, args_class, beneath=words)} | layers
+        values = _parse(sum(layers.values(), []), args_class)
     if values["dataset_name"] is None:
         values["dataset_name"] = _parse(_yaml_as_flags(demo, args_class), args_class)["dataset_name"]
     if values["model_name_or_path"] is None and default_model is not None:
         values["model_name_or_path"] = _last_stage(default_model)
+    if values["dry_run"]:
+        _say_origins(values, layers, args_class)
     return args_class(**values)  # what fits together is looked at when all of it is known
 
 
@@ -63,6 +71,7 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
         show_and_exit(error)
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
+            last_words(error)
             raise
         reason = " ".join(str(error).split())[:160] or "MemoryError"
         where = (
@@ -77,6 +86,9 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
         code = 130
     except SystemExit as stop:
         code = stop.code or 0
+    except Exception as error:
+        last_words(error)
+        raise
     sys.stdout.flush()
     sys.stderr.flush()
     if code or os.environ.get("WORLD_SIZE", "1") != "1":  # nothing is destroyed: see KEPT in common/run/launch.py
@@ -129,10 +141,77 @@ ELSEWHERE = {
     "deepspeed": "accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml",
     "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
     "use_vllm": "completions are sampled by common/sampling, from the model as it is trained",
-    "push_to_hub": "the output folder is a model folder: hf upload NAME output_dir",
     "do_train": "to start the script is to train",
     "do_eval": "--eval_steps; 0: never",
 }
+
+
+# --- the environment ------------------------------------------------------------------------------------------------
+
+PREFIX = "PLAINLOOP_"
+OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
+
+
+def _environment(args_class: type[CommonArgs]) -> dict[str, list[str]]:
+    """{argument: its words}, of the variables that are set. An empty one counts as not set, as containers have it.
+
+    Several values are separated as in a shell, or a JSON list. Raises UserError for a variable that is no flag.
+    """
+    types, found = get_type_hints(args_class), {}
+    for variable, value in sorted(os.environ.items()):
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or not value or variable in OF_THE_TESTS or name == "config":
+            continue
+        if name not in types or variable != variable.upper():
+            near = difflib.get_close_matches(name, types, n=1)
+            raise UserError(
+                f"unknown variable {variable} in the environment: "
+                + (f"did you mean {PREFIX}{near[0].upper()}?" if near else "it is no flag of this script (--help): unset it")
+            )
+        if get_origin(_without_none(types[name])) is list:
+            found[name] = [f"--{name}", *_several(variable, value)]
+        else:
+            found[name] = [f"--{name}={value}"]
+        try:
+            _parse(found[name], args_class)
+        except UserError as error:
+            raise UserError(f"{variable}: {error}") from None
+    return found
+
+
+def _several(variable: str, value: str) -> list[str]:
+    """The values of a variable for an argument that takes several."""
+    if value.lstrip().startswith("{"):  # a source with its settings
+        return [value]
+    try:
+        if not value.lstrip().startswith("["):
+            return shlex.split(value)
+        return [item if isinstance(item, str) else json.dumps(item) for item in json.loads(value)]
+    except ValueError as error:
+        raise UserError(f"{variable}: {error}; expected values with spaces between them, or a JSON list") from None
+
+
+def _say_origins(values: dict[str, Any], layers: dict[str, list[str]], args_class: type[CommonArgs]) -> None:
+    """Each value that is not the default, with the last of the layers that gives it."""
+    origins: dict[str, str] = {}
+    for origin, words in layers.items():
+        names = [word.removeprefix("--").split("=")[0] for word in words if word.startswith("--")]
+        for name in names:
+            known = name in values or not name.startswith("no_")
+            origins[name if known else name.removeprefix("no_")] = origin
+    say("settings that are not the default, and where they come from")
+    for f in dataclasses.fields(args_class):
+        value, default = values[f.name], f.default_factory() if f.default is dataclasses.MISSING else f.default
+        if value != default:
+            is_secret = first_definition(args_class, f.name)[1].metadata.get("secret")
+            shown = "(secret)" if is_secret else value
+            shown = " ".join(map(str, shown)) if isinstance(shown, list) else str(shown)
+            origin = origins.get(f.name) or ("the demo" if f.name == "dataset_name" else "this script")
+            say(f"    {f.name:28} {shown if len(shown) <= 60 else shown[:59] + '…':28} {origin}")
+    say("")
+
+
+# --- flags and YAML -------------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -260,6 +339,9 @@ def _yaml_as_flags(path: str, args_class: type[CommonArgs], beneath: list[str] |
     except FileNotFoundError:
         raise UserError(f"--config {path}: there is no such file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or 5,000 digits
+        for mark in ("context_mark", "problem_mark"):  # which would quote lines, and one of them may hold a secret
+            if getattr(error, mark, None) is not None:
+                getattr(error, mark).buffer = None
         raise UserError(f"--config {path}: cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: expected `name: value` lines")
@@ -286,7 +368,8 @@ def _yaml_as_flags(path: str, args_class: type[CommonArgs], beneath: list[str] |
 
 
 def _unknown(kind: str, word: str, args_class: type, prefix: str = "") -> str:
-    name = word.removeprefix("--").split("=")[0].replace("-", "_")
+    word = re.sub(r"(https?://).*", r"\1…", word.split("=")[0])  # which may be a secret
+    name = word.removeprefix("--").replace("-", "_")
     if name in ELSEWHERE:
         return f"unknown {kind} {word}: {ELSEWHERE[name]}"
     near = difflib.get_close_matches(name, [f.name for f in dataclasses.fields(args_class)], n=1)

@@ -1,14 +1,18 @@
 """What the user is told: lines on the way, and the one exception that stands for a mistake of theirs."""
 
+import contextlib
 import errno
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 LONGEST = 2_000  # characters of a message
+# What is called with the error that ends a run, before its process ends.
+LAST_WORDS: list[Callable[[BaseException], None]] = []
 
 
 class UserError(Exception):
@@ -49,9 +53,17 @@ def show_and_exit(error: UserError) -> None:
     """Print one line, no traceback, and leave with exit code 1."""
     where = "" if is_first() else f"[rank {os.environ['RANK']}] "
     print(printable(f"{where}error: {error}"), file=sys.stderr, flush=True)
+    last_words(error)
     # A rank that failed alone must not wait for the others at interpreter exit: leave at once.
     sys.stdout.flush()
     os._exit(1)
+
+
+def last_words(error: BaseException) -> None:
+    """Call what waits for the end of the run by an error, each once."""
+    while LAST_WORDS:
+        with contextlib.suppress(Exception):
+            LAST_WORDS.pop()(error)
 
 
 def say(line: str, file: TextIO | None = None, *, as_it_is: bool = False) -> None:

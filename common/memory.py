@@ -17,7 +17,6 @@ from torch import Tensor, nn
 GIB = 2**30
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # each process holds a part of the weights
 WITHOUT_FLOAT64 = ("mps",)
-CROWDED = 0.9  # of the limit: from here on caches are emptied
 # What running out says, where it is not an exception of its own: CUDA and its libraries, MPS, the allocators of the CPU.
 MESSAGES = (
     "out of memory",
@@ -91,12 +90,12 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
     return max(least, CACHED_NUMBERS // model.config.get_text_config().hidden_size)
 
 
-def relieve(device: torch.device) -> bool:
-    """Empty the caches of the allocator where they fill the machine. Returns whether there was need.
+def relieve(device: torch.device, above: float = 0.9) -> bool:
+    """Empty the caches of the allocator where more than this share of the memory is used. Returns whether there was need.
 
     CUDA's allocator does it by itself when it needs to; done at each line of the log, its blocks would be asked for anew.
     """
-    if device.type == "cuda" or not memory(device).current > CROWDED * memory(device).limit:
+    if device.type == "cuda" or not memory(device).current > above * memory(device).limit:
         return False
     empty_caches(device)
     return True

@@ -26,7 +26,7 @@ import psutil  # noqa: E402
 import pytest  # noqa: E402
 
 # Written anew at every run: they depend on the clock or on the machine, not on what was learned.
-CLOCK = ("tokens_per_second", "memory_gib", "peak_memory_gib")
+CLOCK = ("seconds", "tokens_per_second", "memory_gib", "peak_memory_gib")
 
 
 # What the scripts hand to `launch` at their end.
@@ -126,6 +126,12 @@ def read_metrics(output: Path) -> list[dict]:
     """The lines of metrics.jsonl without what depends on the clock."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
+
+
+def events_of(output: Path, kind: str) -> list[dict]:
+    """What events.jsonl says of a kind."""
+    rows = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
 
 
 def train_metrics(output: Path) -> list[dict]:

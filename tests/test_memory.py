@@ -75,6 +75,8 @@ def test_caches_are_emptied_from_the_threshold_on(monkeypatch):
     assert not relieve(CPU) and not trimmed
     monkeypatch.setattr(room, "memory", lambda device: now._replace(current=0.91, limit=1.0))
     assert relieve(CPU) and trimmed == [CPU]
+    monkeypatch.setattr(room, "memory", lambda device: now._replace(current=0.6, limit=1.0))
+    assert relieve(CPU, 0.5) and not relieve(CPU, 0.7)
     monkeypatch.setattr(room, "memory", lambda device: now._replace(current=0.91, limit=float("nan")))
     assert not relieve(CPU)
 

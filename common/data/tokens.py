@@ -348,14 +348,21 @@ def _piece(
 def show_trained(sequence: Sequence, tokenizer: Tokenizer) -> str:
     """A sequence as text with what is trained marked: in colour on a terminal, in [[brackets]] otherwise."""
     before, after = ("\033[30;42m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
+    pieces = [(printable(text), trained) for text, trained in trained_parts(sequence, tokenizer)]
+    return "".join(f"{before}{text}{after}" if trained else text for text, trained in pieces)
+
+
+def trained_parts(sequence: Sequence, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """A sequence as stretches of text, each with whether it is trained."""
     ids, mask = sequence["input_ids"], sequence["loss_mask"]
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
-    pieces = []
-    for start, end in zip(borders[:-1], borders[1:], strict=True):
-        text = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text = printable(text)
-        pieces.append(f"{before}{text}{after}" if mask[start] else text)
-    return "".join(pieces)
+    return [
+        (
+            tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            bool(mask[start]),
+        )
+        for start, end in zip(borders[:-1], borders[1:], strict=True)
+    ]
 
 
 def truncate(sequence: Sequence, max_length: int) -> Sequence:

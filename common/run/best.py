@@ -7,7 +7,8 @@ from typing import Any
 from common.args import CommonArgs
 from common.errors import UserError, say
 
-LOWER, HIGHER = ("loss", "perplexity"), ("accurac", "reward", "exact", "margin")  # in a metric's name: what is better
+LOWER = ("loss", "perplexity")  # in a metric's name: what is better
+HIGHER = ("accurac", "reward", "exact", "margin", "regression")
 
 
 class Best:
@@ -21,7 +22,7 @@ class Best:
         metric, patience, delta = args.save_best, args.early_stopping_patience, args.early_stopping_delta
         if patience and not metric:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
-        if metric and not args.eval_steps:
+        if metric and not args.eval_steps and not args.regression_suite:
             raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
         self.patience, self.delta = patience, delta
         self.name, self.sign = _direction(metric) if metric else (None, 1)

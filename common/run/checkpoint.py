@@ -26,7 +26,7 @@ from common.model.quantised import is_quantised
 from common.run.best import Best
 from common.run.export_dtype import cast_weights
 from common.run.inputs import FILE, copy_inputs
-from common.run.output_dir import WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
+from common.run.output_dir import CARD, WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
 
 import torch
 from accelerate import Accelerator
@@ -134,9 +134,6 @@ def export(
             flush(file)
         for file in files:
             target = Path(output_dir, file.name)
-            if file.name == "README.md" and target.exists():  # peft's model card; that which is there may be the user's
-                file.unlink()
-                continue
             if target.is_dir():
                 shutil.rmtree(target)
             os.replace(file, target)
@@ -279,6 +276,7 @@ def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | N
     options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if rows else "auto"}
     lm.save_pretrained(folder, state_dict=weights, **options)
     base_lm(lm).generation_config.save_pretrained(folder)
+    (folder / CARD).unlink(missing_ok=True)  # peft's, which says little, and where the base lies
 
 
 def _model_copier(checkpoint: Path) -> Callable[[Path], None]:
@@ -286,7 +284,7 @@ def _model_copier(checkpoint: Path) -> Callable[[Path], None]:
 
     def write(folder: Path) -> None:
         for path in checkpoint.iterdir():
-            if path.is_file() and path.name not in OURS and path.suffix != ".py":
+            if path.is_file() and path.name not in (*OURS, CARD) and path.suffix != ".py":
                 shutil.copy(path, folder)
 
     return write

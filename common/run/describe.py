@@ -8,7 +8,7 @@ from common.args import CommonArgs
 from common.collators import Windows
 from common.data.examples import Examples
 from common.data.load import Rows
-from common.data.tokens import show_trained
+from common.data.tokens import show_trained, trained_parts
 from common.data.types import Tokenizer
 from common.errors import say
 from common.memory import SHARDED, memory, tokens_at_once
@@ -83,6 +83,7 @@ def describe(
         f"{plan['steps']} steps of {plan['examples_per_step']:g} {facts['batched_as']}s"
     )
     if accelerator.is_main_process:
+        facts["marked"] = marked(data, tokenizer)
         text = json.dumps(facts, indent=1, ensure_ascii=False)
         with writing(args.output_dir):
             Path(args.output_dir, "dataset.json").write_text(text, encoding="utf-8")
@@ -168,6 +169,21 @@ def show_examples(data: Examples | Rows, tokenizer: Tokenizer, name: str, most: 
             say(f"{' '.join(filter(None, (name, str(i + 1), side)))}, with what is trained marked:")
             shown = show_trained(sequence, tokenizer).rstrip("\n")
             say(f"{shown if len(shown) <= SHOWN else f'{shown[:SHOWN]} ...'}\n", as_it_is=True)
+
+
+def marked(data: Examples | Rows, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The first example for dataset.json: of each of its sequences {"side", "parts": [(text, whether it is trained)]}."""
+    if not len(data):
+        return []
+    example = data[0]
+    if isinstance(example, dict):  # a prompt
+        return [{"side": "", "parts": [(tokenizer.decode(example["prompt_ids"])[:SHOWN], False)]}]
+    sides = ("chosen", "rejected") if len(example) == 2 else ("",)
+    found = []
+    for side, sequence in zip(sides, example, strict=True):
+        short = {name: sequence[name][:SHOWN] for name in ("input_ids", "loss_mask")}
+        found.append({"side": side, "parts": trained_parts(short, tokenizer)})
+    return found
 
 
 def with_shares(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:

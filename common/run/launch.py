@@ -12,6 +12,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
 from common.model.quantised import check_quantisation
+from common.run.hub import check_push
 from common.run.inputs import compare_script, inputs_of, keep
 from common.run.metrics import check_tracker
 from common.run.output_dir import (
@@ -48,6 +49,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     in it.
     """
     check_tracker(args.report_to)
+    check_push(args)
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         value = os.environ.get(f"ACCELERATE_USE_{kind}", "false")
         if value.lower() not in ("true", "false", "") or (kind == "MEGATRON_LM" and value.lower() == "true"):

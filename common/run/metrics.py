@@ -1,4 +1,5 @@
-"""What a run tells: metrics.jsonl, a line on the console, trackers, samples, summary.json and curves.png."""
+"""What a run tells: metrics.jsonl, a line on the console, trackers, samples, what happened, summary.json, and pictures of
+all that: curves.png, report.html."""
 
 import contextlib
 import errno
@@ -11,7 +12,6 @@ import statistics
 import sys
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ from common.errors import UserError, quoted, say
 from common.memory import finest_dtype, memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
+from common.run.alerts import PAUSE
+from common.run.curves import draw_curves
 from common.run.output_dir import LINES, is_held, replace_text, writing
+from common.run.report import Report
 
 import torch
 from accelerate import Accelerator
@@ -29,7 +32,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 RESERVED = ("step", "not_finite")
-NOT_DRAWN = ("step", "num_tokens", "memory_gib", "peak_memory_gib", "epoch")
 SPIKE = 6.0  # standard deviations of the last losses above their mean
 TRACKERS = {
     "tensorboard": "tensorboard",
@@ -75,6 +77,8 @@ class Metrics:
         self.window_is_bad: Tensor | None = None  # bool: nothing was trained on it, its values do not count
         self.bad_steps: list[int] = []  # that were not taken
         self.flush: Callable[[], None] = lambda: None  # brings bad_steps up to date (see NonFinite)
+        self.alert: Callable[..., None] = lambda *_, **__: None  # tells somebody (see Alerts.send)
+        self.args, self.crowded = args, False  # crowded: that memory runs out has been told
         self.losses: list[float] = []  # the last ones that were logged, to know a spike by
         self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
@@ -84,6 +88,8 @@ class Metrics:
         self.last: dict[str, float] = {}
         self.started = self.clock = time.perf_counter()
         self.clock_tokens = 0
+        self.seconds_before = 0.0  # of the run, up to the checkpoint that it goes on from
+        self.report: Report | None = None  # of the main process
         self.run_name = args.run_name or self.output_dir.name
         self.tracker_config = vars(args)
 
@@ -152,13 +158,17 @@ class Metrics:
         self.flush()
         self.carry = self.reduce()
         kept = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
-        return {name: getattr(self, name) for name in kept}
+        return {name: getattr(self, name) for name in kept} | {"seconds": self.seconds()}
+
+    def seconds(self) -> float:
+        """That the run has taken so far, without the time in which it was stopped."""
+        return self.seconds_before + time.perf_counter() - self.started
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint: forget the lines of its files that came after it. Starts the tracker, if any."""
         self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
         self.first_eval, self.last = state.get("first_eval", {}), state.get("last", {})
-        self.clock_tokens = self.num_tokens
+        self.clock_tokens, self.seconds_before = self.num_tokens, state.get("seconds", 0.0)
         self.bad_steps, self.losses, self.spikes = (state.get(name, []) for name in ("bad_steps", "losses", "spikes"))
         last = state["step"] or -1  # a run that starts over keeps none
         if self.accelerator.is_main_process:
@@ -173,6 +183,7 @@ class Metrics:
                         continue  # a line that was cut off by the kill, or is damaged
                 with writing(self.output_dir):
                     replace_text(path, "".join(line + "\n" for line in kept))
+            self.report = Report(self.output_dir)
         if self.accelerator.log_with:
             self._start_tracker(last)
 
@@ -204,15 +215,20 @@ class Metrics:
         peak = peak_flops(self.accelerator.device)
         if self.flops_per_token and peak:
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / (peak * self.accelerator.num_processes)
-        relieve(self.accelerator.device)
-        values["memory_gib"], values["peak_memory_gib"], _ = memory(self.accelerator.device)
+        relieve(self.accelerator.device, self.args.empty_cache_above)
+        values["memory_gib"], values["peak_memory_gib"], limit = memory(self.accelerator.device)
+        if values["peak_memory_gib"] > self.args.alert_memory_above * limit and not self.crowded:
+            self.crowded, peak = True, values["peak_memory_gib"]  # a peak stays
+            self.alert("memory", f"step {step}: {peak:.1f} GiB of {limit:.1f} have been in use (alert_memory_above)")
         if self.bad_steps:
             values["bad_steps"] = len(self.bad_steps)
         self._watch(step, values)
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
         self._write(step, values)
         if bar is not None and "loss" in values:  # not if all windows since the last line were bad
-            bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
+            bar.set_postfix_str(f"{_main(values)}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
+        if self.report:
+            self.report.write_if_due()
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
         """Say it when the loss jumps. The loss of GRPO is centred on 0 by its construction and says nothing of the kind."""
@@ -222,7 +238,10 @@ class Metrics:
             z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)
             if z > SPIKE:
                 self.spikes.append(step)
-                say(f"[step {step}] the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations")
+                jump = f"the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations"
+                say(f"[step {step}] {jump}")
+                self.event("spike", step, jump)
+                self.alert("spike", f"step {step}: {jump}", pause=PAUSE)
         self.losses = [*self.losses, values["loss"]][-50:]
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
@@ -230,7 +249,7 @@ class Metrics:
         if not values and not samples:
             return
         self._write(step, values)
-        self.first_eval = self.first_eval or values
+        self.first_eval = values | self.first_eval
         if not self.accelerator.is_main_process:
             return
         shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())
@@ -238,7 +257,13 @@ class Metrics:
         for sample in samples[:show]:
             say(f"    {_one_line(_prompt_text(sample['prompt']), 60)!r} -> {_one_line(sample['completion'], 90)!r}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
+        self.write_report()
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluating was no training
+
+    def event(self, kind: str, step: int, text: str, **more: Any) -> None:
+        """Note in events.jsonl that something happened: what report.html shows on its line of time. Lines stay there when a
+        run goes on from a checkpoint before them."""
+        self.append("events.jsonl", [{"step": step, "time": round(time.time(), 1), "kind": kind, "text": text, **more}])
 
     def append(self, file: str, rows: list[dict[str, Any]]) -> None:
         """Add rows to a JSON-lines file of the run (main process).
@@ -264,13 +289,20 @@ class Metrics:
                 say(f"{path} cannot be written ({error.strerror}): training goes on, lines are lost")
             self.lost_lines += len(rows)
 
+    def write_report(self, summary: dict[str, Any] | None = None) -> None:
+        """report.html as things stand. summary: see finish."""
+        if self.report:
+            self.report.write(summary)
+
     def finish(self, best: dict[str, Any] | None = None) -> None:
-        """curves.png, and summary.json, which stands for a complete run. best: what is known of the best evaluation."""
+        """curves.png, report.html, and summary.json, which stands for a complete run. best: what is known of the best
+        evaluation."""
         self.flush()
         if not self.accelerator.is_main_process:
             return
+        self.event("finished", int(self.last.get("step", 0)), f"the final model is in {self.output_dir}")
         try:
-            draw_curves(self.output_dir)
+            draw_curves(self.output_dir, self.run_name)
         except Exception as error:  # the disk, or matplotlib as it is configured: a picture is not worth a run
             say(f"curves.png was not drawn: {quoted(error, 200, str)}", sys.stderr)
         summary = {
@@ -286,18 +318,30 @@ class Metrics:
             "memory_limit_gib": memory(self.accelerator.device).limit,
             "processes": self.accelerator.num_processes,
             "device": str(self.accelerator.device),
-            "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate")},
+            "versions": versions(),
             "python": platform.python_version(),
         }
+        self.write_report(summary)
         with writing(self.output_dir):
             replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values = {name: float(value) for name, value in values.items()}
         self.last = {"step": step} | {k: v for k, v in self.last.items() if k != "step"} | values
-        self.append("metrics.jsonl", [{"step": step, **values}])
+        self.append("metrics.jsonl", [{"step": step, **values, "seconds": round(self.seconds(), 2)}])
         if self.accelerator.log_with:
             self.accelerator.log(values, step=step)
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that figures depend on, as far as they are loaded."""
+    return {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate") if name in sys.modules}
+
+
+def _main(values: dict[str, float]) -> str:
+    """What the bar shows: the reward, the margin between what is preferred and what is not, or the loss."""
+    name = next(name for name in ("reward", "rewards/margins", "loss") if name in values)
+    return f"{name.removeprefix('rewards/').removesuffix('s') if name != 'loss' else name} {values[name]:.4f}"
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
@@ -305,49 +349,6 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
     bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     kept = {name: _finite(value) if isinstance(value, dict) else value for name, value in row.items()}
     return kept | dict.fromkeys(bad) | {"not_finite": bad} if bad else kept
-
-
-def draw_curves(output_dir: Path) -> None:
-    """curves.png from metrics.jsonl: each metric over the steps, training and evaluation in one frame."""
-    try:
-        from matplotlib.figure import Figure  # pyplot takes longer to load, and would look for a screen
-    except ImportError:
-        say("curves.png was not drawn: pip install matplotlib", sys.stderr)
-        return
-    curves: dict[str, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
-    metrics = output_dir / "metrics.jsonl"
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        for name, value in row.items():
-            if name not in NOT_DRAWN and isinstance(value, int | float):
-                curves[name][0].append(row["step"])
-                curves[name][1].append(value)
-    frames: dict[str, list[str]] = defaultdict(list)
-    for name in curves:
-        frames[name.removeprefix("eval_")].append(name)
-    if not frames:  # neither logged nor evaluated
-        return
-    columns = min(4, len(frames))
-    rows = -(-len(frames) // columns)
-    figure = Figure(figsize=(3.6 * columns, 2.6 * rows))
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat[len(frames) :]:
-        axis.axis("off")
-    for axis, (title, names) in zip(axes.flat, frames.items(), strict=False):
-        for name in names:
-            axis.plot(
-                *curves[name], marker="o" if name.startswith("eval_") else None, markersize=3, linewidth=1.2, label=name
-            )
-        axis.set_title(title, fontsize=9)
-        axis.tick_params(labelsize=7)
-        axis.grid(alpha=0.3)
-        if len(names) > 1:
-            axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(output_dir / "curves.png", dpi=110)
 
 
 def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:

@@ -8,6 +8,7 @@ from common.collators import Window
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED, AsyncScalar
+from common.run.alerts import PAUSE
 from common.run.metrics import Metrics, full_norm
 from common.run.output_dir import checkpoints
 
@@ -122,6 +123,7 @@ class NonFinite:
             return
         metrics, step = self.metrics, found.step
         metrics.bad_steps.append(step + 1)
+        metrics.event("bad", step + 1, "a NaN or an infinity in the loss or the gradient: the step was not taken")
         norm = float("nan") if found.grad_norm is None else float(found.grad_norm)
         engine = metrics.accelerator.distributed_type == DistributedType.DEEPSPEED  # it steps in its backward pass
         done = "DeepSpeed decides by itself whether it takes the step" if engine else "the step was not taken"
@@ -135,6 +137,7 @@ class NonFinite:
         in_a_row = sum(later in metrics.bad_steps for later in range(step + 2 - self.max_bad_steps, step + 2))
         if in_a_row < self.max_bad_steps:
             say(f"{what}; its batch is in {path}")
+            metrics.alert("bad step", what, pause=PAUSE)
             return
         saved = checkpoints(str(metrics.output_dir))
         last = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"

@@ -25,11 +25,13 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl")  # one object per line, each with its step
+LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")  # an object per line, with its step
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and what lies beside them, by the kind of tokenizer
-NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "curves.png")
+NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "events.jsonl", "curves.png")
+NOTES += ("report.html",)
+CARD, SEAL = "README.md", "<!-- written by a run of Plainloop; one that was edited stays as it is: {} -->\n"
 _LOCKS: dict[Path, TextIO] = {}  # that this process holds, kept open: to close any handle of a file lets go of its lock
 
 
@@ -130,7 +132,7 @@ def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | 
     if arguments.model_name_or_path and Path(arguments.model_name_or_path).resolve().is_relative_to(here):
         raise UserError(f"--output_dir {folder} holds the model to start from: choose another")
     ours = (*WEIGHTS, *LINES, *NOTES, *MODEL)
-    for flag in ("dataset_name", "eval_dataset_name", "eval_prompts"):
+    for flag in ("dataset_name", "eval_dataset_name", "eval_prompts", "regression_suite"):
         words = getattr(arguments, flag) or []
         for word in [words] if isinstance(words, str) else words:
             path = re.search(r'"path"\s*:\s*"([^"]*)"', word) if word.lstrip().startswith("{") else None
@@ -204,11 +206,18 @@ def is_held(output_dir: Path) -> bool:
 
 def delete_run(output_dir: Path) -> None:
     """Delete what a run has left in its folder, and nothing else that may lie there."""
-    for folder in [*checkpoints(str(output_dir)), *output_dir.glob(".checkpoint-*.tmp"), *output_dir.glob(".export.tmp")]:
+    for folder in [
+        *checkpoints(str(output_dir)),
+        *output_dir.glob(".checkpoint-*.tmp"),
+        *output_dir.glob(".export.tmp"),
+        *output_dir.glob(".push.tmp"),
+    ]:
         shutil.rmtree(folder)
     for pattern in (*LINES, *NOTES, *WEIGHTS):
         for file in output_dir.glob(pattern):
             file.unlink()
+    if is_sealed(output_dir / CARD):
+        (output_dir / CARD).unlink()
 
 
 def write_manifest(folder: Path) -> None:
@@ -240,6 +249,22 @@ def replace_text(path: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
     os.replace(temporary, path)
+
+
+def seal(text: str) -> str:
+    """A text that ends with a mark by which `is_sealed` knows it again."""
+    text = text.rstrip() + "\n\n"
+    return text + SEAL.format(hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a file is as a run has left it: not the user's, and not edited."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    body = text[: text.rfind("<!-- ")]
+    return bool(body) and text == seal(body)
 
 
 def _compare(

@@ -120,6 +120,8 @@ class Retry:
         self.splits *= 2
         shape = _shape(window.split(self.splits, self.tokens))
         say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
+        self.metrics.alert("memory", f"step {step + 1}: out of memory; from here on {shape}")
+        self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
 
     def _what_helps(self, window: Window, *others: str) -> str:
         """What would make this run smaller, by how much, as text."""

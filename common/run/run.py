@@ -5,26 +5,34 @@ script in one place (`retry_smaller`), to begin a window again that has run out 
 """
 
 import gc
+import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
-from common.errors import UserError, is_first, printable, say
+from common.errors import LAST_WORDS, UserError, is_first, printable, say
+from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
+from common.run.alerts import Alerts
 from common.run.best import Best
+from common.run.card import make_card, public_names, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
+from common.run.hub import Push
 from common.run.inputs import compare_rest, hub_commits, inputs_of, keep, loaded_code
 from common.run.launch import KEPT, hold_on, start
-from common.run.metrics import Metrics
+from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
 from common.run.output_dir import writing
+from common.run.regression import Regression
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
 from common.sampling import RolloutSchedule
@@ -43,8 +51,13 @@ class Run:
         Raises UserError for launches that are not what they seem, and for a folder that holds another run.
         """
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
+        LAST_WORDS.clear()  # of another run in this process
+        self.alerts = Alerts(args)  # before anything is written: their address is a secret
         self.accelerator, self.checkpoint = start(args, script)
+        self.regression = Regression(args, self.accelerator)
         self.said: set[str] = set()
+        self.public = public_names(args)  # what a model card may name
+        self.push = Push(args) if args.push_to_hub and self.accelerator.is_main_process else None
 
     def describe(
         self,
@@ -60,6 +73,7 @@ class Run:
         example_name: what one is called ("pair"). reference: a second, frozen model will stand beside this one. Raises
         UserError where a sequence is longer than the model has positions.
         """
+        self.regression.tokenize(tokenizer, model)
         describe(self.args, self.accelerator, model, tokenizer, windows, held_out, example_name, reference)
 
     def prepare(
@@ -68,6 +82,7 @@ class Run:
         """Accelerate's `prepare`, and everything as the checkpoint has it: optimizer, modules in `model.extra`, metrics,
         the place in the data. Returns the model and the optimizer to train with."""
         args, accelerator = self.args, self.accelerator
+        self.regression.tokenize(tokenizer, model)
         self.inputs: dict[str, Any] = {}
         if accelerator.is_main_process:
             self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests()}
@@ -85,14 +100,16 @@ class Run:
         # What was evaluated and saved up to here is not done again.
         self.resumed_at = self.first_step if self.checkpoint else -1
         self.metrics = Metrics(accelerator, args, flops)
+        self.metrics.alert = self.alerts.send
         self.nonfinite = NonFinite(self.metrics, tokenizer, self.optimizer, args.max_bad_steps)
         self.nonfinite.begun = state.get("weight_norms", [])
         self.nonfinite.check_weights(self.model, self.first_step)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
         self.best = Best(args)
-        for part in (self.metrics, self.retry, self.best):
+        for part in (self.metrics, self.retry, self.best, self.regression):
             part.restore(state)
+        self._note_start()
         windows.restore(self.first_step, state.get("windows", {}))
         if (before := state.get("step_size", windows.step_size)) != windows.step_size:
             say(
@@ -113,6 +130,9 @@ class Run:
         gc.freeze()  # what is loaded stays: from here on garbage is looked for, often, in what training makes
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.asked_for, self.save_wanted = last_step, save_every, "", False
+        self.best_of_suite = bool(self.best.name) and self.regression.is_ours(self.best.name)
+        if self.best_of_suite and self.regression.every < last_step and self.regression.every % save_every:
+            raise UserError(f"--save_best {self.best.name}: --regression_steps has to be a multiple of {save_every}")
         # GRPO waits for the GPU anyway: there a signal is answered at once.
         self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, RolloutSchedule))
         self.bar = tqdm(
@@ -124,9 +144,25 @@ class Run:
             mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines where the output is a file
             dynamic_ncols=True,
         )
+        LAST_WORDS.append(self._note_death)
         for step in self.bar:
             self.step = step
+            self.alerts.watch(step)
+            self._run_suite(step)
             yield step
+
+    def _note_death(self, error: BaseException) -> None:
+        self.metrics.event("stopped", self.step, f"died: {error if isinstance(error, UserError) else repr(error)}")
+        self.metrics.write_report()
+
+    def _run_suite(self, step: int) -> None:
+        """Where --regression_suite is due, answer it, and note whether it is the best time."""
+        if self._due(step, self.regression.every, self.resumed_at, self.last_step):
+            model = self.accelerator.unwrap_model(self.model)
+            values = self.regression.run(model, step, self.metrics, self.alerts)
+            if self.best_of_suite:
+                self._compare_with_best(step, values)
+            self.metrics.write_report()
 
     def eval_due(self, step: int) -> bool:
         """Every eval_steps, and before the first and after the last update."""
@@ -135,8 +171,14 @@ class Run:
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Write an evaluation and its samples; note whether it is the best one."""
         self.metrics.log_eval(step, values, samples, show=self.args.num_samples)
+        if not self.best_of_suite:
+            self._compare_with_best(step, values)
+
+    def _compare_with_best(self, step: int, values: dict[str, float]) -> None:
         if step % self.save_every == 0:  # where it can be saved
             self.best.update(step, values)
+            if self.best.step == step > 0:
+                self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
 
     def save_due(self, step: int) -> bool:
         """save_steps, save_minutes, a new best evaluation, a signal, max_hours. The same on every process."""
@@ -150,10 +192,16 @@ class Run:
         """Write checkpoint-<step>, and delete those that are no longer kept. A full disk is said; training goes on."""
         self.nonfinite.check_weights(self.model, step)
         hold_on(self.accelerator, self.args, self.script, self.inputs)
-        state = self.metrics.state() | self.retry.state() | {"weight_norms": self.nonfinite.begun}
+        state = self.metrics.state() | self.retry.state() | self.regression.state() | {"weight_norms": self.nonfinite.begun}
         state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
         state |= {"base_dtype": self.base_dtype}
-        save_checkpoint(self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best)
+        written = save_checkpoint(
+            self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best
+        )
+        self.metrics.event("saved" if written else "not saved", step, f"checkpoint-{step}")
+        if self.push and written:
+            card = partial(make_card, self.args.output_dir, self.args, self.script, self.public, step=step)
+            self.push.save(Path(self.args.output_dir, f"checkpoint-{step}"), card)
         self.signals.saved()
         self.save_wanted = False
 
@@ -161,6 +209,10 @@ class Run:
         """After the last step, or without a better evaluation for long; a run that was told to stop leaves here, with exit
         code 75."""
         if self.asked_for == "stop":
+            why = f"by {self.signals.reason}; the same command goes on"
+            self.metrics.event("stopped", step, why)
+            self.metrics.write_report()
+            self.alerts.close("stopped", f"at step {step} {why}")
             self.signals.leave(self.args.output_dir, step)
         return step == self.last_step or self.best.stops(step)
 
@@ -191,8 +243,8 @@ class Run:
             say(line)
 
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
-        """Write the final model, summary.json and curves.png, and say what is where and what to do next. also: writes more
-        of the final model there, on the main process, before the run counts as complete."""
+        """Write the final model, summary.json, curves.png and report.html, and say what is where and what to do next. also:
+        writes more of the final model there, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
@@ -202,15 +254,18 @@ class Run:
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
         metrics.finish(best.state() if best.step else None)
+        if self.accelerator.is_main_process:
+            with writing(args.output_dir):
+                write_card(args.output_dir, args, self.script, self.public, best.step)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         if both:
             say("\nbefore -> after, held out:")
         for name, before, after in both:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
         what = "adapter" if args.use_peft and not args.merge_lora else "model"
-        say(
-            f"\nsaved in {args.output_dir}: the {what} and tokenizer, metrics.jsonl, samples.jsonl, summary.json, curves.png"
-        )
+        suite = "regression.jsonl, " * bool(self.regression.suite)
+        files = f"metrics.jsonl, samples.jsonl, {suite}summary.json, curves.png, report.html"
+        say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
         if what == "adapter":
             say(
                 "it stops where the chat does with the generation_config.json beside it (docs/models.md); as a model: "
@@ -218,11 +273,31 @@ class Run:
             )
         say(f"talk to it: python -m tools.chat {args.output_dir}")
         say(f"try next: {try_next}")
+        shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
+        self.alerts.close("finished", f"{self.step} steps; {shown}")
         self.accelerator.wait_for_everyone()  # none leaves while another still writes
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1:
             KEPT.append(self.model)
         self.signals.close()
+        if self.push:
+            self.push.finish()
+
+    def _note_start(self) -> None:
+        """Begin a stretch of events.jsonl: where the run starts or goes on, and on what."""
+        accelerator = self.accelerator
+        known = {
+            "script": os.path.relpath(self.script),
+            "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device),
+            "processes": accelerator.num_processes,
+            "mixed_precision": accelerator.mixed_precision,
+            "distributed": accelerator.distributed_type.value,
+            "memory_limit_gib": memory(accelerator.device).limit,
+            "versions": versions(),
+            "python": platform.python_version(),
+        }
+        text = f"from {self.checkpoint}" if self.checkpoint else "from the beginning"
+        self.metrics.event("resumed" if self.checkpoint else "started", self.first_step, text, **known)
 
     def _due(self, step: int, every: int, done: int, last: int = -1) -> bool:
         """Whether something that happens every N steps (0: never), and at the step `last`, happens at this one.

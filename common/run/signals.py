@@ -95,11 +95,16 @@ class Signals:
         self.saved_at = time.time()
         self.save_seconds = self.saved_at - self.asked
 
+    @property
+    def reason(self) -> str:
+        """Why the run is to stop, once `asked_for` has said that it is."""
+        return STOPS[self.agreed]
+
     def leave(self, output_dir: str, step: int) -> None:
         """End the process with exit code 75, after a save at this step."""
         saved = checkpoints(output_dir)  # without the one of this step where the disk was full
         place = saved[-1] if saved else "its beginning"
-        say(f"stopped at step {step} by {STOPS[self.agreed]}; the same command goes on from {place}")
+        say(f"stopped at step {step} by {self.reason}; the same command goes on from {place}")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         self.close()

@@ -9,7 +9,7 @@ from common.collators import Window
 from common.errors import UserError
 from common.model import FlatModel
 from common.run.retry import Retry
-from tests.conftest import read_metrics, run_script, train_metrics
+from tests.conftest import events_of, read_metrics, run_script, train_metrics
 from tests.run.test_health import STAGES
 from tests.scripts.test_equivalence import assert_same, free_port, losses
 
@@ -56,6 +56,7 @@ def test_a_run_goes_on_with_the_same_gradients(stage, where, launch, monkeypatch
     output = launch(stage, *words, output="parts")
     said = capsys.readouterr().out
     times = said.count("out of memory; again, and from here on, with micro-batches of")
+    assert times == len(events_of(output, "memory"))
     assert 1 <= times <= 4
     assert fitted and max(fitted) <= 4 and len(fitted) <= 3 * 2**times  # calls in three steps
     assert_same(whole[:1], losses(output)[:1], tolerance=1e-6)

@@ -28,8 +28,8 @@ FIXED = {
     "pretrain": "dataset_text_field max_length max_tokens_per_batch packing_strategy vocab_size config_name hidden_size "
     "num_layers num_heads num_kv_heads intermediate_size initializer_range tie_word_embeddings "
     "num_experts num_experts_per_tok moe_intermediate_size",
-    "sft": "max_length train_on turn_dropping packing max_tokens_per_batch",
-    "dpo": "max_length max_tokens_per_batch packing beta loss_type label_smoothing simpo_gamma sft_weight",
+    "sft": "max_length train_on turn_dropping packing max_tokens_per_batch loss_type",
+    "dpo": "max_length max_tokens_per_batch packing beta loss_type loss_weights label_smoothing simpo_gamma sft_weight",
     "grpo": "reward_funcs reward_weights scale_rewards num_generations system_prompt max_prompt_length "
     "max_completion_length temperature top_p top_k mask_truncated_completions beta epsilon epsilon_high entropy_coef "
     "loss_type importance_sampling_level use_bias_correction_kl num_iterations steps_per_generation delta advantage_estimator",
@@ -42,13 +42,14 @@ MAY_CHANGE = {
     "router_aux_loss_coef router_z_loss_coef router_bias_update_rate",
     "length": "max_steps num_train_epochs early_stopping_patience",
     "evaluation": "dataset_eval_split eval_dataset_name max_eval_samples eval_prompts eval_reward_funcs eval_temperatures "
-    "eval_max_new_tokens",
+    "eval_max_new_tokens regression_suite regression_samples regression_pass_at regression_temperature",
 }
 EXECUTION = (  # and precompute_ref_log_probs of DPO, generation_batch_size of GRPO
     "eval_steps per_device_eval_batch_size num_samples logging_steps save_steps save_total_limit report_to run_name output_dir "
     "overwrite_output_dir dry_run resume_from_checkpoint dataset_cache_dir dataset_num_proc strict_data trust_remote_code "
     "auto_micro_batch max_bad_steps max_hours save_minutes reward_timeout merge_lora gradient_checkpointing "
-    "activation_offloading torch_compile accept_changes export_dtype"
+    "activation_offloading torch_compile accept_changes export_dtype regression_steps empty_cache_above "
+    "alert_webhook alert_memory_above alert_stall_minutes push_to_hub hub_model_id hub_private_repo hub_strategy"
 )
 
 

@@ -9,7 +9,7 @@ from common.model import FlatModel, Output
 from common.run.metrics import Metrics
 from common.run.nonfinite import NonFinite
 from common.run.output_dir import checkpoints
-from tests.conftest import read_metrics, run_script
+from tests.conftest import events_of, read_metrics, run_script
 from tests.scripts.test_equivalence import free_port
 
 import pytest
@@ -64,6 +64,7 @@ def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage
     assert "loss" not in rows[3] and rows[3]["bad_steps"] == rows[4]["bad_steps"] == 1 and "bad_steps" not in rows[2]
     assert all(value == value for row in rows.values() for name, value in row.items() if name != "grad_norm")
     assert json.loads((output / "summary.json").read_text())["bad_steps"] == [3]
+    assert [event["step"] for event in events_of(output, "bad")] == [3]
     (kept,) = (output / "bad_batches").iterdir()
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
     assert kept.name == "step-3.jsonl" and len(lines) >= 4

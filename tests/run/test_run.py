@@ -16,6 +16,10 @@ def a_run(save_steps=0, save_every=1, last_step=9, resumed_at=-1, best=None, ask
     run.args = SimpleNamespace(save_steps=save_steps, eval_steps=4)
     run.save_every, run.last_step, run.resumed_at, run.first_step = save_every, last_step, resumed_at, max(resumed_at, 0)
     run.best, run.save_wanted, run.possible = SimpleNamespace(step=best), False, []
+    run.regression = SimpleNamespace(suite=None, state=lambda: {})
+    run.told, run.public, run.push = [], {"a base"}, None
+    run.alerts = SimpleNamespace(close=lambda event, text: run.told.append(event))
+    run.events, run.metrics = [], SimpleNamespace(event=lambda *words: run.events.append(words), write_report=lambda: None)
 
     def asked_for(possible):
         run.possible.append(possible)
@@ -74,7 +78,7 @@ def test_a_save_keeps_what_every_part_has_and_starts_the_clock_anew(monkeypatch)
     run, done = a_run(), []
     run.accelerator = run.model = run.optimizer = run.tokenizer = None
     run.nonfinite = SimpleNamespace(check_weights=lambda model, step: done.append(f"looked at {step}"), begun=[2.0])
-    run.metrics, run.retry = (SimpleNamespace(state=lambda kept=kept: kept) for kept in ({"last": 1}, {"splits": 4}))
+    run.metrics.state, run.retry = lambda: {"last": 1}, SimpleNamespace(state=lambda: {"splits": 4})
     run.windows = SimpleNamespace(state=lambda step: {"position": 8 * step}, step_size="8 samples")
     run.signals = SimpleNamespace(saved=lambda: done.append("the clock"))
     run.save_wanted = True
@@ -85,19 +89,23 @@ def test_a_save_keeps_what_every_part_has_and_starts_the_clock_anew(monkeypatch)
     assert done == ["looked at 3", "held on", "saved", "the clock"] and not run.save_wanted
     assert states[0].pop("base_dtype") == "float32"
     kept = {"last": 1, "splits": 4, "weight_norms": [2.0], "windows": {"position": 24}, "step_size": "8 samples"}
-    assert states == [kept]
+    assert states == [kept] and run.events == [("saved", 3, "checkpoint-3")]
+    monkeypatch.setattr(module, "save_checkpoint", lambda *args: False)
+    run.save(4)
+    assert run.events[1:] == [("not saved", 4, "checkpoint-4")]
 
 
 def test_a_stopped_run_leaves_and_one_without_better_evaluations_ends():
     run, left = a_run(last_step=9), []
     run.args.output_dir = "out"
-    run.signals = SimpleNamespace(leave=lambda folder, step: left.append((folder, step)))
+    run.signals = SimpleNamespace(leave=lambda folder, step: left.append((folder, step)), reason="SIGTERM")
     run.best = SimpleNamespace(stops=lambda step: step == 4)
     for run.asked_for in ("", "save"):
         assert [step for step in range(10) if run.ends(step)] == [4, 9] and not left
     run.asked_for = "stop"
     run.ends(2)
-    assert left == [("out", 2)]
+    assert left == [("out", 2)] and run.told == ["stopped"]
+    assert [event[:2] for event in run.events] == [("stopped", 2)]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +133,10 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     monkeypatch.setattr(module, "hold_on", note("held on"))
     monkeypatch.setattr(module, "export", note("written"))
     monkeypatch.setattr(module, "prune", note("pruned"))
+    monkeypatch.setattr(module, "write_card", note("card"))
     monkeypatch.setattr(module, "KEPT", [])
     run.finish("more", also="a classifier")
-    assert not module.KEPT
+    assert not module.KEPT and run.told == ["finished"]
     assert done == [
         ("asked",),
         ("looked", "model", 9),
@@ -136,6 +145,7 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
         ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16", "a classifier"),
         ("pruned", "out", 9, 2, 4),
         ("summary", {"step": 4}),
+        ("card", "out", run.args, "train_sft.py", {"a base"}, 4),
         ("waited",),
         ("ended",),
         ("closed",),
@@ -148,5 +158,5 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     done.clear()
     run.finish("more")  # another process
     assert module.KEPT == ["model"]  # it outlives the process group
-    assert ("summary", None) in done and "pruned" not in [name for name, *_ in done]
+    assert ("summary", None) in done and not {"pruned", "card"} & {name for name, *_ in done}
     assert "before -> after" not in capsys.readouterr().out

@@ -341,6 +341,27 @@ def test_the_prompts_of_one_split_are_the_same_questions_in_three_forms(split):
     assert all(row.keys() == {"prompt", "answer", "kind", "steps"} for row in chat)
 
 
+def test_the_suite_asks_nothing_of_the_test_split_and_what_it_expects_is_right():
+    rows = rows_of("regression.jsonl")
+    assert len(rows) == len({row["id"] for row in rows}) == 40
+    assert list(dict.fromkeys(row["group"] for row in rows)) == ["identity", "sums", "style", "stopping", "refusing"]
+    trained = {(row[0]["content"], row[1]["content"]) for row in pairs_of("sft/train.jsonl")}
+    for row in rows:
+        text = joined([turn for turn in row["messages"] if turn["role"] == "user"])
+        chains = chains_in(text) if row["group"] in ("sums", "style", "stopping") else []
+        assert all(split_of(part) != "test" for chain in chains for part in parts(chain))
+        if row["group"] == "sums":
+            assert row["number"] == sum(chains[-1]) and split_of(chains[-1]) == "validation"
+        if row["group"] == "identity":  # as the data has it
+            assert (text, row["equals"]) in trained or not any(text == asked for asked, _ in trained)
+
+
+def pairs_of(name: str) -> list[tuple[dict, dict]]:
+    """Each question with its answer."""
+    chats = [row["messages"] for row in rows_of(name)]
+    return [pair for chat in chats for pair in zip(chat, chat[1:], strict=False) if pair[0]["role"] == "user"]
+
+
 def test_all_files_together_stay_small():
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.suffix in {".txt", ".jsonl", ".py", ".md"}) < 2.8e6
 

@@ -2,6 +2,7 @@
 
 import json
 
+import train_sft
 from common.errors import UserError
 from tools import chat
 
@@ -51,6 +52,10 @@ def test_answers_are_the_models_over_several_turns_and_a_saved_chat_is_a_row(tal
     first, second = (json.loads(line)["messages"] for line in file.read_text().splitlines())
     assert first == messages and all(message["content"] in out for message in messages[1::2]) and err == ""
     assert second[:2] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1+1?"}]
+    args = train_sft.Args(dataset_name=[str(file)], max_length=1024)
+    (sequence,) = train_sft.encode({"messages": first}, transformers.AutoTokenizer.from_pretrained(MODEL), args)
+    trained = transformers.AutoTokenizer.from_pretrained(MODEL).decode(sequence["input_ids"][sequence["loss_mask"] == 1])
+    assert all(message["content"] in trained for message in first[1::2]) and questions[1] not in trained
 
 
 def test_an_answer_may_be_drawn_again_and_the_temperature_changed(talk, tmp_path):

@@ -1,0 +1,169 @@
+"""The model on the Hub: what of a folder goes there, and how a run sends it without waiting for it.
+
+The model's files and its card go, and nothing else: no optimizer, no logs and samples (they hold data), no cache. Paths of
+this machine in configuration files are taken out of what is sent.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.args import CommonArgs
+from common.errors import UserError, quoted, say
+from common.run.output_dir import CARD, MODEL, WEIGHTS
+
+REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+TIMEOUT = 300  # seconds that the Hub may be silent
+
+
+def check_push(args: CommonArgs) -> None:
+    """Raise UserError where --push_to_hub cannot work, before anything is trained."""
+    if not args.push_to_hub:
+        if args.hub_model_id:
+            raise UserError("--hub_model_id says where to, --push_to_hub that it is wanted: give both")
+        return
+    check_repo(args.hub_model_id)
+
+
+def check_repo(name: str | None) -> None:
+    from huggingface_hub import constants, get_token
+
+    if not name or not REPO.fullmatch(name) or ".." in name:
+        raise UserError(f"--hub_model_id {name or ''}: expected OWNER/NAME, where the model is to lie on the Hub")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("the Hub is switched off by HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE): nothing can be sent there")
+    if not get_token():
+        raise UserError("the Hub wants a token that may write: hf auth login, or HF_TOKEN in the environment")
+
+
+def files_to_push(folder: Path) -> dict[str, Path]:
+    """{name: path} of what belongs to the model in a folder, its own code (auto_map of config.json) included."""
+    found = {path.name: path for pattern in (*WEIGHTS, *MODEL) for path in folder.glob(pattern) if path.is_file()}
+    for word in re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', json.dumps(_json(folder / "config.json").get("auto_map", {}))):
+        if (folder / f"{word}.py").is_file():
+            found[f"{word}.py"] = folder / f"{word}.py"
+    return found
+
+
+def without_places(path: Path) -> bytes | None:
+    """A configuration file without the paths of this machine; None where it has none."""
+    if path.suffix != ".json" or path.name.startswith(("tokenizer.json", "vocab", "model.", "added_tokens")):
+        return None
+    found = _json(path)
+    cleaned = _clean(found)
+    return None if cleaned == found else json.dumps(cleaned, indent=2, ensure_ascii=False).encode()
+
+
+def _clean(value: Any, key: str = "") -> Any:
+    """A local path is reduced to its last part: in the keys that name a model, and wherever it is absolute."""
+    if isinstance(value, dict):
+        return {name: _clean(part, name) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_clean(part) for part in value]
+    if not isinstance(value, str) or key in ("content", "chat_template") or "\n" in value:
+        return value
+    named = key.endswith(("name_or_path", "_file", "_name")) and Path(value).exists()
+    return Path(value).name if named or re.match(r"(/|~|[A-Za-z]:[\\/]).*[\\/]", value) else value
+
+
+def read_card(folder: Path) -> str | None:
+    """README.md of a folder; None where there is none."""
+    path = folder / CARD
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
+
+def upload(folder: Path, repo: str, private: bool, card: str | None, message: str) -> None:
+    """One commit with the model of a folder and its card. Weights of another form that lie there are deleted, because
+    from_pretrained might take those. Raises what huggingface_hub raises."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
+
+    with contextlib.suppress(AttributeError):
+        get_session().timeout = TIMEOUT  # else one that hangs is waited for without end
+    files = files_to_push(folder)
+    if not any(path.match(pattern) for path in files.values() for pattern in WEIGHTS):
+        raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
+    api = HfApi()
+    api.create_repo(repo, private=private or None, exist_ok=True)
+    operations: list[Any] = [
+        CommitOperationAdd(name, without_places(path) or str(path)) for name, path in sorted(files.items())
+    ]
+    if card is not None:
+        operations.append(CommitOperationAdd(CARD, card.encode()))
+    there = api.list_repo_files(repo)
+    stale = [name for name in there if name not in files and any(Path(name).match(pattern) for pattern in WEIGHTS)]
+    operations += [CommitOperationDelete(name) for name in stale if "/" not in name]
+    api.create_commit(repo, operations, commit_message=message)
+
+
+class Push:
+    """What --push_to_hub asks for. On the main process alone; the others have nothing to do with it."""
+
+    def __init__(self, args: CommonArgs):
+        self.args, self.thread = args, None
+        self.staged = Path(args.output_dir, ".push.tmp")
+        self.again = f"python -m tools.push {args.output_dir} --hub_model_id {args.hub_model_id}"
+        self.again += " --hub_private_repo" if args.hub_private_repo else ""
+
+    def save(self, checkpoint: Path, make_card: Callable[[], str]) -> None:
+        """With --hub_strategy every_save: send the model of a checkpoint while training goes on. While one is under way
+        the next is left out; the end sends the last."""
+        if self.args.hub_strategy != "every_save" or self.busy() or not checkpoint.is_dir():
+            return
+        try:
+            shutil.rmtree(self.staged, ignore_errors=True)
+            self.staged.mkdir()
+            for name, path in files_to_push(checkpoint).items():  # the checkpoint may be deleted meanwhile
+                try:
+                    os.link(path, self.staged / name)
+                except OSError:
+                    shutil.copy(path, self.staged / name)
+            card = make_card()
+        except OSError as error:
+            say(f"{checkpoint} is not sent to the Hub ({error.strerror}): training goes on")
+            return
+        self._start(self.staged, card, f"{checkpoint.name.replace('checkpoint-', 'step ')}")
+
+    def finish(self) -> None:
+        """Send the final model, and wait until it is there. A failure, or Ctrl-C, costs a line."""
+        folder, repo = self.args.output_dir, self.args.hub_model_id
+        try:
+            if self.busy():
+                say("waiting for the upload that is under way")
+                self.thread.join()
+            shutil.rmtree(self.staged, ignore_errors=True)
+            say(f"sending {folder} to the Hub as {repo}")
+            self._start(Path(folder), read_card(Path(folder)), "the final model", f"it is at https://huggingface.co/{repo}")
+            self.thread.join()
+        except KeyboardInterrupt:
+            say(f"the upload to {repo} was cut short; what repeats it: {self.again}")
+
+    def busy(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def _start(self, folder: Path, card: str | None, message: str, done: str = "") -> None:
+        def work() -> None:
+            try:
+                upload(folder, self.args.hub_model_id, self.args.hub_private_repo, card, message)
+                if done:
+                    say(done)
+            except Exception as error:  # the network, the Hub, the disk: nothing of these is worth a run
+                reason = quoted(error, 200, str).replace("\n", " ")
+                rest = f"what repeats it: {self.again}" if done else "training goes on, and the next save tries again"
+                say(f"the upload to {self.args.hub_model_id} failed ({type(error).__name__}: {reason}); {rest}")
+
+        self.thread = threading.Thread(target=work, name="push", daemon=True)
+        self.thread.start()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,100 @@
+"""Runs side by side: settings that differ, and whether rates differ by more than chance."""
+
+import math
+from typing import Any
+
+from common.run.report.read import Folder, Row
+
+OF_THE_FOLDER = ("output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "accept_changes")
+Rate = dict[str, int]  # {"passed", "of"}
+
+
+def compare_runs(runs: list[dict[str, Any]], folders: list[Folder]) -> dict[str, Any]:
+    """What a page says of several runs beyond each of them. The first one is that which the others are compared with."""
+    return {"settings": differing(runs), "rates": rates(runs, folders)}
+
+
+def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
+    """[name, [the value of each run]] of the settings that are not the same in all; the folder aside."""
+    tables = [{name: value for group in run["settings"] for name, value, _ in group["rows"]} for run in runs]
+    tables = [table | {"script": run["script"]} for table, run in zip(tables, runs, strict=True)]
+    names = dict.fromkeys(name for table in tables for name in table)
+    found = [[name, [table.get(name, "") for table in tables]] for name in names if name not in OF_THE_FOLDER]
+    return [[name, values] for name, values in found if len(set(values)) > 1]
+
+
+def rates(runs: list[dict[str, Any]], folders: list[Folder]) -> list[dict[str, Any]]:
+    """Of each score that is passed or not: the rate of each run, with its interval, and the tests against the first run.
+
+    Where two runs were given the same prompts, those on which they differ decide (McNemar, exact); else two proportions.
+    """
+    tables = [run["rates"] | suite(run["regression"]) for run in runs]
+    outcomes = [outcomes_of(folder.samples()[-1:]) for folder in folders]
+    found = []
+    for name in dict.fromkeys(name for table in tables for name in table):
+        rows = []
+        for k, table in enumerate(tables):
+            if name not in table:
+                rows.append(None)
+                continue
+            rate = table[name]
+            row: dict[str, Any] = rate | {"interval": wilson(rate["passed"], rate["of"])}
+            if k and name in tables[0]:
+                row |= {"p": two_proportions(tables[0][name], rate), "test": "two proportions"}
+                first, here = outcomes[0].get(name, {}), outcomes[k].get(name, {})
+                if first and first.keys() == here.keys():
+                    gained = sum(here[key] > first[key] for key in first)
+                    lost = sum(here[key] < first[key] for key in first)
+                    row |= {"p": mcnemar(gained, lost), "test": "McNemar, exact", "gained": gained, "lost": lost}
+            rows.append(row)
+        found.append({"name": name, "runs": rows})
+    return found
+
+
+def suite(evaluations: list[Row] | None) -> dict[str, Rate]:
+    """The last evaluation of a regression suite as rates."""
+    groups = evaluations[-1]["groups"] if evaluations else {}
+    whole = {n: g for n, g in groups.items() if float(g["passed"]).is_integer() and float(g["total"]).is_integer()}
+    return {f"suite: {name}": {"passed": int(g["passed"]), "of": int(g["total"])} for name, g in whole.items()}
+
+
+def outcomes_of(last: list[list[Row]]) -> dict[str, dict[Any, float]]:
+    """{score: {prompt: 0 or 1}} of the last evaluation."""
+    found: dict[str, dict[Any, float]] = {}
+    for row in last[0] if last else []:
+        if row.get("temperature", last[0][0].get("temperature")) == last[0][0].get("temperature"):
+            for name, value in row["scores"].items():
+                if value is not None:
+                    found.setdefault(name, {})[row["key"]] = value
+    return found
+
+
+def wilson(passed: int, of: int, z: float = 1.959964) -> list[float]:
+    """The interval of a rate that holds the true one in 95 of 100 cases (Wilson 1927)."""
+    if not of:
+        return [0.0, 1.0]
+    rate = passed / of
+    centre = (rate + z * z / (2 * of)) / (1 + z * z / of)
+    half = z / (1 + z * z / of) * math.sqrt(rate * (1 - rate) / of + z * z / (4 * of * of))
+    return [round(max(0.0, centre - half), 4), round(min(1.0, centre + half), 4)]
+
+
+def two_proportions(first: Rate, second: Rate) -> float | None:
+    """How often chance alone would set two rates so far apart: z-test of two proportions, pooled, two-sided."""
+    n, m = first["of"], second["of"]
+    if not n or not m:
+        return None
+    pooled = (first["passed"] + second["passed"]) / (n + m)
+    if pooled in (0, 1):
+        return 1.0
+    z = (second["passed"] / m - first["passed"] / n) / math.sqrt(pooled * (1 - pooled) * (1 / n + 1 / m))
+    return math.erfc(abs(z) / math.sqrt(2))
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """The same for one set of prompts: of those on which two runs differ, each side would have half by chance (McNemar 1947;
+    exact, two-sided)."""
+    n = gained + lost
+    if n > 10_000:  # there the bell is as good
+        return math.erfc((abs(gained - lost) - 1) / math.sqrt(2 * n))
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n)

@@ -1,0 +1,226 @@
+// Data, memory, the machine, settings.
+
+function dataSection() {
+  const { data } = runs[0];
+  const table = (sources, title) =>
+    sources && sources.length
+      ? [
+          element(
+            "thead",
+            {},
+            element(
+              "tr",
+              {},
+              [title, "format", "rows", "used", "tokens", "trained", "share"].map((name, i) =>
+                element("th", { class: i > 1 ? "number" : "" }, name),
+              ),
+            ),
+          ),
+          element(
+            "tbody",
+            {},
+            sources.map((source) => [
+              element(
+                "tr",
+                {},
+                element("td", { title: source.path }, source.source),
+                element("td", { class: "dim" }, source.format),
+                [source.rows, source.examples, source.tokens].map((count) =>
+                  element("td", { class: "number" }, shown(count)),
+                ),
+                element(
+                  "td",
+                  { class: "number" },
+                  source.trained_tokens === undefined ? "–" : percent(source.trained_tokens / Math.max(1, source.tokens)),
+                ),
+                element("td", { class: "number" }, percent(source.share)),
+              ),
+              Object.entries(source.dropped || {}).map(([reason, found]) =>
+                element(
+                  "tr",
+                  { class: "trouble" },
+                  element(
+                    "td",
+                    { colspan: 7 },
+                    `left out: ${shown(found.count)}, ${reason} (${(found.first || []).join(", ")})`,
+                  ),
+                ),
+              ),
+            ]),
+          ),
+        ]
+      : null;
+  const { lengths, packing, plan } = data;
+  const most = lengths ? Math.max(...lengths.histogram.map(([, , count]) => count)) : 1;
+  const bars =
+    lengths &&
+    lengths.histogram.map(([low, high, count]) =>
+      element(
+        "div",
+        { class: "bar" },
+        element("span", { class: "number" }, low === high ? shown(low) : `${shown(low)}–${shown(high)}`),
+        element("i", { style: `--level: ${(100 * count) / most}%` }),
+        element("span", { class: "number dim" }, shown(count)),
+      ),
+    );
+  const example = (data.marked || []).map(({ side, parts }) =>
+    element(
+      "div",
+      { class: "example" },
+      side ? element("h3", {}, side) : null,
+      element(
+        "pre",
+        {},
+        parts.map(([text, trained]) => (trained ? element("mark", {}, text) : text)),
+      ),
+    ),
+  );
+  const rest = [
+    plan &&
+      `${shown(plan.steps)} steps of ${shown(plan.examples_per_step)} ${data.batched_as}s, ` +
+        `about ${shown(plan.tokens_per_step)} tokens each`,
+    plan && plan.steps_per_epoch && `an epoch is ${shown(plan.steps_per_epoch)} steps`,
+    packing &&
+      `packed into ${shown(packing.rows)} rows of up to ${shown(packing.max_length)} tokens, ` +
+        `${percent(packing.utilisation)} full`,
+  ];
+  return section(
+    "data",
+    "Data",
+    rest.filter(Boolean).join(" · "),
+    element(
+      "div",
+      { class: "wide" },
+      element("table", {}, table(data.sources, "source"), table(data.eval_sources, "held out")),
+    ),
+    element(
+      "div",
+      { class: "columns" },
+      lengths
+        ? element(
+            "div",
+            {},
+            element("h3", {}, `tokens of a ${data.example}`),
+            bars,
+            element(
+              "p",
+              { class: "dim" },
+              ["min", "p50", "p90", "p99", "max"].map((name) => `${name} ${shown(lengths[name])}`).join(" · "),
+              ` · mean ${shown(lengths.mean)}`,
+            ),
+          )
+        : null,
+      example.length
+        ? element(
+            "div",
+            {},
+            element(
+              "h3",
+              {},
+              `the first ${data.example}`,
+              data.marked.some(({ parts }) => parts.some(([, trained]) => trained))
+                ? element("small", {}, "what is trained is marked")
+                : null,
+            ),
+            example,
+          )
+        : null,
+    ),
+  );
+}
+
+function machineSection() {
+  const about = element(
+    "table",
+    { class: "settings" },
+    element(
+      "tbody",
+      {},
+      runs[0].about.map(([name, value]) => element("tr", {}, element("td", {}, name), element("td", {}, value))),
+    ),
+  );
+  return section(
+    "machine",
+    "Memory and machine",
+    null,
+    element("div", { class: "columns" }, runs[0].memory ? memory() : null, about),
+  );
+}
+
+function memory() {
+  const { parts, peak, limit } = runs[0].memory;
+  const entries = Object.entries(parts)
+    .filter(([name, value]) => name !== "total" && value > 0)
+    .sort((a, b) => b[1] - a[1]);
+  const rows = [
+    ...entries.map(([name, value]) => [name, value, "part"]),
+    ["needed, estimated", parts.total, "sum"],
+    ["used at most, measured", peak, "sum measured"],
+  ].filter(([, value]) => value);
+  const most = Math.max(...rows.map(([, value]) => value));
+  return element(
+    "div",
+    { class: "bars" },
+    rows.map(([name, value, kind]) =>
+      element(
+        "div",
+        { class: `bar ${kind}` },
+        element("span", {}, name),
+        element("i", { style: `--level: ${(100 * value) / most}%` }),
+        element("span", { class: "number" }, gib(value)),
+      ),
+    ),
+    limit ? element("p", { class: "dim" }, `there are ${gib(limit)}`) : null,
+  );
+}
+
+function settingsSection() {
+  const [run] = runs;
+  const all = state.settings === "all";
+  const groups = run.settings
+    .map(({ group, rows }) => [group, rows.filter(([, , unchanged]) => all || !unchanged)])
+    .filter(([, rows]) => rows.length);
+  const redraw = () => document.getElementById("settings").replaceWith(settingsSection());
+  const table = (title, rows) =>
+    element(
+      "div",
+      { class: "group" },
+      element("h3", {}, title),
+      element(
+        "table",
+        { class: "settings" },
+        element(
+          "tbody",
+          {},
+          rows.map(([name, value, unchanged]) =>
+            element("tr", { class: unchanged ? "dim" : "" }, element("td", {}, name), element("td", {}, value)),
+          ),
+        ),
+      ),
+    );
+  return section(
+    "settings",
+    "Settings",
+    null,
+    element(
+      "div",
+      { class: "controls" },
+      choice(
+        "settings",
+        [
+          ["changed", "other than the defaults"],
+          ["all", "all"],
+        ],
+        redraw,
+      ),
+    ),
+    element(
+      "div",
+      { class: "settings-groups" },
+      groups.map(([group, rows]) => table(group, rows)),
+    ),
+    run.command
+      ? element("div", { class: "command" }, element("span", { class: "dim" }, "again:"), element("code", {}, run.command))
+      : null,
+  );
+}

@@ -1,0 +1,200 @@
+"""What an output folder tells, gathered as it grows: only lines that have been added since the last look are read."""
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.run.report.thin import Curve, Spread
+
+import yaml
+
+POINTS = 800  # of a curve
+AXIS = 400  # steps of which tokens and seconds are kept; what lies between is interpolated
+CURVES = 300  # different metrics
+EVALUATIONS = 16  # whose samples are kept
+ROLLOUTS = 24  # whose completions are kept
+PROMPTS = 400  # of an evaluation, whose text is kept
+EVENTS = 64  # of a kind
+TEXT = 1500  # characters of a completion, or of a prompt
+FILES = ("metrics", "samples", "completions", "events", "regression")
+SUITES = 25  # evaluations of a suite: the first one and the last ones
+SCORES_OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # what else stands in its line is a score
+
+Row = dict[str, Any]
+
+
+class Lines:
+    """The lines that a JSON-lines file has got since the last look; one that is no object, or not whole, is passed over."""
+
+    def __init__(self, path: Path):
+        self.path, self.offset = path, 0
+
+    def __iter__(self) -> Iterator[Row]:
+        if not self.path.is_file():
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.offset += len(line)
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(row, dict) and _is_number(row.get("step")):
+                    yield row
+
+
+class Folder:
+    """A run's output folder. Each `update()` reads what is new; nothing of it is executed or trusted."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._files = {name: Lines(self.path / f"{name}.jsonl") for name in FILES}
+        self.curves: dict[str, Curve] = {}
+        self.axis: Spread[tuple[float, float, float | None]] = Spread(AXIS)  # (step, tokens, seconds)
+        self.first_eval: dict[str, float] = {}
+        self.last_eval: dict[str, float] = {}
+        self.last: Row = {}
+        self.evaluations: Spread[list[Row]] = Spread(EVALUATIONS)  # the samples of each
+        self.rollouts: Spread[list[Row]] = Spread(ROLLOUTS)  # the completions of each
+        self.events: dict[str, Spread[Row]] = {}
+        self._samples: list[Row] = []  # of the step that was read last: whether more will come is not known
+        self._completions: list[Row] = []
+        self.regression: list[Row] = []
+        self.table: list[dict[str, Any]] = []  # the settings as a page shows them: they stay the same
+
+    def update(self) -> None:
+        for row in self._files["metrics"]:
+            self._metrics(row)
+        for row in self._files["samples"]:
+            number = len(self._samples) if self._samples and self._samples[0]["step"] == row["step"] else 0
+            self._samples = _group(self._samples, sample_of(row, number), self.evaluations)
+        for row in self._files["completions"]:
+            self._completions = _group(self._completions, completion_of(row), self.rollouts)
+        for row in self._files["events"]:
+            if isinstance(row.get("kind"), str):
+                self.events.setdefault(row["kind"], Spread(EVENTS)).add(row)
+        for row in self._files["regression"]:
+            self.regression = [*_without_cases(self.regression), row]
+
+    def _metrics(self, row: Row) -> None:
+        step = row["step"]
+        values = {name: value for name, value in row.items() if name != "step" and (value is None or _is_number(value))}
+        evaluated = {name: v for name, v in values.items() if name.startswith("eval_") and v is not None}
+        self.first_eval = evaluated | self.first_eval
+        self.last_eval |= evaluated
+        self.last |= {"step": step} | {name: value for name, value in values.items() if value is not None}
+        if _is_number(row.get("num_tokens")):
+            self.axis.add((step, row["num_tokens"], row.get("seconds") if _is_number(row.get("seconds")) else None))
+        for name, value in values.items():
+            if name not in self.curves and len(self.curves) < CURVES:
+                self.curves[name] = Curve(POINTS)
+            if name in self.curves:
+                self.curves[name].add(step, value)
+
+    def samples(self) -> list[list[Row]]:
+        """The samples of evaluations, oldest first, the last evaluation among them."""
+        return _with(self.evaluations, self._samples)
+
+    def completions(self) -> list[list[Row]]:
+        """The completions of rollouts, oldest first, the last rollout among them."""
+        return _with(self.rollouts, self._completions)
+
+    def happened(self) -> list[Row]:
+        """What happened, oldest first; of what happened very often, a part."""
+        return sorted((row for kind in self.events.values() for row in kind.items()), key=time_of)
+
+    # --- what is written once ---------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """args.yaml, which a run writes before anything else."""
+        return _object(_yaml, self.path / "args.yaml")
+
+    def read(self, name: str) -> dict[str, Any]:
+        """An object of a JSON file; {} where there is none."""
+        return _object(json.loads, self.path / name)
+
+
+def sample_of(row: Row, number: int) -> Row:
+    """A line of samples.jsonl, its texts cut; from the PROMPTS-th of an evaluation on without them."""
+    scores = {n: v for n, v in row.items() if n not in SCORES_OF_A_SAMPLE and (v is None or _is_number(v))}
+    key = json.dumps([row.get("prompt"), row.get("temperature")], sort_keys=True, ensure_ascii=False)
+    kept = {"step": row["step"], "key": key if number < PROMPTS else hash(key), "scores": scores}
+    if number < PROMPTS:
+        kept |= {"prompt": prompt_text(row.get("prompt")), "text": cut(row.get("completion"))}
+        kept["temperature"] = row.get("temperature")
+    return kept
+
+
+def completion_of(row: Row) -> Row:
+    """A line of completions.jsonl, its texts cut."""
+    rewards = row.get("rewards") if isinstance(row.get("rewards"), dict) else {}
+    kept = {name: row.get(name) if _is_number(row.get(name)) else None for name in ("reward", "advantage")}
+    kept |= {"step": row["step"], "prompt": prompt_text(row.get("prompt")), "text": cut(row.get("completion"))}
+    scores = {str(name): value for name, value in rewards.items() if value is None or _is_number(value)}
+    return kept | {"rewards": scores, "cut": row.get("finished") is False}
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt, or the turns of a chat, as text."""
+    if isinstance(prompt, list):
+        turns = [turn for turn in prompt if isinstance(turn, dict)]
+        if len(turns) == 1:
+            return cut(turns[0].get("content"))
+        return cut("\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns))
+    return cut(prompt)
+
+
+def cut(text: Any, limit: int = TEXT) -> str:
+    text = text if isinstance(text, str) else "" if text is None else str(text)
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
+
+
+def _without_cases(suites: list[Row]) -> list[Row]:
+    """Evaluations of a suite before another one: of what happened to its cases only the last one tells."""
+    kept = [*suites[:1], *suites[1:][-(SUITES - 2) :]]
+    return [{"step": row["step"], "groups": row.get("groups")} for row in kept]
+
+
+def _group(group: list[Row], row: Row, groups: Spread[list[Row]]) -> list[Row]:
+    """Rows of one step stand together: the group that `row` belongs to. One that is complete goes into `groups`."""
+    if group and group[0]["step"] == row["step"]:
+        group.append(row)
+        return group
+    if group:
+        groups.add(group)
+    return [row]
+
+
+def _with(groups: Spread[list[Row]], last: list[Row]) -> list[list[Row]]:
+    """The groups that were kept, and the one that is not known to be complete."""
+    kept = groups.items()
+    if groups.stride > 1 and len(kept) > len(groups.kept):
+        kept = groups.kept  # the last but one need not stand there, too
+    return [*kept, last] if last else kept
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def time_of(row: Row) -> float:
+    return row["time"] if _is_number(row.get("time")) else 0.0
+
+
+def _yaml(text: str) -> Any:
+    """As JSON has it: a list that holds itself, which YAML can say, is a ValueError."""
+    return json.loads(json.dumps(yaml.safe_load(text), default=str))
+
+
+def _object(parse: Any, path: Path) -> dict[str, Any]:
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,88 @@
+"""A log of any length in bounded space: curves as buckets that keep their least and greatest value, lists evenly thinned.
+
+Both take what comes line by line and never look back, so that a report costs as much as what was logged since the last one.
+"""
+
+import math
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Curve:
+    """A metric over the steps, in at most `most` buckets of equally many neighbouring values.
+
+    While there are few values each has a bucket of its own; where there are too many, every two neighbours become one. A
+    bucket knows the mean, the least and the greatest of its values: no peak is lost.
+    """
+
+    def __init__(self, most: int):
+        """most: an even number."""
+        self.most, self.size, self.missing = most, 1, 0  # size: values of a bucket; missing: that were no finite numbers
+        self.buckets: list[list[float]] = []  # [first step, last step, sum, values, least, greatest]
+
+    def add(self, step: float, value: float | None) -> None:
+        """value: None, or not finite, where there was none: it is counted."""
+        if value is None or not math.isfinite(value):
+            self.missing += 1
+            return
+        if self.buckets and self.buckets[-1][3] < self.size:
+            _merge(self.buckets[-1], [step, step, value, 1, value, value])
+            return
+        if len(self.buckets) == self.most:
+            for left, right in zip(self.buckets[::2], self.buckets[1::2], strict=True):
+                _merge(left, right)
+            self.buckets, self.size = self.buckets[::2], 2 * self.size
+        self.buckets.append([step, step, value, 1, value, value])
+
+    def range(self) -> tuple[float, float]:
+        """The least and the greatest of all values; NaN without any."""
+        if not self.buckets:
+            return math.nan, math.nan
+        return min(bucket[4] for bucket in self.buckets), max(bucket[5] for bucket in self.buckets)
+
+    def table(self) -> dict[str, Any]:
+        """{"x": steps, "y": values}; where values were put together y is their mean, and "low" and "high" their range."""
+        found: dict[str, Any] = {
+            "x": [round((first + last) / 2) for first, last, *_ in self.buckets],
+            "y": [short(total / count) for _, _, total, count, _, _ in self.buckets],
+        }
+        if self.size > 1:
+            found["low"], found["high"] = ([short(bucket[k]) for bucket in self.buckets] for k in (4, 5))
+            found["size"] = self.size
+        return found | ({"missing": self.missing} if self.missing else {})
+
+
+def _merge(left: list[float], right: list[float]) -> None:
+    left[1] = right[1]
+    left[2] += right[2]
+    left[3] += right[3]
+    left[4], left[5] = min(left[4], right[4]), max(left[5], right[5])
+
+
+class Spread(Generic[Item]):
+    """Of the items that are added at most `most`, evenly spread, and the last one."""
+
+    def __init__(self, most: int):
+        """most: an even number."""
+        self.most, self.stride, self.count = most, 1, 0
+        self.kept: list[Item] = []
+        self.last: Item | None = None
+
+    def add(self, item: Item) -> None:
+        if len(self.kept) == self.most and self.count % self.stride == 0:
+            self.kept, self.stride = self.kept[::2], 2 * self.stride
+        if self.count % self.stride == 0:
+            self.kept.append(item)
+        self.last = item
+        self.count += 1
+
+    def items(self) -> list[Item]:
+        at_end = not self.count or (self.count - 1) % self.stride == 0
+        return self.kept if at_end else [*self.kept, self.last]
+
+
+def short(value: float) -> float | int:
+    """A number as a page shows it: five digits."""
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

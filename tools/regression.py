@@ -1,0 +1,156 @@
+"""Does a model still do what it could? `python -m tools.regression outputs/sft suite.jsonl --baseline data/base_model`.
+
+Answers every case of the suite (docs/regression.md) and prints the rates by group with their 95 % intervals. With
+--baseline (another model, or a regression.jsonl, of which the last line counts) it ends with exit code 1 where a group has
+fallen by more than chance: McNemar's exact test, one-sided, on the cases that both were asked.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.args import CommonArgs
+from common.errors import UserError, printable, say, show_and_exit
+from common.model import load_model, load_tokenizer
+from common.model.flat_model import check_positions
+from common.sampling.suite import (
+    ALPHA,
+    Known,
+    Result,
+    Suite,
+    by_group,
+    counts,
+    falls,
+    known,
+    load_suite,
+    run_suite,
+    shared,
+    turned,
+)
+
+import torch
+from accelerate import Accelerator
+
+SHOWN = 100  # characters of an answer
+
+
+def answer(name: str, suite: Suite, accelerator: Accelerator, args: argparse.Namespace) -> list[Result]:
+    """How a model does. Raises UserError where it cannot be loaded."""
+    options = CommonArgs(model_name_or_path=name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    options.chat_template = args.chat_template
+    tokenizer = load_tokenizer(options)
+    model = load_model(options, accelerator, tokenizer).eval()
+    check_positions(model, suite.tokenize(tokenizer), "--max_new_tokens, or max_tokens of the suite")
+    return run_suite(suite, model, tokenizer, accelerator, args.seed)
+
+
+def read_known(path: str, asked: dict[str, Any]) -> Known:
+    """The cases of the last line of a regression.jsonl. asked: see Suite.asked."""
+    try:
+        line = json.loads(Path(path).read_text(encoding="utf-8").strip().split("\n")[-1])
+        cases, before = line["cases"], {name: line[name] for name in asked}
+        fits = all(isinstance(case["rate"], int | float) and isinstance(case["digest"], str) for case in cases.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"--baseline {path}: no regression.jsonl ({type(error).__name__}: {error})") from None
+    if not fits or before != asked:
+        raise UserError(f"--baseline {path}: its answers were asked for otherwise: {before}, and here {asked}")
+    return cases
+
+
+def table(results: list[Result], before: Known | None) -> list[str]:
+    """A line for each group."""
+    width = max(len(group) for group, _ in by_group(results))
+    p = falls(before, results) if before is not None else {}
+    lines = [f"{'group':{width}}  {'passed':>9}  {'rate':>5}  95 % interval" + "  before  fell  rose      p" * bool(p)]
+    found = counts(results)
+    for group, own in by_group(results):
+        n = found[group]
+        line = f"{group:{width}}  {n['passed']:>4.4g}/{n['total']:<4}  {n['rate']:5.2f}  {n['low']:.2f} - {n['high']:.2f}  "
+        if before is not None:
+            change = turned(before, own)
+            both = shared(before, own)
+            then = f"{sum(before[r.case.id]['rate'] for r in both) / len(both):.2f}" if both else "-"
+            line += f"  {then:>6}  {len(change['fell']):>4}  {len(change['rose']):>4}  {p[group]:5.3f}"
+        lines.append(line.rstrip())
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser("python -m tools.regression", description="does a model still do what it could?")
+    parser.add_argument("model", help="output folder of a run, checkpoint, adapter, or Hub name")
+    parser.add_argument("suite", help="file of cases (docs/regression.md)")
+    parser.add_argument("--baseline", help="another model, or a regression.jsonl (its last line), to be compared with")
+    parser.add_argument("--alpha", type=float, default=ALPHA, help=f"a fall less probable than this counts ({ALPHA})")
+    parser.add_argument("--strict", action="store_true", help="any case that only the baseline passes counts")
+    parser.add_argument("--save", help="add a line to this file, which can be a --baseline later")
+    parser.add_argument("--samples", type=int, default=1, help="answers of each case (1)")
+    parser.add_argument("--pass_at", type=int, default=1, help="k of pass@k (1)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="of cases without max_tokens (128)")
+    parser.add_argument("--reward_timeout", type=float, default=600.0, help="seconds for a call of a reward (600)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (float32)")
+    parser.add_argument("--chat_template", help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the model brings along")
+    args = parser.parse_args(argv)
+    if not 0 < args.alpha < 1 or not 0 <= args.temperature < float("inf") or args.seed < 0:
+        raise UserError("--alpha is between 0 and 1, --temperature and --seed from 0 on")
+    if min(args.samples, args.pass_at, args.max_new_tokens) < 1:
+        raise UserError("--samples, --pass_at and --max_new_tokens are at least 1")
+
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    suite = load_suite(
+        args.suite,
+        accelerator.device,
+        samples=args.samples,
+        pass_at=args.pass_at,
+        temperature=args.temperature,
+        max_new_tokens=args.max_new_tokens,
+        timeout=args.reward_timeout,
+        flag="--",
+    )
+    before = None
+    if args.baseline:
+        is_file = args.baseline.endswith(".jsonl")
+        before = (
+            read_known(args.baseline, suite.asked()) if is_file else known(answer(args.baseline, suite, accelerator, args))
+        )
+    results = answer(args.model, suite, accelerator, args)
+    if args.save and accelerator.is_main_process:
+        failed = {r.case.id: {"why": r.why, "completion": r.completion} for r in results if r.why}
+        line = {"model": args.model, **suite.asked(), "groups": counts(results), "failed": failed, "cases": known(results)}
+        try:
+            with open(args.save, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise UserError(f"--save {args.save}: {error}") from None
+    say("\n".join(table(results, before)))
+    if before is None:
+        return 0
+
+    by_id, change = {r.case.id: r for r in results}, turned(before, results)
+    for name in change["fell"]:
+        say(f"fell: {name}: {by_id[name].why}; {by_id[name].completion[:SHOWN]!r}")
+    if change["rose"]:
+        say(f"rose: {', '.join(change['rose'])}")
+    if new := by_id.keys() - {r.case.id for r in shared(before, results)}:
+        say(f"not compared, new or edited since: {', '.join(sorted(new))}")
+    worse = [f"{group} (p = {p:.2g})" for group, p in falls(before, results).items() if p < args.alpha]
+    if worse:
+        say(f"FALLEN since {args.baseline}: {', '.join(worse)}, by McNemar's exact test, one-sided")
+    elif args.strict and change["fell"]:
+        say(f"FALLEN since {args.baseline}: {len(change['fell'])} cases (--strict)")
+    else:
+        say(f"no group has fallen since {printable(args.baseline)} by more than chance (p < {args.alpha:g})")
+        return 0
+    return 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        show_and_exit(error)
