@@ -128,6 +128,7 @@ _MASK = "only what the assistant says is trained, unless --train_on everything a
 ELSEWHERE = {
     "bf16": _PRECISION,
     "fp16": _PRECISION,
+    "mixed_precision": _PRECISION,
     "torch_dtype": "--dtype, of the weights",
     "attn_implementation": "it is chosen when the model is loaded, and --dry_run says which",
     "assistant_only_loss": _MASK,

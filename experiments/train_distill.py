@@ -9,7 +9,8 @@ et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a window (all 
    generalised Jensen-Shannon divergence, as in TRL. It is over the whole vocabulary, and the sampling has no gradient.
 2. The share --lmbda of the completions is sampled, by default all; the others are those of the data.
 3. Both distributions have the temperature of the sampling. Logits of the two exist for a chunk of the tokens at a time.
-4. The teacher has the student's tokens. Where one's vocabulary is padded to more of them, these are left out.
+4. The teacher has the student's tokens. Where one's vocabulary is padded to more of them, these are left out; the teacher
+   reads another token in the place of one that it lacks.
 
     accelerate launch -m experiments.train_distill                            # the embedded demo, after train_grpo.py
     accelerate launch -m experiments.train_distill --model_name_or_path outputs/sft --teacher_model_name_or_path outputs/grpo
@@ -218,6 +219,7 @@ def main(args: Args) -> None:
     model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
     unwrapped = accelerator.unwrap_model(model)
     teacher = load_frozen(args, accelerator, tokenizer, args.teacher_model_name_or_path)
+    teacher_tokens = teacher.model.lm.get_input_embeddings().num_embeddings
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step; they stop at {stops}")
 
@@ -227,7 +229,8 @@ def main(args: Args) -> None:
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
-                to_teacher = partial(divergence, teacher_logits=teacher.logits(batch, args.temperature), beta=args.beta)
+                known = batch | {"input_ids": batch["input_ids"].clamp(max=teacher_tokens - 1)}
+                to_teacher = partial(divergence, teacher_logits=teacher.logits(known, args.temperature), beta=args.beta)
                 out = model(batch, temperature=args.temperature, entropy=True, map_logits=to_teacher)
                 losses = torch.zeros_like(mask).index_put((batch["targets"],), out.mapped)  # (T,)
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm

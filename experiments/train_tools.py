@@ -161,7 +161,8 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
     where = f"--environment_factory {args.environment_factory}"
     try:
         make = from_file(args.environment_factory, args.tool_timeout, "class")
-        methods = dict(inspect.getmembers(must("making one", make, args.tool_timeout), inspect.ismethod))
+        made = must("making one", make, args.tool_timeout)
+        methods = dict(must("reading its methods", partial(inspect.getmembers, made, inspect.ismethod), args.tool_timeout))
         names = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
         tools = describe_tools([methods[name] for name in names], tokenizer)
     except UserError as error:
@@ -210,10 +211,12 @@ def answer(args: Args, tools: Tools, c: Completion, wanted: dict[str, Any]) -> s
         if wanted["name"] not in tools.arguments or "error" in wanted:
             raise ValueError(wanted.get("error", f"there is no tool {wanted['name']}, but {', '.join(tools.arguments)}"))
         said = str(call(getattr(c.environment, wanted["name"]), args.tool_timeout, **wanted["arguments"]))
-    except (Exception, SystemExit, TimeLimitReached) as error:
+    except BaseException as error:  # a user's code may raise anything, and call sys.exit
         c.failures += 1
-        is_late = isinstance(error, TimeLimitReached)
-        said = f"error: {f'it took more than {args.tool_timeout:g} s' if is_late else quoted(error, 500, str)}"
+        said = f"error: {quoted(error, 500, str) or type(error).__name__}"
+        if isinstance(error, TimeLimitReached):
+            said = f"error: it took more than {args.tool_timeout:g} s"
+    said = said[: 256 * args.max_completion_length]  # no token has so many characters: what is cut would not fit anyway
     return said.encode(errors="replace").decode()  # halves of surrogate pairs are no text
 
 
@@ -394,7 +397,10 @@ def main(args: Args) -> None:
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout) + environment.rewards
     weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out).rows
-    eval_prompts = [tokenize_row(row | {"tools": environment.tools.schemas}, tokenizer) for row in eval_prompts]
+    try:
+        eval_prompts = [encode(row, tokenizer, args, environment.tools) for row in eval_prompts]
+    except BadRow as error:
+        raise UserError(f"--eval_prompts: {error}") from None
     rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
         args,
         accelerator,

@@ -1,18 +1,18 @@
 """Texts that get a number: what a classifier reads of a text, and numbers in the columns of a row."""
 
-import math
-
 from common.data.formats import Columns
 from common.data.types import BadRow, Sequence, Tokenizer
 
 import numpy as np
 
+LARGEST = 1e15  # in size: its square is a number in float32
+
 
 def number_of(columns: Columns, name: str, default: float | None = None) -> float:
     """The number in a column. default: where it is not there, or null. Raises BadRow for anything else."""
     value = columns[name] if columns.get(name) is not None else default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadRow(f"{name} is {str(value)[:20]!r}; expected a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise BadRow(f"{name} is {str(value)[:20]!r}; expected a number (of at most {LARGEST:g} in size)")
     return float(value)
 
 

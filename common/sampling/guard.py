@@ -49,7 +49,7 @@ def from_file(spec: str, timeout: float = 0.0, kind: str = "function") -> Any:
     return getattr(module, name)
 
 
-def call(function: Callable[..., Any], timeout: float, **arguments: Any) -> Any:
+def call(function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
     """function(**arguments), awaited if need be, undisturbed. Raises whatever it raises, and TimeLimitReached after timeout
     seconds (0: any)."""
     with undisturbed(), time_limit(timeout):
@@ -57,13 +57,13 @@ def call(function: Callable[..., Any], timeout: float, **arguments: Any) -> Any:
         return asyncio.run(value) if inspect.isawaitable(value) else value
 
 
-def must(what: str, function: Callable[..., Any], timeout: float, **arguments: Any) -> Any:
+def must(what: str, function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
     """As `call`, where a failure is the end of the run: a UserError that says what failed, how, and in which line."""
     try:
         return call(function, timeout, **arguments)
     except TimeLimitReached:
         raise UserError(f"{what} took more than {timeout:g} s") from None
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # a user's code may raise anything, and call sys.exit
         raise UserError(f"{what} raised {raised(error)} ({line_of(error, function)})") from None
 
 

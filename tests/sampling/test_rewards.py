@@ -7,7 +7,7 @@ import re
 import textwrap
 
 from common.errors import UserError
-from common.sampling.guard import _nesting, _settings, undisturbed
+from common.sampling.guard import _nesting, _settings, call, must, undisturbed
 from common.sampling.rewards import Reward, load_rewards, score, scorer
 
 import pytest
@@ -583,3 +583,9 @@ def test_a_misspelled_function_and_a_file_without_one_are_answered_by_name(tmp_p
     path = spec.rpartition(":")[0]
     with pytest.raises(UserError, match=f"name the function: {re.escape(path)}:mine or {re.escape(path)}:other"):
         load_rewards([path], CPU)
+
+
+def test_what_a_user_s_code_gets_may_have_any_name():
+    """Columns of a dataset, and arguments of a tool."""
+    arguments = {"what": 1, "function": 2, "timeout": 3}
+    assert must("it", dict, 9, **arguments) == call(dict, 9, **arguments) == arguments

@@ -1,5 +1,6 @@
 """experiments/train_tools.py: episodes against float64 and the chat template, the contract of environments, and their limits."""
 
+import asyncio
 import importlib
 import json
 import random
@@ -82,6 +83,12 @@ class Lazy(Counter):
 class Broken(Counter):
     def reset(self, **columns):
         raise RuntimeError("no server")
+
+
+class Odd(Counter):
+    @property
+    def price(self):
+        raise ValueError("no price yet")
 
 
 class Idle:
@@ -250,12 +257,24 @@ class Slow:
         """
         sys.exit(word)
 
+    def repeat(self, timeout: str, function: str) -> str:
+        """
+        Repeat something often, and nothing not at all.
+
+        Args:
+            timeout: how often
+            function: what
+        """
+        if not function:
+            raise asyncio.CancelledError
+        return function * int(timeout)
+
 
 def test_what_goes_wrong_in_a_tool_is_told_to_the_model():
     slow = Slow()
-    tools = describe_tools([slow.wait, slow.later, slow.leave], tokenizer())
+    tools = describe_tools([slow.wait, slow.later, slow.leave, slow.repeat], tokenizer())
     c = script.Completion({}, slow)
-    args = SimpleNamespace(tool_timeout=0.2)
+    args = SimpleNamespace(tool_timeout=0.2, max_completion_length=2)
     for name, arguments, said in (
         ("wait", {"seconds": "0"}, "? done"),
         ("wait", {"seconds": "9"}, "error: it took more than 0.2 s"),
@@ -263,12 +282,15 @@ def test_what_goes_wrong_in_a_tool_is_told_to_the_model():
         ("wait", {"time": 1}, "error: Slow.wait() got an unexpected keyword argument 'time'"),
         ("later", {"word": "so"}, "so"),
         ("leave", {"word": "enough"}, "error: enough"),
-        ("_reset", {}, "error: there is no tool _reset, but wait, later, leave"),
-        ("reset", {}, "error: there is no tool reset, but wait, later, leave"),
+        ("repeat", {"timeout": "2", "function": "so"}, "soso"),
+        ("repeat", {"timeout": "10000", "function": "so"}, "so" * 256),  # more than two tokens: the rest is not encoded
+        ("repeat", {"timeout": "2", "function": ""}, "error: CancelledError"),
+        ("_reset", {}, "error: there is no tool _reset, but wait, later, leave, repeat"),
+        ("reset", {}, "error: there is no tool reset, but wait, later, leave, repeat"),
     ):
         assert script.answer(args, tools, c, {"name": name, "arguments": arguments}) == said
     assert script.answer(args, tools, c, {"name": "wait", "arguments": {}, "error": "unreadable"}) == "error: unreadable"
-    assert (c.calls, c.failures) == (9, 7)
+    assert (c.calls, c.failures) == (12, 8)
 
 
 def test_a_game_with_a_state_is_played_over_several_turns(launch, model, monkeypatch, tmp_path, completions):
@@ -350,6 +372,8 @@ def test_mistakes_are_one_line(launch, model, flags, tmp_path):
         (["--environment_factory", ""], "name the class, file.py:Class"),
         (["--environment_factory", "missing.py:A"], "there is no file missing.py"),
         (["--environment_factory", file], f"name the class: {file}:Counter or {file}:Lazy"),
+        (["--environment_factory", f"{file}:Odd"], "reading its methods raised ValueError: no price yet"),
+        (["--eval_prompts", text], "--eval_prompts: tools need chats"),
         (["--environment_factory", f"{file}:Missing"], "has no class Missing"),
         (["--environment_factory", f"{file}:Idle"], "needs a method reset"),
         (["--environment_factory", f"{file}:Lazy"], "get_reward() or else --reward_funcs"),
