@@ -39,6 +39,7 @@ def test_the_blocks_are_compiled_once_for_windows_of_all_shapes(stage, graphs, l
     assert_same(losses(plain), losses(compiled), tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_blocks_on_full_rows_are_one_graph(graphs, launch):
     words = [*STAGES["pretrain"], "--max_steps", "3", "--save_steps", "0", "--packing_strategy", "wrapped"]
     plain = launch("pretrain", *words, output="plain")

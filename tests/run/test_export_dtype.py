@@ -37,6 +37,7 @@ def config_dtype(folder):
     return json.loads((folder / "config.json").read_text())["dtype"]
 
 
+@pytest.mark.slow
 def test_a_bfloat16_base_goes_out_as_bfloat16_and_its_checkpoints_are_exact(launch, bf16_base):
     """Also from a checkpoint, which is float32, and asked otherwise."""
     out = launch(*sft(bf16_base, "--save_steps", "1"))

@@ -146,6 +146,7 @@ def test_a_process_that_is_terminated_leaves_with_75_and_the_same_command_goes_o
     assert read_metrics(resumed) == read_metrics(whole) and same_weights(resumed, whole)
 
 
+@pytest.mark.slow
 def test_sigusr1_saves_and_a_second_ctrl_c_leaves_at_once(tmp_path, token_cache):
     (tmp_path / "slow.py").write_text(SLOW)
     words = [*SFT, *LONG, "--gradient_accumulation_steps", "30", "--dataset_cache_dir", str(token_cache)]
@@ -166,6 +167,7 @@ def test_sigusr1_saves_and_a_second_ctrl_c_leaves_at_once(tmp_path, token_cache)
         assert len(checkpoints(run.output)) == 1 and "stopped at" not in run.log.read_text()
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_a_signal_that_one_of_them_had(tmp_path, token_cache):
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29641")
     words = [*SFT, *LONG, "--dataset_cache_dir", str(token_cache)]

@@ -293,6 +293,7 @@ def test_where_to_go_on_from_is_told_rightly(launch, tmp_path):
     launch("sft", *other, "--model_name_or_path", str(first / "checkpoint-2"), output="other")
 
 
+@pytest.mark.slow
 def test_an_adapter_gets_new_tokens_as_the_message_says(launch, tmp_path):
     pytest.importorskip("peft")
     from common.model.merge import merge_adapter
