@@ -39,6 +39,8 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
                 kind = "config"
         reason = _damage(name) or reason
         hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
+        if hint and name.startswith("outputs/"):
+            hint = " (no run has left a model there yet)"
         raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
     finally:
         transformers.utils.logging.set_verbosity(verbosity)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import threading
 from collections.abc import Callable
@@ -107,7 +108,7 @@ class Push:
     def __init__(self, args: CommonArgs):
         self.args, self.thread = args, None
         self.staged = Path(args.output_dir, ".push.tmp")
-        self.again = f"python -m tools.push {args.output_dir} --hub_model_id {args.hub_model_id}"
+        self.again = f"python -m tools.push {shlex.quote(args.output_dir)} --hub_model_id {args.hub_model_id}"
         self.again += " --hub_private_repo" if args.hub_private_repo else ""
 
     def save(self, checkpoint: Path, make_card: Callable[[], str]) -> None:

@@ -7,6 +7,7 @@ script in one place (`retry_smaller`), to begin a window again that has run out 
 import gc
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -269,9 +270,9 @@ class Run:
         if what == "adapter":
             say(
                 "it stops where the chat does with the generation_config.json beside it (docs/models.md); as a model: "
-                f"python -m tools.merge_lora {args.output_dir} {args.output_dir}-merged"
+                f"python -m tools.merge_lora {shlex.quote(args.output_dir)} {shlex.quote(args.output_dir + '-merged')}"
             )
-        say(f"talk to it: python -m tools.chat {args.output_dir}")
+        say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
         say(f"try next: {try_next}")
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
         self.alerts.close("finished", f"{self.step} steps; {shown}")

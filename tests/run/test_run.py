@@ -160,3 +160,6 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     assert module.KEPT == ["model"]  # it outlives the process group
     assert ("summary", None) in done and not {"pruned", "card"} & {name for name, *_ in done}
     assert "before -> after" not in capsys.readouterr().out
+    run.args.output_dir = "my runs"
+    run.finish("more")
+    assert "python -m tools.chat 'my runs'\n" in capsys.readouterr().out  # as a shell reads it

@@ -128,6 +128,8 @@ def test_rows_of_another_kind_are_one_line(launch, data, model, tmp_path, capsys
     chats = write_rows(tmp_path / "chats.jsonl", [{"prompt": "q", "completion": "a"}])
     assert "no column label" in refused(launch, model, chats)
     assert "two rows" in refused(launch, model, data / "rows.jsonl", "--per_device_train_batch_size", 1)
+    one = write_rows(tmp_path / "one.jsonl", as_rows(ROWS[:1]))  # it would be its own mismatched pair
+    assert "more rows" in refused(launch, model, one, "--eval_fraction", 0)
     some = as_rows(ROWS) + [{**as_rows(ROWS)[0], "label": "good"}, {**as_rows(ROWS)[0], "completion": ""}]
     kto(launch, tmp_path, model, "--max_steps", 1, "--dataset_name", write_rows(tmp_path / "some.jsonl", some))
     said = capsys.readouterr().out
