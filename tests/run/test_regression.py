@@ -10,7 +10,7 @@ from common.args import CommonArgs
 from common.errors import UserError
 from common.run import regression as module
 from common.sampling.suite import Result
-from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script
+from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script, teacher
 from tests.run.test_fsdp import LAUNCHER
 from tests.run.test_resume import Stop, stop_after_save
 from tests.scripts.test_equivalence import free_port
@@ -189,8 +189,9 @@ def test_a_checkpoint_alone_knows_how_the_cases_went(launch, suite):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", "dpo", "grpo", *EXPERIMENTS])
 def test_every_stage_has_it_without_a_line_of_its_own(launch, suite, stage, monkeypatch):
-    size = ["--per_device_train_batch_size", "16" if stage == "grpo" else "2"]
-    more = ["--regression_steps", "2", "--save_steps", "2", *size]
+    more = ["--regression_steps", "2", "--save_steps", "2"]
+    more += ["--per_device_train_batch_size", "16" if stage in ("grpo", "tools") else "2"]
+    more += ["--teacher_model_name_or_path", teacher()] if stage == "distill" else []
     whole = launch(stage, *words(stage, suite, *more), output="whole")
     assert [line["step"] for line in lines(whole)] == [0, 2, 4, 6]
     with monkeypatch.context() as patch:
