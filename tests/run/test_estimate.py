@@ -226,7 +226,10 @@ def measured(size, lengths, recompute=False):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("lengths", [[38, 51, 22, 40] * 4, [512] * 8], ids=["16x40", "8x512"])
+LENGTHS = [pytest.param([38, 51, 22, 40] * 4, id="16x40"), pytest.param([512] * 8, id="8x512", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_demo_model_peaks_where_it_was_estimated(lengths):
     estimated, peak = measured("demo", lengths)
     assert estimated == pytest.approx(peak, rel=0.2)

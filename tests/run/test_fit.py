@@ -47,7 +47,7 @@ def limit_memory(monkeypatch, sequences, where="forward"):
     return fitted
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_goes_on_with_the_same_gradients(stage, where, launch, monkeypatch, capsys):
     words = [*STAGES[stage], *ONE]

@@ -89,7 +89,7 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-LONG = ("kto", "reward", "rft", "tools", "ppo", "distill", "pretrain streamed", "sft mixed")
+LONG = ("kto", "grpo", "reward", "rft", "tools", "ppo", "distill", "pretrain streamed", "sft mixed")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in STAGES])

@@ -184,6 +184,7 @@ def test_two_processes_agree_on_a_signal_that_one_of_them_had(tmp_path, token_ca
         assert f"exitcode  : {EXIT_CODE}" in said and "exitcode  : -9" not in said, said[-3000:]
 
 
+@pytest.mark.slow
 def test_a_run_whose_launcher_was_killed_stops(tmp_path, token_cache):
     accelerate = ("-m", "accelerate.commands.launch", "--num_processes", "1")
     with Script(tmp_path, *SFT, *LONG, "--dataset_cache_dir", str(token_cache), launcher=accelerate) as run:
