@@ -58,7 +58,8 @@ def dpo_loss(
     rejected_tokens: Tensor,
     *,
     beta: float,
-    loss_type: str = "sigmoid",
+    loss_type: str | list[str] = "sigmoid",
+    loss_weights: list[float] | None = None,
     label_smoothing: float = 0.0,
     simpo_gamma: float = 0.5,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +67,8 @@ def dpo_loss(
 
     The first four (B,): log-probabilities summed over the completion (those of the reference are not read by simpo and
     orpo); the next two (B,): the completions' trained tokens. Returns losses (B,), and the chosen and rejected
-    rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`.
+    rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`. Several types
+    are added up by loss_weights (None: 1 for each); the rewards are those of the first one.
 
     Let `x = (chosen - ref_chosen) - (rejected - ref_rejected)`, sums over tokens.
 
@@ -89,6 +91,12 @@ def dpo_loss(
 
     Raises ValueError for an unknown type, or label_smoothing where it has no meaning or makes `robust` singular.
     """
+    if not isinstance(loss_type, str):
+        sides = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_tokens, rejected_tokens)
+        options = {"beta": beta, "label_smoothing": label_smoothing, "simpo_gamma": simpo_gamma}
+        terms = [dpo_loss(*sides, loss_type=one, **options) for one in loss_type]
+        weights = loss_weights or [1.0] * len(terms)
+        return sum(weight * term[0] for weight, term in zip(weights, terms, strict=True)), *terms[0][1:]
     if loss_type not in DPO_LOSS_TYPES:
         raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(DPO_LOSS_TYPES)}")
     if label_smoothing and loss_type not in SMOOTHED:

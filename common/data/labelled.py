@@ -1,10 +1,13 @@
-"""Chats with a label, good or bad (KTO): what formats.py reads as a chat with a prompt, and one column more."""
+"""Chats with a label, good or bad (KTO): what formats.py reads as a chat with a prompt, and one column more; and answers
+after the prompts of others."""
 
 from typing import Any
 
 from common.data.formats import Columns, as_chat, chat_format
-from common.data.types import BadRow, Row
+from common.data.types import BadRow, Example, Row, Sequence
 from common.errors import UserError
+
+import numpy as np
 
 LABELS = ("label", "kto_tag")  # true for a good answer; the second name is LLaMA-Factory's
 
@@ -38,6 +41,16 @@ def as_labelled(columns: Columns, format: str | None = None) -> dict[str, Any]:
     if "messages" in chat:  # of a chat without a border, the last turn is the answer
         chat.setdefault("prompt_turns", len(chat["messages"]) - 1)
     return chat | {"label": bool(label)}
+
+
+def mismatched(rows: list[Sequence], max_length: int) -> list[Example]:
+    """Each prompt with the answer of the next row, of at most max_length tokens, as examples of one sequence."""
+    n = [int(row["loss_mask"].argmax()) for row in rows]  # tokens of the prompts
+
+    def join(i: int, field: str) -> np.ndarray:
+        return np.concatenate([rows[i - 1][field][: n[i - 1]], rows[i][field][n[i] :]])[:max_length]
+
+    return [[{field: join(i, field) for field in ("input_ids", "loss_mask")}] for i in range(len(rows))]
 
 
 def _chat(columns: Columns) -> Columns:

@@ -14,10 +14,11 @@ from common.data.formats import (
     prompt_format,
     text_format,
 )
-from common.data.labelled import as_labelled, labelled_format
+from common.data.labelled import as_labelled, labelled_format, mismatched
 from common.data.types import BadRow, Row
 from common.errors import UserError
 
+import numpy as np
 import pytest
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -269,6 +270,19 @@ def test_a_chat_with_a_label_is_that_chat_and_the_label():
 def test_a_label_that_is_neither_true_nor_false_leaves_the_row_out(label):
     with pytest.raises(BadRow, match="expected true or false"):
         as_labelled(Row({"prompt": "q", "completion": "a", "label": label}, "rows.jsonl:1", "prompt_completion"))
+
+
+def test_answers_after_the_prompts_of_others():
+    """Each prompt, the tokens before the first trained one, with the next answer; of a prompt too long for it nothing remains."""
+    rows = [([1, 2, 3], [7, 8]), ([4], [9]), ([], [5, 6])]
+    rows = [
+        {"input_ids": np.array(p + a), "loss_mask": np.array([0] * len(p) + [1] * len(a)), "label": True} for p, a in rows
+    ]
+    found = mismatched(rows, 4)
+    assert all(len(example) == 1 and {*example[0]} == {"input_ids", "loss_mask"} for example in found)
+    assert [example[0]["input_ids"].tolist() for example in found] == [[7, 8], [1, 2, 3, 9], [4, 5, 6]]
+    assert [example[0]["loss_mask"].tolist() for example in found] == [[1, 1], [0, 0, 0, 1], [0, 1, 1]]
+    assert [example[0]["loss_mask"].tolist() for example in mismatched(rows, 3)] == [[1, 1], [0, 0, 0], [0, 1, 1]]
 
 
 # --- wrong columns --------------------------------------------------------------------------------------------------
