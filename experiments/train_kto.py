@@ -70,7 +70,8 @@ def main(args: Args) -> None:
     if args.packing:
         train = pack(train, args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)
-    if args.loss_type == "kto" and min(windows.size, len(train)) < 2:
+    rows = {row["input_ids"].tobytes() for example in windows[0].examples for row in example}
+    if args.loss_type == "kto" and len(rows) < 2:
         raise UserError("--loss_type kto: its KL term needs two rows in a step (--per_device_train_batch_size, more rows)")
 
     # --- model and reference -----------------------------------------------------------------------------------------

@@ -10,17 +10,18 @@ from common.errors import UserError
 import numpy as np
 
 LABELS = ("label", "kto_tag")  # true for a good answer; the second name is LLaMA-Factory's
+TEXTS = {"true": True, "false": False, "1": True, "0": False}  # as tables have them, which know nothing but text
 
 
 def labelled_format(columns: Columns, wanted: str | None = None) -> str:
     """The name of the chat's format. Raises UserError where none fits, or not `wanted`, and where there is no label."""
+    found = ", ".join(columns) or "none"
+    if columns.get("chosen") is not None and columns.get("rejected") is not None and columns.get("completion") is None:
+        raise UserError(
+            f"pairs are for DPO; here a row is one answer with a label: make two rows of each pair, with the columns "
+            f"prompt, completion and label (true for the chosen, false for the rejected one); found columns {found}"
+        )
     if all(columns.get(name) is None for name in LABELS):
-        found = ", ".join(columns) or "none"
-        if columns.get("chosen") is not None and columns.get("rejected") is not None:
-            raise UserError(
-                f"pairs are for DPO; here a row is one answer with a label: make two rows of each pair, with the columns "
-                f"prompt, completion and label (true for the chosen, false for the rejected one); found columns {found}"
-            )
         raise UserError(
             f"no column label (true: a good answer, false: a bad one); found {found} (map it: --columns label=...)"
         )
@@ -35,6 +36,7 @@ def as_labelled(columns: Columns, format: str | None = None) -> dict[str, Any]:
     Raises UserError where the format does not fit, BadRow for an unusable row.
     """
     label = next((columns[name] for name in LABELS if columns.get(name) is not None), None)
+    label = TEXTS.get(label.strip().lower(), label) if isinstance(label, str) else label
     if label not in (True, False):  # which 1 and 0 are as well
         raise BadRow(f"label is {str(label)[:20]!r}; expected true or false")
     chat = as_chat(_chat(columns), format)
