@@ -189,8 +189,8 @@ def _refuse_false_launches(accelerator: Accelerator) -> None:
     for name in ("tp_size", "cp_size", "sp_size"):  # whose processes share micro-batches; here each has its own
         if sizes is not None and getattr(sizes, name, 1) > 1:
             raise UserError(
-                f"the accelerate config asks for {name} {getattr(sizes, name)}: of its parallelism_config, dp_replicate_size and "
-                "dp_shard_size alone are supported (accelerate_configs/hsdp.yaml)"
+                f"the accelerate config asks for {name} {getattr(sizes, name)}: of its parallelism_config, only "
+                "dp_replicate_size and dp_shard_size are supported (accelerate_configs/hsdp.yaml)"
             )
     for variable, kind in (("FSDP", DistributedType.FSDP), ("DEEPSPEED", DistributedType.DEEPSPEED)):
         if env.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true" and accelerator.distributed_type != kind:
