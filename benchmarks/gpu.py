@@ -216,6 +216,7 @@ def main() -> None:
         return
     kept = "OUT" in os.environ or not args.tiny
     folder = Path(os.environ.get("OUT", Path(__file__).resolve().parent)) if kept else Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
     state = supervise(args, folder / "gpu.json")
     print()
     print(markdown(state["rows"]))

@@ -22,7 +22,9 @@ SECTIONS = {
 
 def run(tmp_path, *words, first="", **environ):
     """gpu.py with something done at the start of each of its processes."""
-    (tmp_path / "sitecustomize.py").write_text("import sys\nfor name in ('datasets', 'trl'): sys.modules[name] = None\n" + first)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('datasets', 'trl'): sys.modules[name] = None\n" + first
+    )
     env = os.environ | {"OUT": str(tmp_path), "PYTHONPATH": str(tmp_path)} | environ
     command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--tiny", "--minutes", "20", *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1300)
