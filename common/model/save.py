@@ -80,7 +80,8 @@ def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype
             written = _merged(lm, every | dequantised_layers(lm))
             found = _part(written, written.state_dict(), "")
         if dtype is not None:
-            found = {name: w.to(dtype) if w.is_floating_point() and w.dim() > 1 else w for name, w in found.items()}
+            small = {name for name, w in found.items() if not w.is_floating_point() or w.dim() < 2}
+            found = {name: w if name in small else w.to(dtype).cpu() for name, w in found.items()}
         written.save_pretrained(folder, state_dict=found)
 
     return write
