@@ -55,7 +55,7 @@ from common.evaluate import load_eval_prompts, summarise
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import gather_lists
+from common.processes import gather_lists, on_each_process
 from common.run import Run
 from common.sampling import OwnSampler, Reward, RolloutSchedule, Sampled, load_rewards, make_sampler, score
 from common.sampling.guard import call, from_file, must
@@ -270,12 +270,13 @@ def roll_out(
     completions = [begin(args, tokenizer, environment, prompts[i], (*key, i // group)) for i in mine]
     playing = dict(zip(mine, completions, strict=True))
     for turn in range(args.max_tool_calling_iterations + 1):
-        sampled = sampler.begin(
+        begun = sampler.begin(
             [c.prompt["prompt_ids"] + c.ids for c in playing.values()],
             [(*key, i, turn) for i in playing],
             max_new_tokens=[args.max_completion_length - len(c.ids) for c in playing.values()],
             temperature=temperature,
-        ).result()
+        )
+        sampled = on_each_process(accelerator, begun.result)
         is_last = turn == args.max_tool_calling_iterations
         turns = zip(playing.items(), sampled, strict=True)
         playing = {i: c for (i, c), s in turns if end_turn(args, tokenizer, environment.tools, c, s, is_last)}
