@@ -23,6 +23,7 @@ from common.model.flat_model import FlatModel, gathered
 from common.model.merge import write_merged
 from common.model.quantised import is_quantised
 from common.model.save import EXTRA, model_writer
+from common.processes import on_main_process
 from common.run.best import Best
 from common.run.export_dtype import cast_weights
 from common.run.inputs import FILE, copy_inputs
@@ -109,7 +110,8 @@ def export(
     """
     output_dir = args.output_dir
     wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
-    if best is not None and (problem := find_damage(best)) is not None:
+    # Asked once: the processes have to agree, and each of them would read all of it.
+    if best is not None and (problem := on_main_process(accelerator, lambda: find_damage(best))) is not None:
         say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
         best = None
     if args.merge_lora and is_quantised(wrapper):

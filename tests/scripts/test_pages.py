@@ -245,37 +245,45 @@ def test_the_commands_of_a_page_run_as_they_stand(name, local):  # noqa: F811
 # --- several machines ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_two_launchers_are_two_machines(tmp_path):
+def two_machines(tmp_path, outputs, *words):
     """The command of docs/parallel.md with multi_node.yaml, here with one CPU process on each of two "machines"."""
-    config = (
-        (ROOT / "accelerate_configs" / "multi_node.yaml")
-        .read_text()
-        .replace("mixed_precision: bf16", "mixed_precision: 'no'")
-    )
+    config = (ROOT / "accelerate_configs" / "multi_node.yaml").read_text()
+    config = config.replace("mixed_precision: bf16", "mixed_precision: 'no'")
     (tmp_path / "config.yaml").write_text(config + "use_cpu: true\n")
     port = free_port()
 
     def launcher(rank):
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "config.yaml")]
-        command += [
-            "--num_machines",
-            "2",
-            "--num_processes",
-            "2",
-            "--machine_rank",
-            str(rank),
-            "--main_process_ip",
-            "127.0.0.1",
-        ]
-        command += ["--main_process_port", str(port), "train_sft.py", *SMALL["sft"], "--dataset_name", "data/sft"]
-        return [*command, "--output_dir", str(tmp_path / "out"), "--dataset_cache_dir", str(tmp_path / "cache")]
+        command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", str(rank)]
+        command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+        command += ["train_sft.py", *SMALL["sft"], "--dataset_name", "data/sft", *words]
+        return [*command, "--output_dir", str(outputs[rank]), "--dataset_cache_dir", str(tmp_path / "cache")]
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first, second = pool.map(lambda rank: run_script(launcher(rank)), range(2))
+        return list(pool.map(lambda rank: run_script(launcher(rank)), range(2)))
+
+
+@pytest.mark.slow
+def test_two_launchers_are_two_machines(tmp_path):
+    first, second = two_machines(tmp_path, [tmp_path / "out"] * 2)
     assert first.returncode == second.returncode == 0, (first.stderr[-2000:], second.stderr[-2000:])
     assert "2 process(es) on cpu" in first.stdout and "process(es)" not in second.stdout
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["processes"] == 2
+
+
+@pytest.mark.slow
+def test_two_machines_that_share_no_disk(tmp_path):
+    """A run trains and says it; the run that would go on from its checkpoint is refused, on both."""
+    outputs = [tmp_path / "one", tmp_path / "other"]
+    first, second = two_machines(tmp_path, outputs, "--save_steps", "1")
+    assert first.returncode == second.returncode == 0, (first.stderr[-2000:], second.stderr[-2000:])
+    assert "args.yaml is not there on" in first.stdout and (outputs[0] / "summary.json").exists()
+    (outputs[0] / "summary.json").unlink()
+    runs = two_machines(tmp_path, outputs, "--save_steps", "1")
+    assert all(run.returncode for run in runs)
+    assert all(
+        "checkpoint-2 is not there on" in run.stderr and "Traceback" not in run.stderr.split("error:")[0] for run in runs
+    )
 
 
 def test_the_slurm_job_hands_on_machines_ranks_and_addresses(tmp_path):
