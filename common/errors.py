@@ -59,6 +59,22 @@ def show_and_exit(error: UserError) -> None:
     os._exit(1)
 
 
+def as_command(main: Callable[[], int | None]) -> None:
+    """Call a tool's `main` as a program, and end it: a UserError is one line, Ctrl-C a word, and a reader that has left
+    (`| head`) no error."""
+    keep_talking()
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    try:
+        code = main()
+    except UserError as error:
+        show_and_exit(error)
+    except KeyboardInterrupt:
+        say("stopped")
+        code = 130
+    sys.exit(code)
+
+
 def last_words(error: BaseException) -> None:
     """Call what waits for the end of the run by an error, each once."""
     while LAST_WORDS:
