@@ -101,8 +101,8 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": "".join(written).strip()}]
 
     def tokens(self, messages: list[dict[str, str]]) -> Any:
-        """What the model is given, {"input_ids", "attention_mask"} of shape (1, length). A base model without a template goes
-        on with the text. Raises UserError."""
+        """What the model is given, {"input_ids", "attention_mask"} of shape (1, length): a base model, without a template,
+        the text. Raises UserError."""
         try:
             if self.tokenizer.chat_template:
                 options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
