@@ -34,14 +34,24 @@ def quoted(value: Any, limit: int = 120, form: Any = repr) -> str:
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
+SECRETS: list[str] = []  # what no message may show, whoever wrote it: a reward function that fails at it, say
+
+
+def hidden(text: str) -> str:
+    for secret in SECRETS:
+        text = text.replace(secret, "(secret)")
+    return text
+
+
 # Control characters but for line breaks and tabs, and marks that turn the direction of writing: on a terminal they could
 # clear it, hide a line, or set its title.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Text of data, of models or of file names, as a terminal may get it: control characters are spelled out."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    """Text of data, of models or of file names, as a terminal may get it: control characters are spelled out, secrets left
+    out."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), hidden(text))
 
 
 def is_first() -> bool:
