@@ -405,6 +405,27 @@ def test_runs_are_compared_by_settings_and_by_the_prompts_that_both_were_given(t
     assert (rate["runs"][1]["gained"], rate["runs"][1]["lost"]) == (6, 0)
 
 
+def test_suites_of_two_runs_are_compared_case_by_case(tmp_path):
+    """7 of 9 that failed pass now, none fell: McNemar's exact p is 2 / 2^7. A case that was edited is not the same."""
+    for name, right in (("one", 1), ("two", 8)):
+        cases = {
+            f"c{i}": {"rate": float(i < right), "digest": "x" if i else name, "group": "easy" if i else "edited"}
+            for i in range(10)
+        }
+        cases["c9"]["group"] = "hard"
+        groups = {
+            group: {"passed": sum(c["rate"] for c in own), "total": len(own)}
+            for group in ("easy", "hard", "edited")
+            if (own := [case for case in cases.values() if case["group"] == group])
+        }
+        write_lines(a_run(tmp_path / name) / "regression.jsonl", [{"step": 1, "groups": groups, "cases": cases}])
+    write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html")
+    rates = data_of((tmp_path / "both.html").read_text())["compared"]["rates"]
+    second = {rate["name"]: rate["runs"][1] for rate in rates}
+    assert second["suite: easy"]["test"] == "McNemar, exact" and second["suite: easy"]["p"] == 2 / 2**7
+    assert second["suite: hard"]["p"] == 1 and second["suite: edited"]["test"] == "two proportions"
+
+
 def test_a_suite_that_was_tested_is_shown_and_compared(tmp_path):
     rows = [{"step": 0, "groups": {"sums": {"passed": 4, "total": 10}}, "turned": []}]
     rows += [{"step": 40, "groups": {"sums": {"passed": 9, "total": 10}, "odd": 3}}]
