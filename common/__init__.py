@@ -26,7 +26,9 @@ def _leave_quietly(kind: type[BaseException], error: BaseException, traceback: o
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return
-    print("stopped before the first step: there is nothing to save", file=sys.stderr, flush=True)
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    is_tool = spec is not None and spec.name.startswith("tools.")
+    print("stopped" if is_tool else "stopped before the first step: there is nothing to save", file=sys.stderr, flush=True)
     os._exit(130)
 
 

@@ -8,11 +8,10 @@ import argparse
 import importlib
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, quoted, show_and_exit
+from common.errors import UserError, as_command, quoted
 from tools.chat import load
 
 
@@ -67,8 +66,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.stdout.flush()
-        show_and_exit(error)
+    as_command(main)

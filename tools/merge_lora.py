@@ -6,7 +6,7 @@ folder holds the tokenizer, generation_config.json and extra.safetensors of the 
 
 import argparse
 
-from common.errors import UserError, show_and_exit
+from common.errors import as_command
 from common.model.merge import merge_adapter
 
 
@@ -21,7 +21,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        show_and_exit(error)
+    as_command(main)

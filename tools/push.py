@@ -7,7 +7,7 @@ if there is one. What is not: optimizer, logs, samples, anything else.
 import argparse
 from pathlib import Path
 
-from common.errors import UserError, quoted, show_and_exit
+from common.errors import UserError, as_command, quoted
 from common.run.hub import check_repo, read_card, upload
 
 
@@ -33,7 +33,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        show_and_exit(error)
+    as_command(main)

@@ -122,6 +122,12 @@ def _damage(name: str) -> str | None:
                 pass
         except Exception as error:  # SafetensorError, OSError
             return f"{file} is no whole safetensors file ({error})"
+    if Path(name).is_dir() and not any(Path(name).glob("*config.json")):
+        inside = [p for p in Path(name).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
+        if inside:
+            newest = max(inside, key=lambda p: int(p.name.removeprefix("checkpoint-")))
+            return f"its run has not come to its end, and left no final model there; its newest checkpoint is {newest}"
+        return "there is no config.json in it: it is not the folder of a model"
     return None
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.errors import UserError, quoted, say
+from common.errors import UserError, hidden, quoted, say
 from common.memory import finest_dtype, memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
@@ -289,7 +289,8 @@ class Metrics:
     def event(self, kind: str, step: int, text: str, **more: Any) -> None:
         """Note in events.jsonl that something happened: what report.html shows on its line of time. Lines stay there when a
         run goes on from a checkpoint before them."""
-        self.append("events.jsonl", [{"step": step, "time": round(time.time(), 1), "kind": kind, "text": text, **more}])
+        row = {"step": step, "time": round(time.time(), 1), "kind": kind, "text": hidden(text), **more}
+        self.append("events.jsonl", [row])
 
     def append(self, file: str, rows: list[dict[str, Any]]) -> None:
         """Add rows to a JSON-lines file of the run (main process).

@@ -204,6 +204,23 @@ def is_held(output_dir: Path) -> bool:
         return False
 
 
+def is_over(output_dir: Path) -> bool:
+    """Whether the run that had the folder last has ended, whatever it says: its lock is free, and was taken on this machine.
+    Another machine's lock is not always seen here."""
+    path = output_dir.resolve() / ".lock"
+    if path in _LOCKS:  # to close another handle of it would let go of it
+        return False
+    try:
+        import fcntl
+
+        with open(path, encoding="utf-8") as file:
+            here = f" on {socket.gethostname()}, since" in file.read(400)
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (ImportError, OSError, ValueError):
+        return False
+    return here
+
+
 def delete_run(output_dir: Path) -> None:
     """Delete what a run has left in its folder, and nothing else that may lie there."""
     for folder in [
