@@ -149,17 +149,20 @@ def load_eval_prompts(
     prompt_of: Callable[[Row], dict[str, Any]] = as_prompt,
     rewards: list[Reward] | None = None,
     weights: list[float] | None = None,
+    system_prompt: str | None = None,
 ) -> EvalPrompts:
     """What is completed at each evaluation: the prompts of --eval_prompts; where no file is named, the held-out rows of
     GRPO, and else the prompts of the first num_samples held-out (or training) rows that have one, without other columns.
 
     prompt_of(row)["prompt"]: the prompt of a row. rewards, weights: what scores the completions where --eval_reward_funcs
-    names nothing, and as what sum.
+    names nothing, and as what sum. system_prompt: see tokenize_row; what is trained on has it, too.
     """
     own = load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout, "--eval_reward_funcs")
     score = scorer(own or rewards or [], tokenizer, None if own else weights)
     if args.eval_prompts:
-        rows = convert(load_rows(args.eval_prompts), lambda row: tokenize_row(as_prompt(row), tokenizer), "prompts")[0]
+        rows = convert(
+            load_rows(args.eval_prompts), lambda row: tokenize_row(as_prompt(row), tokenizer, None, system_prompt), "prompts"
+        )[0]
         return EvalPrompts(rows, score)
     if isinstance(held_out, Rows):
         return EvalPrompts([held_out[i] for i in range(len(held_out))], score)

@@ -198,7 +198,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args)
     check_vocabulary(args, tokenizer)
     prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
-    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out)
+    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, system_prompt=args.system_prompt)
     rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
         args,
         accelerator,

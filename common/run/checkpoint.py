@@ -26,14 +26,13 @@ from common.model.quantised import is_quantised
 from common.run.best import Best
 from common.run.export_dtype import cast_weights
 from common.run.inputs import FILE, copy_inputs
-from common.run.output_dir import CARD, WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
+from common.run.output_dir import CARD, EXTRA, WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-EXTRA = "extra.safetensors"  # the modules that a script has put into model.extra
 OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml", FILE)  # what a checkpoint has beside the model
 DISK_ERROR = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 
