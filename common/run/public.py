@@ -16,7 +16,6 @@ from common.args import CommonArgs, first_definition
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("data/base_model", "data/pretrain", "data/sft", "data/dpo", "data/grpo", "data/grpo_zero", "data/prompts")
-SHIPPED += ("experiments/data/kto", "experiments/data/tools", "experiments/data/tools_sft", "experiments/environments.py")
 SHIPPED += ("data/style.py", "data/regression.jsonl")
 OF_THE_DEMO = re.compile(r"(\w+_)?(train|validation|test)\.(jsonl|txt)")  # files in these folders; others are the user's
 # Of this machine, or of how a run was carried out, and not of the model.
@@ -93,9 +92,10 @@ def _is_ready_made(reward: str) -> bool:
 
 
 def launched_as(script: str) -> str:
-    """As it is launched: an experiment that ships is a module."""
+    """As it is launched: as a module where it lies in a package of this project."""
     path = Path(script).resolve()
-    return f"-m experiments.{path.stem}" if path.parent == ROOT / "experiments" else path.name
+    is_module = path.parent.parent == ROOT and (path.parent / "__init__.py").exists()
+    return f"-m {path.parent.name}.{path.stem}" if is_module else path.name
 
 
 def flags_of(args: CommonArgs, public: set[str], private: set[str]) -> list[str]:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import train_grpo
+from common.args import CommonArgs
+from common.evaluate import load_eval_prompts
+from tests.conftest import ROOT
 from tests.scripts.one_step import (
     ADAMW,
     BASE,
@@ -623,6 +626,17 @@ def test_prompts_are_what_the_template_makes_of_them(grpo, model):
     wanted = sorted(prompt_ids(chat) for chat in chats if len(prompt_ids(chat)) <= longest[2])
     assert len(wanted) == 3 and sorted(c.prompt_ids for c in run.rollouts[0][::4]) == wanted
     check(run, Settings(per_device_train_batch_size=12))
+
+
+def test_prompts_of_a_file_are_completed_as_those_of_the_data_are(tmp_path):
+    """With the system prompt that the model is trained with: in GRPO and in every script that has one."""
+    args = CommonArgs(eval_prompts=write_rows(tmp_path / "prompts.jsonl", text_rows()))
+    given = (args, SimpleNamespace(device="cpu"), tokenizer(), None, None)
+    found = load_eval_prompts(*given, system_prompt="Be short.").rows
+    assert [row["prompt_ids"] for row in found] == [prompt_ids(turns("Be short.", row["prompt"])) for row in text_rows()]
+    assert [row["prompt"] for row in load_eval_prompts(*given).rows] == [row["prompt"] for row in text_rows()]
+    for script in ("train_grpo.py", "experiments/train_ppo.py", "experiments/train_distill.py"):
+        assert "system_prompt=args.system_prompt" in (ROOT / script).read_text(), script
 
 
 def turns(system, text):

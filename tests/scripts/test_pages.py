@@ -185,6 +185,14 @@ def test_a_missing_harness_is_one_line(monkeypatch):
         lm_eval.main(["data/base_model", "arc_easy"])
 
 
+@pytest.mark.parametrize("words", ["--limit -1", "--num_fewshot -3", "--batch_size 0", "--output gone/x.json"])
+def test_what_the_harness_would_take_in_silence_is_refused(words):
+    from tools import lm_eval
+
+    with pytest.raises(UserError, match="--limit above 0|no such folder"):
+        lm_eval.main(["data/base_model", "arc_easy", *words.split()])
+
+
 @pytest.mark.slow
 def test_a_task_of_local_rows_is_evaluated(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
