@@ -77,7 +77,8 @@ def _clean(value: Any, key: str = "") -> Any:
         return [_clean(part) for part in value]
     if not isinstance(value, str) or key in ("content", "chat_template") or "\n" in value:
         return value
-    named = key.endswith(("name_or_path", "_file", "_name")) and Path(value).exists()
+    is_here = Path(value).exists() or value.count("/") > 1 or value.startswith((".", "~"))  # or was, where it was written
+    named = key.endswith(("name_or_path", "_file", "_name")) and is_here
     return Path(value).name if named or re.match(r"(/|~|[A-Za-z]:[\\/]).*[\\/]", value) else value
 
 

@@ -397,7 +397,10 @@ def test_code_of_a_model_goes_with_it_and_paths_in_its_settings_do_not(tmp_path)
     assert "modeling_mine.py" in files and "train_sft.py" not in files
     assert json.loads(without_places(files["config.json"])) == config | {"_name_or_path": "base"}
     assert json.loads(without_places(files["adapter_config.json"])) == {"base_model_name_or_path": "base_model", "r": 8}
-    assert without_places(files["tokenizer_config.json"]) is None
+    (base / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "gone/acme/base"}))
+    assert json.loads(without_places(files["adapter_config.json"])) == {"base_model_name_or_path": "base"}
+    (base / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
+    assert without_places(files["adapter_config.json"]) is None and without_places(files["tokenizer_config.json"]) is None
 
 
 @pytest.mark.slow
