@@ -4,6 +4,8 @@ import getpass
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -422,4 +424,12 @@ def test_as_a_user_runs_it(tmp_path):
     done = run_script(again, **env | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert done.returncode == 1 and done.stderr.count("\n") <= 8 and "was not sent" in done.stderr, done.stderr
     assert time.time() - start < 120
+    hub.gate.clear()
+    known = len(hub.calls)
+    process = subprocess.Popen(again, cwd=ROOT, env=os.environ | env, stderr=subprocess.PIPE, text=True)
+    while len(hub.calls) == known and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1].splitlines()[-1] == "stopped" and process.returncode == 130
+    hub.gate.set()
     hub.close()

@@ -68,7 +68,7 @@ def explained() -> set[str]:
 def test_every_metric_that_a_script_writes_is_explained(launch, tmp_path):
     runs = {"grpo_several": ["--beta", "0.1", "--num_iterations", "2", "--eval_temperatures", "0", "0.7"]}
     runs |= {"pretrain_moe": ["--num_experts", "4", "--hidden_size", "64"], "sft_two": []}
-    functions, sources = r"(exact_number|regex|polite)", r"(train|validation|sft)"  # of these runs, and no other word
+    functions, sources = r"(exact_number|regex|polite|reward)", r"(train|validation|sft)"  # of these runs, and no other word
     patterns = [re.escape(name).replace("<function>", functions).replace("<source>", sources) for name in explained()]
     patterns = [re.sub(r"<T>", r"[\\d.]+", pattern) for pattern in patterns]
     runs |= {name: ["--model_name_or_path", "data/base_model"] for name in EXPERIMENTS}
