@@ -164,7 +164,7 @@ def _origin(name: str | None, known: bool, revision: str | None, adapter: bool) 
             return None, f"a new model, after {', then '.join(reversed(steps))}"
         # A folder of then that is gone now would look like a name of the Hub; inputs.json has the hash of its files.
         name, known = origin, is_hub_name(origin) and str(Path(origin)) not in inputs.get("files", {origin: ""})
-    return None, "a local model"
+    return None, f"a local model{after}"
 
 
 def _what(args: CommonArgs, facts: dict[str, Any], origin: str, adapter: bool) -> str:
