@@ -22,7 +22,7 @@ gc.set_threshold(100_000, 20, 100)
 
 
 def _leave_quietly(kind: type[BaseException], error: BaseException, traceback: object) -> None:
-    """Ctrl-C while libraries are imported: nothing is lost, and a traceback would say nothing."""
+    """Ctrl-C while libraries are imported, or in a tool: nothing is lost, and a traceback would say nothing."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return

@@ -47,7 +47,9 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
                 options["generation_config"] = transformers.GenerationConfig.from_pretrained(name)
             model = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options)
         else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **options, output_loading_info=True)
+            if lacking := sorted(info["missing_keys"]):  # of a classifier, say: they would be random
+                raise UserError(f"cannot load {name}: its files lack {len(lacking)} tensors ({lacking[0]})")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.eval().to(device), tokenizer
 

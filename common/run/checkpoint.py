@@ -27,7 +27,7 @@ from common.processes import on_main_process
 from common.run.best import Best
 from common.run.export_dtype import cast_weights
 from common.run.inputs import FILE, copy_inputs
-from common.run.output_dir import CARD, WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
+from common.run.output_dir import CARD, EXTRA, WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
 
 import torch
 from accelerate import Accelerator

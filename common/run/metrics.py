@@ -321,9 +321,9 @@ class Metrics:
         if self.report:
             self.report.write(summary)
 
-    def finish(self, best: dict[str, Any] | None = None) -> None:
-        """curves.png, report.html, and summary.json, which stands for a complete run. best: what is known of the best
-        evaluation."""
+    def finish(self, best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """curves.png, report.html, what `also` writes with the summary, and last summary.json, which stands for a complete
+        run. best: what is known of the best evaluation."""
         self.flush()
         if not self.accelerator.is_main_process:
             return
@@ -340,7 +340,7 @@ class Metrics:
             "bad_steps": self.bad_steps,
             "loss_spikes": self.spikes,
             "lost_lines": self.lost_lines,
-            "seconds": round(time.perf_counter() - self.started, 1),
+            "seconds": round(self.seconds(), 1),
             "peak_memory_gib": memory(self.accelerator.device).peak,
             "memory_limit_gib": memory(self.accelerator.device).limit,
             "processes": self.accelerator.num_processes,
@@ -350,6 +350,8 @@ class Metrics:
         }
         self.write_report(summary)
         with writing(self.output_dir):
+            if also is not None:
+                also(summary)
             replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
 
     def _write(self, step: int, values: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -31,6 +32,7 @@ MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*"
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and what lies beside them, by the kind of tokenizer
 NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "events.jsonl", "curves.png")
 NOTES += ("report.html",)
+CLASSIFIER, EXTRA = "classifier", "extra.safetensors"  # a reward model, and the modules of model.extra
 CARD, SEAL = "README.md", "<!-- written by a run of Plainloop; one that was edited stays as it is: {} -->\n"
 _LOCKS: dict[Path, TextIO] = {}  # that this process holds, kept open: to close any handle of a file lets go of its lock
 
@@ -114,11 +116,19 @@ def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, p
                     f"{output_dir} holds a complete run ({shown}): a larger --max_steps goes on with it; {again}"
                 )
             say(f"{output_dir} holds this very run, complete: {again}")
+            if args["push_to_hub"]:
+                say(f"to send it to the Hub: {push_command(arguments)}")
             raise SystemExit(0)
         if checkpoint is None:
             raise UserError(f"{output_dir} holds a complete run, and no checkpoint to go on from: {again}")
         _compare(args, allowed, before, checkpoint, processes, again)
     return checkpoint
+
+
+def push_command(args: CommonArgs) -> str:
+    """What sends the model of a finished run to the Hub."""
+    private = " --hub_private_repo" if args.hub_private_repo else ""
+    return f"python -m tools.push {shlex.quote(args.output_dir)} --hub_model_id {args.hub_model_id}{private}"
 
 
 def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | None, script: str = "") -> None:
@@ -313,7 +323,12 @@ def _compare(
 
 
 def _changed(args: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    return [name for name in args if args[name] != before.get(name)]
+    return [name for name in args if args[name] != _as_it_is_now(before.get(name), args[name])]
+
+
+def _as_it_is_now(before: Any, now: Any) -> Any:
+    """A flag that takes several values now may have taken one when a run was begun."""
+    return [before] if isinstance(now, list) and before is not None and not isinstance(before, list) else before
 
 
 def _shown(args: dict[str, Any], before: dict[str, Any], names: list[str]) -> str:

@@ -73,6 +73,22 @@ def test_for_each_flag_it_is_decided_whether_it_may_change(stage):
     )
 
 
+def test_a_value_where_several_may_stand_now_is_the_list_of_it(tmp_path, capsys):
+    """A run that was begun when a flag took one value, which takes several now, goes on."""
+    args = folder_of_a_run(tmp_path, dataset_name="data/sft", eval_temperatures=0.0)
+    now = args | {"dataset_name": ["data/sft"], "eval_temperatures": [0.0]}
+    assert claim(now).name == "checkpoint-6" and "->" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="is of another run"):
+        claim(now | {"dataset_name": ["data/sft", "data/dpo"]})
+
+
+def test_a_complete_run_that_was_to_be_sent_says_what_sends_it(tmp_path, capsys):
+    args = folder_of_a_run(tmp_path, complete=True)
+    with pytest.raises(SystemExit):
+        claim(args | {"push_to_hub": True, "hub_model_id": "a/b", "hub_private_repo": True})
+    assert f"python -m tools.push {tmp_path / 'out'} --hub_model_id a/b --hub_private_repo" in capsys.readouterr().out
+
+
 def folder_of_a_run(tmp_path, *, steps=(3, 6), complete=False, processes=1, **changed):
     """An output folder as a run leaves it, with checkpoints of one small file; returns its arguments."""
     args = dataclasses.asdict(args_of("sft")()) | {

@@ -11,7 +11,7 @@ import sys
 import textwrap
 
 from common.errors import UserError
-from tests.conftest import ROOT, demo, run_script
+from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, teacher
 from tests.scripts.test_equivalence import free_port
 from tests.scripts.test_readme import local  # noqa: F401
 
@@ -69,11 +69,16 @@ def explained() -> set[str]:
 def test_every_metric_that_a_script_writes_is_explained(launch, tmp_path):
     runs = {"grpo_several": ["--beta", "0.1", "--num_iterations", "2", "--eval_temperatures", "0", "0.7"]}
     runs |= {"pretrain_moe": ["--num_experts", "4", "--hidden_size", "64"], "sft_two": []}
-    patterns = [re.escape(name).replace("<function>", r"[\w.]+").replace("<source>", r"[\w.-]+") for name in explained()]
+    functions, sources = r"(exact_number|regex|polite|reward)", r"(train|validation|sft)"  # of these runs, and no other word
+    patterns = [re.escape(name).replace("<function>", functions).replace("<source>", sources) for name in explained()]
     patterns = [re.sub(r"<T>", r"[\\d.]+", pattern) for pattern in patterns]
+    runs |= {name: ["--model_name_or_path", "data/base_model"] for name in EXPERIMENTS}
+    runs["distill"] = [*runs["distill"], "--lmbda", "0.5", "--teacher_model_name_or_path", teacher()]
     for name in (*STAGES, *runs):
-        stage = name.split("_")[0]
-        words = ["--config", demo(stage), *SMALL[stage], *runs.get(name, [])]
+        stage = name if name in EXPERIMENTS else name.split("_")[0]
+        words = ["--config", demo(stage), *SMALL.get(stage, TINY), *runs.get(name, [])]
+        if stage in ("ppo", "rft", "tools", "distill"):
+            words += ["--max_completion_length", "8"]
         if name == "sft_two":
             words += ["--dataset_name", "data/sft/train.jsonl", "data/sft/validation.jsonl", "--eval_fraction", "0.2"]
         output = launch(stage, *words, output=name)
@@ -86,7 +91,8 @@ def test_every_metric_that_a_script_writes_is_explained(launch, tmp_path):
 
 
 def test_the_names_of_metrics_in_the_page_are_in_the_code():
-    code = "".join(path.read_text() for path in [*ROOT.glob("common/**/*.py"), *(ROOT / f"train_{s}.py" for s in STAGES)])
+    kinds = ("common/**/*.py", "train_*.py", "experiments/*.py")
+    code = "".join(path.read_text() for kind in kinds for path in ROOT.glob(kind))
     for name in explained():
         plain = name.removeprefix("eval_")
         for part in re.split(r"<\w+>", plain):
@@ -186,6 +192,14 @@ def test_a_missing_harness_is_one_line(monkeypatch):
         lm_eval.main(["data/base_model", "arc_easy"])
 
 
+@pytest.mark.parametrize("words", ["--limit -1", "--num_fewshot -3", "--batch_size 0", "--output gone/x.json"])
+def test_what_the_harness_would_take_in_silence_is_refused(words):
+    from tools import lm_eval
+
+    with pytest.raises(UserError, match="--limit above 0|no such folder"):
+        lm_eval.main(["data/base_model", "arc_easy", *words.split()])
+
+
 @pytest.mark.slow
 def test_a_task_of_local_rows_is_evaluated(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
@@ -240,6 +254,18 @@ def test_the_commands_of_a_page_run_as_they_stand(name, local):  # noqa: F811
         assert ran.returncode == 0, (command, ran.stderr[-2000:])
         done += 1
     assert done >= 1
+
+
+@pytest.mark.slow
+def test_the_benchmarks_that_the_pages_name_start():
+    pages = "".join(
+        path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"))
+    )
+    scripts = sorted(set(re.findall(r"python (benchmarks/\w+\.py)", pages)))
+    assert len(scripts) > 5
+    for script in scripts:
+        done = run_script([sys.executable, script, "--help"])
+        assert done.returncode == 0, (script, done.stderr[-2000:])
 
 
 # --- several machines ---------------------------------------------------------------------------------------------------

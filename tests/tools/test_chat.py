@@ -46,6 +46,17 @@ def greedy(messages, most=512):
     return tokenizer.decode(out, skip_special_tokens=True).strip()
 
 
+def test_a_classifier_is_no_model_to_talk_to(talk, tmp_path):
+    """Its files have no head for tokens: transformers would make up one."""
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"its files lack 1 tensors \(lm_head.weight\)"):
+        talk("Hello", model=tmp_path)
+
+
 def test_answers_are_the_models_over_several_turns_and_a_saved_chat_is_a_row(talk, tmp_path):
     questions = ["What is 3+4?", "And 2+2?"]
     file = tmp_path / "chats.jsonl"
