@@ -25,6 +25,7 @@ from common.run.output_dir import (
     refuse_what_is_not_ours,
     writing,
 )
+from common.run.sharded import check_sharded
 
 import torch
 from accelerate import Accelerator
@@ -113,6 +114,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         except OSError as error:
             raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
     accelerator.wait_for_everyone()
+    check_sharded(args, accelerator)
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
