@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, printable, show_and_exit
 from common.model.lora import import_peft
+from common.model.shards import refuse_shards
 
 import torch
 
@@ -35,6 +36,7 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    refuse_shards(name)
     options = {"dtype": "auto", "trust_remote_code": trust_remote_code}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)

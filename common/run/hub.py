@@ -17,6 +17,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, quoted, say
+from common.model.shards import refuse_shards
 from common.run.output_dir import CARD, MODEL, WEIGHTS
 
 REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -86,6 +87,7 @@ def upload(folder: Path, repo: str, private: bool, card: str | None, message: st
 
     with contextlib.suppress(AttributeError):
         get_session().timeout = TIMEOUT  # else one that hangs is waited for without end
+    refuse_shards(folder)
     files = files_to_push(folder)
     if not any(path.match(pattern) for path in files.values() for pattern in WEIGHTS):
         raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
