@@ -25,7 +25,7 @@ from common.model.merge import write_merged
 from common.model.quantised import is_quantised
 from common.model.save import EXTRA, model_writer
 from common.model.shards import FOLDER, holds_shards
-from common.processes import gather_lists
+from common.processes import gather_lists, on_main_process
 from common.run.best import Best
 from common.run.consolidate import consolidate, final_writer, frame_writer, model_copier
 from common.run.export_dtype import cast_weights
@@ -130,7 +130,7 @@ def export(
     """
     output_dir = args.output_dir
     wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
-    if best is not None and (problem := find_damage(best)) is not None:
+    if best is not None and (problem := on_main_process(accelerator, lambda: find_damage(best))) is not None:
         say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
         best = None
     if args.merge_lora and is_quantised(wrapper):

@@ -139,8 +139,9 @@ def load_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: 
         optimizer.state[p][kind] = state[key].item() if key.endswith(NUMBER) else state[key]
 
 
-def _read(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` from the shards. Raises UserError where that fails."""
+def _read(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
+    """Fill the tensors of `state` from the shards. Called on every process, unless `alone`. Raises UserError where that
+    fails."""
     import torch.distributed.checkpoint as dcp
 
     class Reader(dcp.FileSystemReader):
@@ -152,7 +153,7 @@ def _read(checkpoint: Path, state: dict[str, Any]) -> None:
     try:
         with _errors_of_one():
             reader = Reader(checkpoint / FOLDER)
-            dcp.load(state, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+            dcp.load(state, storage_reader=reader, no_dist=alone or not torch.distributed.is_initialized())
     except Exception as error:  # a missing file, a damaged one
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(f"{checkpoint / FOLDER} cannot be read: {reason}") from None
@@ -229,7 +230,7 @@ def read_in_file(checkpoint: Path, file: Path) -> None:
         batch: dict[str, Tensor] = {}
         for name in [*_in_order(entries), None]:
             if batch and (name is None or sum(tensor.numel() for tensor in batch.values()) > AT_ONCE):
-                _read(checkpoint, batch)
+                _read(checkpoint, batch, alone=True)
                 yield from batch.values()
                 batch = {}
             if name is not None:

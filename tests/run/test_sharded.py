@@ -439,7 +439,7 @@ if os.environ["RANK"] == rank:
     owner = filesystem.FileSystemWriter if place.startswith("filesystem") else importlib.import_module(place)
     function = getattr(owner, name)
     def dying(*args, **kwargs):
-        if place == "os" and ".checkpoint-" not in str(args[0]):
+        if place == "os" and not os.path.basename(args[0]).startswith(".checkpoint-"):
             return function(*args, **kwargs)
         if when == "after":
             function(*args, **kwargs)
