@@ -4,6 +4,7 @@ import builtins
 import copy
 import os
 import pickle
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -512,3 +513,19 @@ def test_experts(run, words, upcycled, tmp_path):
     tool.main([str(whole / "checkpoint-2"), str(out)])
     a, b = load_file(out / "model.safetensors"), load_file(plain / "checkpoint-2" / "model.safetensors")
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.slow
+def test_no_process_holds_the_whole_model():
+    """W MiB of weights: while a process saves, or the final model is written, it needs little; when it goes on, its half of
+    W and of the two moments, and little more. The other kind of checkpoint is measured beside it, to see that it shows."""
+    words = ["--hidden_size", "512", "--layers", "6", "--rounds", "1"]
+    found = run_script([sys.executable, "benchmarks/checkpoints.py", *words], timeout=500)
+    assert found.returncode == 0, found.stderr[-3000:]
+    W = int(re.search(r": (\d+) MiB of weights", found.stdout)[1])
+    rows = re.findall(r"^\| (save|go on|final model).*?\| (\w+) \| [\d.]+ \| ([\d,]+), ([\d,]+) \|$", found.stdout, re.M)
+    most = {(what, kind): max(int(main.replace(",", "")), int(other.replace(",", ""))) for what, kind, main, other in rows}
+    assert W > 70 and len(most) == 6
+    assert most["save", "shards"] < 0.3 * W < 0.9 * W < most["save", "folder"]
+    assert most["final model", "shards"] < 0.3 * W < 0.8 * W < most["final model", "folder"]
+    assert most["go on", "shards"] < 1.8 * W < 2.2 * W < most["go on", "folder"]
