@@ -37,6 +37,12 @@ def own_memory() -> float:
 class Watched:
     """Seconds, and the most memory above that at the start, MiB, of what is done inside."""
 
+    def __init__(self, accelerator: Any):
+        from common.memory import empty_caches
+
+        empty_caches(accelerator.device)  # what was freed before would be used again
+        accelerator.wait_for_everyone()
+
     def __enter__(self) -> "Watched":
         self.before = self.most = own_memory()
         self.begin, self.ended = time.perf_counter(), threading.Event()
@@ -58,7 +64,6 @@ class Watched:
 def work(task: str, kind: str, folder: Path, hidden: int, layers: int, rounds: int) -> None:
     """One of the processes: `save` makes a model and saves it, `load` goes on from what was saved."""
     from common.args import CommonArgs
-    from common.memory import empty_caches
     from common.model import create_model, llama_config, load_model, load_tokenizer, make_optimizer
     from common.run.best import Best
     from common.run.checkpoint import export, resume, save_checkpoint
@@ -85,10 +90,9 @@ def work(task: str, kind: str, folder: Path, hidden: int, layers: int, rounds: i
         model = create_model(config, seed=0)
     else:
         checkpoint = folder / kind / "checkpoint-1"
-        with Watched() as watched:
+        with Watched(accelerator) as watched:
             model = load_model(CommonArgs(), accelerator, tokenizer, checkpoint)
-            note_prepare = make_optimizer(CommonArgs(), model)
-            model, optimizer = accelerator.prepare(model.train(), note_prepare)
+            model, optimizer = accelerator.prepare(model.train(), make_optimizer(CommonArgs(), model))
             resume(accelerator, checkpoint, optimizer, model)
         note("go on", watched)
     if task == "save":
@@ -98,18 +102,16 @@ def work(task: str, kind: str, folder: Path, hidden: int, layers: int, rounds: i
             p.grad = torch.randn_like(p)
         optimizer.step()
         optimizer.zero_grad()
-        empty_caches(accelerator.device)
         rows.append({"what": "parameters", "kind": "", "count": count})
         for _ in range(rounds):
             for kind in ("folder", "shards"):
                 args = CommonArgs(output_dir=str(folder / kind), sharded_checkpoints=kind == "shards")
-                accelerator.wait_for_everyone()
-                with Watched() as watched:
+                with Watched(accelerator) as watched:
                     assert save_checkpoint(args, accelerator, model, optimizer, tokenizer, 1, {}, Best(args))
                 note("save", watched, kind)
         for kind in ("folder", "shards"):
             args = CommonArgs(output_dir=str(folder / kind), sharded_checkpoints=kind == "shards")
-            with Watched() as watched:
+            with Watched(accelerator) as watched:
                 export(args, accelerator, model, tokenizer)
             note("final model", watched, kind)
     if accelerator.is_main_process:

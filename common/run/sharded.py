@@ -241,8 +241,10 @@ def read_in_file(checkpoint: Path, file: Path) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """On the host; of a tensor that FSDP2 has sharded, all of it."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
+    """On the host; of a tensor that FSDP2 has sharded, all of it. Called on every process."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # from the host, with fsdp_offload_params
+    return tensor.detach().cpu()
 
 
 def _in_order(entries: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
