@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, say
 from common.memory import is_oom
+from common.model.shards import refuse_shards
 
 import torch
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def hub_errors(kind: str, name: str) -> Iterator[None]:
     """Loading without progress bars and reports, and errors of transformers (often ten lines) as one."""
+    if kind == "model":
+        refuse_shards(name)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process

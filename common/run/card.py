@@ -11,7 +11,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import say
-from common.run.output_dir import CARD, CLASSIFIER, EXTRA, is_sealed, replace_text, seal
+from common.run.output_dir import CARD, CLASSIFIER, is_sealed, replace_text, seal
 from common.run.public import (
     ROOT,
     flags_of,

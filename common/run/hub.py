@@ -16,7 +16,9 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, quoted, say
-from common.run.output_dir import CARD, CLASSIFIER, EXTRA, MODEL, WEIGHTS, push_command
+from common.model.save import EXTRA
+from common.model.shards import refuse_shards
+from common.run.output_dir import CARD, CLASSIFIER, MODEL, WEIGHTS, push_command
 
 TIMEOUT = 300  # seconds that the Hub may be silent
 
@@ -95,6 +97,7 @@ def upload(folder: Path, repo: str, private: bool, card: str | None, message: st
 
     with contextlib.suppress(AttributeError):
         get_session().timeout = TIMEOUT  # else one that hangs is waited for without end
+    refuse_shards(folder)
     files = files_to_push(folder)
     if not any(path.match(pattern) for path in files.values() for pattern in WEIGHTS):
         raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")

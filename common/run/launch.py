@@ -27,6 +27,7 @@ from common.run.output_dir import (
     refuse_what_is_not_ours,
     writing,
 )
+from common.run.sharded import check_sharded
 
 import torch
 from accelerate import Accelerator
@@ -120,6 +121,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # of another run
         seen = checkpoint if named else output_dir / (checkpoint.name if checkpoint else "args.yaml")
         refuse_a_disk_of_its_own(accelerator, seen, needed=checkpoint is not None)
+    check_sharded(args, accelerator)
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")

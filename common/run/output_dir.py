@@ -14,7 +14,8 @@ import shlex
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,8 +33,10 @@ MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*"
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and what lies beside them, by the kind of tokenizer
 NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "events.jsonl", "curves.png")
 NOTES += ("report.html",)
-CLASSIFIER, EXTRA = "classifier", "extra.safetensors"  # a reward model, and the modules of model.extra
+CLASSIFIER = "classifier"  # a reward model
 CARD, SEAL = "README.md", "<!-- written by a run of Plainloop; one that was edited stays as it is: {} -->\n"
+GATHERED = ".export.weights.tmp"  # the weights of sharded processes, on their way to the final model
+READERS = 8  # threads that hash the files of a checkpoint
 _LOCKS: dict[Path, TextIO] = {}  # that this process holds, kept open: to close any handle of a file lets go of its lock
 
 
@@ -56,12 +59,17 @@ def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None if each file has the size and hash of the manifest."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        for name, (size, digest) in files.items():
+        for name, (size, _) in files.items():
             path = checkpoint / name
             if not path.is_file():
                 return f"{name} is missing"
-            if path.stat().st_size != size or _hash(path) != digest:
+            if path.stat().st_size != size:
                 return f"{name} is damaged"
+        with ThreadPoolExecutor(READERS) as pool:  # shards are many large files
+            digests = pool.map(lambda name: file_hash(checkpoint / name), files)
+            for name, digest in zip(files, digests, strict=True):
+                if files[name][1] != digest:
+                    return f"{name} is damaged"
         return None if "trainer_state.json" in files else "manifest.json does not list trainer_state.json"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"manifest.json cannot be read ({type(error).__name__})"
@@ -240,6 +248,7 @@ def delete_run(output_dir: Path) -> None:
         *output_dir.glob(".push.tmp"),
     ]:
         shutil.rmtree(folder)
+    (output_dir / GATHERED).unlink(missing_ok=True)
     for pattern in (*LINES, *NOTES, *WEIGHTS):
         for file in output_dir.glob(pattern):
             file.unlink()
@@ -247,12 +256,19 @@ def delete_run(output_dir: Path) -> None:
         (output_dir / CARD).unlink()
 
 
-def write_manifest(folder: Path) -> None:
-    """Flush every file to the disk and list it in manifest.json."""
-    files, manifest = {}, folder / "manifest.json"
+def write_manifest(folder: Path, known: Mapping[str, tuple[int, str]] | None = None) -> None:
+    """Flush every file to the disk and list it in manifest.json.
+
+    known: size and hash of those that other processes have flushed. Raises OSError where one of them is not here.
+    """
+    files, manifest = dict(known or {}), folder / "manifest.json"
+    for name, (size, _) in files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            raise OSError(errno.ENOENT, "what another process has written is not seen here (a disk of its own?)", name)
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != manifest):
-        flush(path)
-        files[str(path.relative_to(folder))] = (path.stat().st_size, _hash(path))
+        if (name := path.relative_to(folder).as_posix()) not in files:
+            flush(path)
+            files[name] = (path.stat().st_size, file_hash(path))
     manifest.write_text(json.dumps({"files": files}, indent=1))
     flush(manifest)
     for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
@@ -365,6 +381,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def _hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -97,7 +97,7 @@ class Run:
         load_extra(model, self.checkpoint)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         self.tokenizer, self.windows = tokenizer, windows
-        state = resume(accelerator, self.checkpoint, self.optimizer)
+        state = resume(accelerator, self.checkpoint, self.optimizer, self.model)
         self.base_dtype = state.get("base_dtype", base_dtype(model))
         self.first_step = self.saved_step = state["step"]
         # What was evaluated and saved up to here is not done again.
