@@ -11,6 +11,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import say
+from common.model.save import EXTRA
 from common.run.output_dir import CARD, CLASSIFIER, is_sealed, replace_text, seal
 from common.run.public import (
     ROOT,
