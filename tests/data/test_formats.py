@@ -337,6 +337,7 @@ def test_reasons_that_name_a_value_each_are_told_apart_up_to_a_number(capsys):
         (as_preference, {"prompt": "q", "completion": "a", "label": True}, "are for KTO"),
         (as_preference, {"messages": [U, A], "kto_tag": False}, "are for KTO"),
         (as_chat, {"prompt": "q", "completion": "a", "label": False}, "are for KTO"),
+        (as_chat, {"prompt": "q", "completion": "a", "label": "True"}, "are for KTO"),  # of a table
     ],
 )
 def test_rows_of_another_kind_are_an_error_that_names_the_columns_found_and_needed(function, row, expected):
@@ -421,6 +422,7 @@ def test_a_format_is_recognised_by_the_columns_that_are_not_null(recognise, row,
         (preference_format, {"chosen": "a", "rejected": "b"}, None, "need a prompt; found columns chosen, rejected"),
         (preference_format, {"prompt": "q", "chosen": None, "rejected": "b"}, None, "found prompt, chosen (null), rejected"),
         (preference_format, {"prompt": "q", "completion": "a", "label": False}, None, "are for KTO"),
+        (labelled_format, {"prompt": "q", "chosen": "a", "rejected": "b", "label": True}, None, "pairs are for DPO"),
         (
             preference_format,
             {"chosen": [U, A], "rejected": [U, B]},
