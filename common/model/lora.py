@@ -107,6 +107,7 @@ def add_lora(
         check_mergeable(lm)
     if start is not None:
         lm.load_adapter(str(start), START)
+        lm.set_adapter(TRAINED)  # before peft 0.21, loading another one freezes it
     for config in lm.peft_config.values():  # that of a local base is found from any folder
         config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     _use_token_rows(lm)

@@ -7,7 +7,7 @@ from common.collators import Window
 from common.errors import UserError
 from common.model import FlatModel
 from common.model.create import create_model, llama_config
-from common.model.experts import Experts, add_experts
+from common.model.experts import Experts, add_experts, routing_size
 from common.model.flat_model import count_parameters, flops_per_token
 from common.model.load import enable_gradient_checkpointing, load_model, load_tokenizer
 from common.model.wrap import wrap
@@ -47,6 +47,9 @@ CONFIGS = {
 SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]], [[5], [3], [0], [1], [2], [4]], [[0, 1, 2, 3, 4, 5], []]]
 
 
+SHOWN_LATER = ("granite", "glm4-moe", "deepseek-v3")  # not yet by transformers 5.17
+
+
 def make_lm(kind):
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), experts_implementation="eager")
@@ -54,6 +57,8 @@ def make_lm(kind):
     for name, buffer in lm.named_buffers():
         if "bias" in name:  # 0 in a new model
             buffer += 0.2 * torch.randn(buffer.shape, generator=generator)
+    if kind in SHOWN_LATER and routing_size(lm) is None:
+        pytest.skip("this version of transformers does not show this model's routing")
     return lm
 
 

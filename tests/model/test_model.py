@@ -214,7 +214,8 @@ def test_gradient_checkpointing_and_offloading_change_no_gradient(monkeypatch):
         def __init__(self, pin_memory: bool):
             super().__init__(pin_memory)
             pack = self.pack_hook
-            self.pack_hook = lambda kept: moved.append(tuple(kept.shape)) or pack(kept)
+            # Older versions of torch.utils.checkpoint keep empty tensors, too.
+            self.pack_hook = lambda kept: (moved.append(tuple(kept.shape)) if kept.numel() else None) or pack(kept)
 
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Seen)
     gradients, batch = [], flat_batch(examples(), torch.device("cpu"))
@@ -344,7 +345,12 @@ RANDOM = {
 def test_nothing_is_drawn_at_random_once_dropout_is_disabled(name, recomputed):
     """In training mode: dropout as a module, as a call, with a rate from the config, and the random routing of experts."""
     torch.manual_seed(0)
-    model = wrap(transformers.AutoModelForCausalLM.from_config(RANDOM[name]()))
+    try:
+        model = wrap(transformers.AutoModelForCausalLM.from_config(RANDOM[name]()))
+    except UserError as error:  # Doge's own code in transformers 5.17
+        if name != "doge" or "unsupported" not in str(error):
+            raise
+        pytest.skip(str(error))
     batch = flat_batch(examples(), torch.device("cpu"))
     if recomputed:
         enable_gradient_checkpointing(model)

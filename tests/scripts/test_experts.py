@@ -9,6 +9,7 @@ import time
 
 from common.errors import UserError
 from common.model import FlatModel
+from common.model.experts import routing_size
 from common.run import run as run_module
 from common.run.output_dir import checkpoints
 from tests.conftest import ROOT, read_metrics, run_script, train_metrics
@@ -196,6 +197,8 @@ def test_biases_are_saved_and_a_resumed_run_has_them(launch, tmp_path, monkeypat
     torch.manual_seed(5)
     few = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     lm = AutoModelForCausalLM.from_config(transformers.Glm4MoeConfig(**LLAMA, **few, head_dim=8, moe_intermediate_size=24))
+    if routing_size(lm) is None:
+        pytest.skip("this version of transformers does not show this model's routing")
     lm.save_pretrained(tmp_path / "glm")
     tokenizer().save_pretrained(tmp_path / "glm")
     words = ["--config", "data/configs/sft.yaml", "--model_name_or_path", str(tmp_path / "glm"), "--max_train_samples", "20"]
