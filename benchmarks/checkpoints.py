@@ -1,6 +1,6 @@
 """What a checkpoint costs two CPU processes under FSDP2, as a model folder and in shards: time, memory, bytes on the disk.
 
-    python benchmarks/checkpoints.py  # 201M parameters, three rounds, some minutes, 8 GiB of memory; prints a table
+    python benchmarks/checkpoints.py  # 203M parameters, three rounds, ten minutes on two busy cores, 8 GiB of memory; prints a table
 
 Saving, alternately of both kinds; then from each kind, by new processes, what a run does that goes on: the model, Accelerate's
 `prepare`, the optimizer. Then the final model. Memory is what a process has of its own (RssAnon: without pages of files, which

@@ -1,6 +1,8 @@
 """One model folder, as from_pretrained reads it, of shards: of a checkpoint, or of a run that ends. And what a sharded
 checkpoint has of such a folder. No process holds more than a few tensors, and one file of a model, at a time."""
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +19,13 @@ from common.run.sharded import gather_adapter, gather_in_file, read_in_file
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 # What a checkpoint has beside the model.
 OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml", FILE, RECORD)
-FILE_SIZE = "4GB"  # of a file of the model
+FILE_SIZE = 4 * 10**9  # bytes of a file of the model
 
 
 def frame_writer(accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer) -> Callable[[Path], None]:
@@ -95,9 +98,42 @@ def consolidate(checkpoint: Path, folder: Path, *, trust_remote_code: bool = Fal
 
 def _write_model(lm: nn.Module, file: Path, folder: Path) -> None:
     """Write the model whose weights are in a safetensors file, by their names in the FlatModel. They stay on the disk: what
-    is read of the file lies in memory that the system may take back."""
+    is read of the file lies in memory that the system may take back.
+
+    Where transformers names or shapes them otherwise in its files (experts), it holds all that it is given: so it is given
+    a few layers at a time.
+    """
     tensors = load_file(file)
-    weights = {name.removeprefix("lm."): tensor for name, tensor in tensors.items() if name.startswith("lm.")}
-    save_model(lm, folder, weights, FILE_SIZE)
+    parts = _parts({name.removeprefix("lm."): tensor for name, tensor in tensors.items() if name.startswith("lm.")})
     if extra := {name.removeprefix("extra."): tensor for name, tensor in tensors.items() if name.startswith("extra.")}:
         save_file(extra, folder / EXTRA)
+    if len(parts) == 1:
+        save_model(lm, folder, parts[0])
+        return
+    places, size, part = {}, 0, folder / "part"
+    for number, weights in enumerate(parts, start=1):
+        save_model(lm, part, weights)
+        (part / "model.safetensors").rename(part / f"model-{number:05}-of-{len(parts):05}.safetensors")
+        for path in part.glob("model*.safetensors"):
+            with safe_open(path, "pt") as opened:
+                places |= dict.fromkeys(opened.keys(), path.name)
+        size += sum(tensor.nbytes for tensor in weights.values())
+        for path in part.iterdir():
+            path.replace(folder / path.name)
+    part.rmdir()
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _parts(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The weights in parts of about FILE_SIZE, those of a layer together."""
+    layers: dict[str, list[str]] = {}
+    for name in weights:
+        layer = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(layer[0] if layer else name, []).append(name)
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    for names in layers.values():
+        if parts[-1] and sum(weights[name].nbytes for name in (*parts[-1], *names)) > FILE_SIZE:
+            parts.append({})
+        parts[-1] |= {name: weights[name] for name in names}
+    return parts

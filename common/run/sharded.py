@@ -14,7 +14,7 @@ import uuid
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
 from common.errors import UserError
@@ -28,8 +28,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what Accelerate's config may put into names
-AT_ONCE = 2**28  # numbers that are read together when a checkpoint is made a model folder
+AT_ONCE = 2**26  # numbers that are read together when a checkpoint is made a model folder
 NUMBER = "#"  # ends the name of what is no tensor in the optimizer's state
 # Of safetensors: https://huggingface.co/docs/safetensors
 CODES = {
@@ -139,21 +142,21 @@ def load_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: 
         optimizer.state[p][kind] = state[key].item() if key.endswith(NUMBER) else state[key]
 
 
-def _read(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
-    """Fill the tensors of `state` from the shards. Called on every process, unless `alone`. Raises UserError where that
-    fails."""
+def _read(checkpoint: Path, state: dict[str, Any], alone: "Metadata | None" = None) -> None:
+    """Fill the tensors of `state` from the shards. Called on every process, or `alone` by one that has read their index.
+    Raises UserError where that fails."""
     import torch.distributed.checkpoint as dcp
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:  # torch's would execute what is in the file
-            found = read_metadata(checkpoint)
+            found = alone or read_metadata(checkpoint)
             found.storage_meta.load_id = self.load_id
             return found
 
     try:
         with _errors_of_one():
             reader = Reader(checkpoint / FOLDER)
-            dcp.load(state, storage_reader=reader, no_dist=alone or not torch.distributed.is_initialized())
+            dcp.load(state, storage_reader=reader, no_dist=alone is not None or not torch.distributed.is_initialized())
     except Exception as error:  # a missing file, a damaged one
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(f"{checkpoint / FOLDER} cannot be read: {reason}") from None
@@ -219,10 +222,10 @@ def gather_in_file(accelerator: Accelerator, model: FlatModel, file: Path) -> No
 
 def read_in_file(checkpoint: Path, file: Path) -> None:
     """The same of the weights in a checkpoint's shards, by one process."""
-    known = read_metadata(checkpoint).state_dict_metadata
+    index = read_metadata(checkpoint)
     entries = {
         name.removeprefix(MODEL): (tuple(entry.size), entry.properties.dtype)
-        for name, entry in known.items()
+        for name, entry in index.state_dict_metadata.items()
         if name.startswith(MODEL)
     }
 
@@ -230,7 +233,7 @@ def read_in_file(checkpoint: Path, file: Path) -> None:
         batch: dict[str, Tensor] = {}
         for name in [*_in_order(entries), None]:
             if batch and (name is None or sum(tensor.numel() for tensor in batch.values()) > AT_ONCE):
-                _read(checkpoint, batch, alone=True)
+                _read(checkpoint, batch, alone=index)
                 yield from batch.values()
                 batch = {}
             if name is not None:

@@ -136,6 +136,24 @@ def test_a_model_folder_is_made_of_it_that_is_the_one_saved_otherwise(tiny, tmp_
         tool.main([str(plain), str(tmp_path / "other")])
 
 
+def test_a_large_model_is_written_in_parts(monkeypatch, tmp_path):
+    """Experts, which transformers takes apart when it saves them: a layer at a time."""
+    tiny = make_tiny("experts")
+    save(tiny, tmp_path, 1)
+    save(tiny, tmp_path / "plain", 1, sharded=False)
+    monkeypatch.setattr("common.run.consolidate.FILE_SIZE", 40_000)
+    monkeypatch.setattr("common.run.sharded.AT_ONCE", 5_000)
+    out = tmp_path / "out"
+    tool.main([str(tmp_path / "checkpoint-1"), str(out)])
+    assert len(files := sorted(out.glob("model-*.safetensors"))) > 2 and not (out / "part").exists()
+    assert [file.name for file in files][-1].endswith(f"-of-{len(files):05}.safetensors")
+    whole = load_file(tmp_path / "plain" / "checkpoint-1" / "model.safetensors")
+    apart = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert whole.keys() == apart.keys() and all(torch.equal(whole[name], apart[name]) for name in whole)
+    one, other = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (out, tmp_path / "plain" / "checkpoint-1"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_the_best_of_them_is_exported(llama, tmp_path):
     args = CommonArgs(output_dir=str(tmp_path), sharded_checkpoints=True)
     save(llama, tmp_path, 1)
