@@ -204,7 +204,9 @@ def _data(facts: dict[str, Any], public: set[str]) -> str:
 
 def _training(args: CommonArgs, facts: dict[str, Any], summary: dict[str, Any], folder: Path, name: str) -> str:
     plan, last = facts.get("plan", {}), summary.get("final", {})
-    lines = [f"- Method: {STAGES.get(name, name)}{', LoRA adapters' if args.use_peft else ', all weights'}"]
+    how = "LoRA adapters" if args.use_peft else "all weights"
+    how += " on a base of 4 bits" if args.load_in_4bit else " on a base of 8 bits" if args.load_in_8bit else ""
+    lines = [f"- Method: {STAGES.get(name, name)}, {how}"]
     done = (
         f"{int(last['step']):,} of {plan.get('steps', 0):,}" if last.get("step") is not None else f"{plan.get('steps', 0):,}"
     )

@@ -44,6 +44,16 @@ def test_numbers_that_json_does_not_know_are_null_with_the_reason(tmp_path):
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
 
 
+def test_the_seconds_of_the_summary_are_those_of_the_whole_run(tmp_path):
+    """Also where it has gone on from a checkpoint; what is written with the summary is there before it."""
+    metrics, seen = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path))), []
+    metrics.restore({"step": 0, "seconds": 1000.0})
+    metrics.finish(also=lambda summary: seen.append((summary["seconds"], (tmp_path / "summary.json").exists())))
+    ((seconds, was_there),) = seen
+    assert 1000 <= seconds < 1060 and not was_there
+    assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == seconds
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
 def test_a_line_that_the_disk_does_not_take_is_counted_and_training_goes_on(tmp_path, capsys):
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
