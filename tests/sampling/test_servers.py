@@ -4,10 +4,11 @@ import copy
 import math
 import re
 import time
+from pathlib import Path
 
 from common.errors import UserError
 from common.model.wrap import wrap
-from common.sampling import sample, server_client, server_rollout
+from common.sampling import sample, server_client, server_rollout, servers
 from common.sampling.server_client import Drawing, Wanted, start_command
 from common.sampling.server_rollout import request_seed
 from common.sampling.servers import RolloutServers
@@ -449,3 +450,17 @@ def test_a_rollout_that_is_far_from_the_model_ends_the_run(connect, fake):
     metrics.mean = 0.6
     with pytest.raises(UserError, match="0.60 nats a token off .* its weights are not theirs"):
         found.check(metrics)
+
+
+def test_the_page_has_the_command():
+    page = Path("docs/rollouts.md").read_text(encoding="utf-8")
+    for device in ("cuda", "cpu"):
+        command = start_command("http://127.0.0.1:8000", Wanted("outputs/sft", 0, 768, Drawing(), False, device))
+        assert f"{command}\n" in page
+
+
+def test_the_page_has_the_bounds():
+    page = Path("docs/rollouts.md").read_text(encoding="utf-8")
+    assert "nothing on this page was seen on a GPU" in page and f"{servers.MOST_DIFFERENCE} nats" in page
+    assert f"{servers.CLOSE} nats" in page and f"{servers.CLOSE_ROUNDED} otherwise" in page
+    assert f"probe of {servers.PROBE_TOKENS} sampled" in page and f"After {servers.STRIKES} such rollouts" in page

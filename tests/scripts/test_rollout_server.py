@@ -95,7 +95,7 @@ def test_a_run_with_a_server_is_the_run_that_samples_itself(stage, launch, fake)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", "--rollout_ahead 1", "--use_peft"])
+@pytest.mark.parametrize("more", ["", "--rollout_ahead 1 --learning_rate 1e-4", "--use_peft"])
 def test_a_run_that_was_killed_pushes_its_weights_and_goes_on_bit_for_bit(more, launch, fake, tmp_path):
     more += " --max_steps 20 --num_iterations 1"
     whole = launch("grpo", *words("grpo", fake().url, more=more), output="whole")
