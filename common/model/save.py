@@ -45,13 +45,16 @@ def model_writer(
     return write
 
 
-def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+def save_model(
+    lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None, max_shard_size: str = "50GB"
+) -> None:
     """A model, or the adapter that is trained, as from_pretrained reads it, with its generation_config.json.
 
-    weights: by name, where the model does not hold them itself.
+    weights: by name, where the model does not hold them itself. max_shard_size: of a file, which is in memory when it is
+    written.
     """
     if not hasattr(lm, "peft_config"):
-        lm.save_pretrained(folder, state_dict=weights)
+        lm.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
         return
     rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # all that there is new in the embedding
     options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if rows else "auto"}

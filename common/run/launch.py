@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import os
+import platform
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
 from common.model.quantised import check_quantisation
-from common.processes import on_main_process
+from common.processes import gather_lists, on_main_process
 from common.run.hub import check_push
 from common.run.inputs import compare_script, inputs_of, keep
 from common.run.metrics import check_tracker
@@ -25,6 +27,7 @@ from common.run.output_dir import (
     refuse_what_is_not_ours,
     writing,
 )
+from common.run.sharded import check_sharded
 
 import torch
 from accelerate import Accelerator
@@ -62,6 +65,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
     if (precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in PRECISIONS:  # Accelerate lets it pass
         raise UserError(f"ACCELERATE_MIXED_PRECISION={precision}: one of {', '.join(PRECISIONS)}")
+    refuse_too_many_processes()
     try:
         accelerator = Accelerator(
             # sync_with_dataloader=False: a window is whole, whatever the length of an epoch.
@@ -113,6 +117,11 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         except OSError as error:
             raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
     accelerator.wait_for_everyone()
+    if not args.dry_run:
+        named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # of another run
+        seen = checkpoint if named else output_dir / (checkpoint.name if checkpoint else "args.yaml")
+        refuse_a_disk_of_its_own(accelerator, seen, needed=checkpoint is not None)
+    check_sharded(args, accelerator)
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
@@ -122,6 +131,27 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         f"mixed precision {accelerator.mixed_precision}, output in {output_dir}"
     )
     return accelerator, checkpoint
+
+
+def refuse_a_disk_of_its_own(accelerator: Accelerator, path: Path, needed: bool, patience: float = 30.0) -> None:
+    """Raise UserError on all processes where a machine does not see what the main process has written, and has to: to go on
+    from it, or to write its shards beside it. Else it is said. Called on every process.
+
+    patience: seconds, as a network's file system may show new files late.
+    """
+    if accelerator.num_processes == int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)):
+        return  # one machine
+    end, seen = time.monotonic() + patience, path.exists()
+    while not seen and time.monotonic() < end:
+        time.sleep(0.5)
+        seen = path.exists()
+    blind = gather_lists(accelerator, [] if seen else [platform.node()])
+    if not blind:
+        return
+    machines = ", ".join(sorted(set(blind)))
+    if needed or accelerator.distributed_type in SHARDED:
+        raise UserError(f"{path} is not there on {machines}: --output_dir has to be on a disk that all machines share")
+    say(f"{path} is not there on {machines}: to go on from a checkpoint, --output_dir has to be on a disk that all share")
 
 
 def leave_settings(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
@@ -160,6 +190,17 @@ def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:
     unset_hf_deepspeed_config()
 
 
+def refuse_too_many_processes() -> None:
+    """Process i would get GPU i modulo their number, and NCCL would say, minutes later, that two share one."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes, cpu = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("ACCELERATE_USE_CPU", "false")
+    if 0 < gpus < processes and cpu.lower() not in ("true", "1", "yes"):
+        raise UserError(
+            f"launched as {processes} processes on a machine that has {gpus} GPU{'s' * (gpus > 1)}: accelerate launch "
+            f"--num_processes {gpus} (of several machines, those of all), or num_processes in the accelerate config"
+        )
+
+
 def _refuse_false_launches(accelerator: Accelerator) -> None:
     """Launches that Accelerate accepts in silence and runs as something else."""
     env = os.environ
@@ -173,6 +214,13 @@ def _refuse_false_launches(accelerator: Accelerator) -> None:
             "accelerate launch was asked for several CPU processes and started one: "
             "use accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
         )
+    sizes = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size"):  # whose processes share micro-batches; here each has its own
+        if sizes is not None and getattr(sizes, name, 1) > 1:
+            raise UserError(
+                f"the accelerate config asks for {name} {getattr(sizes, name)}: of its parallelism_config, only "
+                "dp_replicate_size and dp_shard_size are supported (accelerate_configs/hsdp.yaml)"
+            )
     for variable, kind in (("FSDP", DistributedType.FSDP), ("DEEPSPEED", DistributedType.DEEPSPEED)):
         if env.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true" and accelerator.distributed_type != kind:
             raise UserError(f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}")
