@@ -219,6 +219,12 @@ def test_a_server_that_does_not_fit_is_refused_with_the_command(how, longest, sa
         assert "--max-model-len 64" in text and "--logprobs-mode processed_logprobs" in text
 
 
+def test_a_tied_head_on_a_cpu_is_refused(connect, accelerator):
+    lm = tiny_lm("qwen3")
+    with FakeVLLM(copy.deepcopy(lm), device="cpu") as server, pytest.raises(UserError, match="keeps a copy of a head"):
+        connect(server, trained=wrap(lm))
+
+
 @pytest.mark.parametrize("size", [V - 1, V + 3])
 def test_another_vocabulary_is_refused(size, connect):
     lm = tiny_lm("llama")
@@ -283,7 +289,7 @@ def test_old_weights_show_where_the_model_has_hardly_moved(connect, fake, model)
     """By less than a wrong log-probability would show: the server's answer is what it was, to the bit."""
     found = connect(fake(play="old weights"))
     found.sync(0)
-    move(model, 1e-3)
+    move(model, 5e-5)
     with pytest.raises(UserError, match="none is left .*still samples from the weights of before"):
         found.sync(1)
 
