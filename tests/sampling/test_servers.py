@@ -6,7 +6,9 @@ import re
 import time
 from pathlib import Path
 
+from common.args import CommonArgs
 from common.errors import UserError
+from common.model.lora import add_lora
 from common.model.wrap import wrap
 from common.sampling import sample, server_client, server_rollout, servers
 from common.sampling.server_client import Drawing, Wanted, start_command
@@ -349,6 +351,30 @@ def test_servers_in_bfloat16_get_weights_in_bfloat16(connect, fake, model, monke
     found = connect(server)
     found.sync(0)
     assert not found.dropped and sizes[0] < 0.6 * sum(4 * p.numel() for p in model.parameters())
+
+
+def test_servers_get_an_adapter_merged(connect, fake, accelerator):
+    pytest.importorskip("peft")
+    model = add_lora(CommonArgs(lora_r=4), wrap(tiny_lm("llama")))
+    model.stop_ids = STOPS
+    found = connect(fake(), trained=model)
+    for step in range(2):
+        found.sync(step)
+        for prompt, one in zip(PROMPTS, found.begin(PROMPTS, KEYS).result(), strict=True):
+            assert one.logps == pytest.approx(found._score(prompt, 1.0, one.ids), abs=1e-4)
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.1 * torch.randn_like(p) * p.requires_grad
+    assert found.begin([], []).result() == []
+
+
+def test_two_runs_do_not_share_a_server(connect, fake):
+    server = fake()
+    one, two = connect(server), connect(server)
+    one.sync(0)
+    two.sync(0)
+    with pytest.raises(UserError, match="none is left .*: its weights have version '0-.*', not '0-"):
+        one.begin(PROMPTS, KEYS).result()
 
 
 # --- faults in a rollout --------------------------------------------------------------------------------------------
