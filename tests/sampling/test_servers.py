@@ -4,10 +4,13 @@ import copy
 import math
 import re
 import time
+from pathlib import Path
 
+from common.args import CommonArgs
 from common.errors import UserError
+from common.model.lora import add_lora
 from common.model.wrap import wrap
-from common.sampling import sample, server_client, server_rollout
+from common.sampling import sample, server_client, server_rollout, servers
 from common.sampling.server_client import Drawing, Wanted, start_command
 from common.sampling.server_rollout import request_seed
 from common.sampling.servers import RolloutServers
@@ -218,6 +221,12 @@ def test_a_server_that_does_not_fit_is_refused_with_the_command(how, longest, sa
         assert "--max-model-len 64" in text and "--logprobs-mode processed_logprobs" in text
 
 
+def test_a_tied_head_on_a_cpu_is_refused(connect, accelerator):
+    lm = tiny_lm("qwen3")
+    with FakeVLLM(copy.deepcopy(lm), device="cpu") as server, pytest.raises(UserError, match="keeps a copy of a head"):
+        connect(server, trained=wrap(lm))
+
+
 @pytest.mark.parametrize("size", [V - 1, V + 3])
 def test_another_vocabulary_is_refused(size, connect):
     lm = tiny_lm("llama")
@@ -282,7 +291,7 @@ def test_old_weights_show_where_the_model_has_hardly_moved(connect, fake, model)
     """By less than a wrong log-probability would show: the server's answer is what it was, to the bit."""
     found = connect(fake(play="old weights"))
     found.sync(0)
-    move(model, 1e-3)
+    move(model, 5e-5)
     with pytest.raises(UserError, match="none is left .*still samples from the weights of before"):
         found.sync(1)
 
@@ -342,6 +351,30 @@ def test_servers_in_bfloat16_get_weights_in_bfloat16(connect, fake, model, monke
     found = connect(server)
     found.sync(0)
     assert not found.dropped and sizes[0] < 0.6 * sum(4 * p.numel() for p in model.parameters())
+
+
+def test_servers_get_an_adapter_merged(connect, fake, accelerator):
+    pytest.importorskip("peft")
+    model = add_lora(CommonArgs(lora_r=4), wrap(tiny_lm("llama")))
+    model.stop_ids = STOPS
+    found = connect(fake(), trained=model)
+    for step in range(2):
+        found.sync(step)
+        for prompt, one in zip(PROMPTS, found.begin(PROMPTS, KEYS).result(), strict=True):
+            assert one.logps == pytest.approx(found._score(prompt, 1.0, one.ids), abs=1e-4)
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.1 * torch.randn_like(p) * p.requires_grad
+    assert found.begin([], []).result() == []
+
+
+def test_two_runs_do_not_share_a_server(connect, fake):
+    server = fake()
+    one, two = connect(server), connect(server)
+    one.sync(0)
+    two.sync(0)
+    with pytest.raises(UserError, match="none is left .*: its weights have version '0-.*', not '0-"):
+        one.begin(PROMPTS, KEYS).result()
 
 
 # --- faults in a rollout --------------------------------------------------------------------------------------------
@@ -449,3 +482,17 @@ def test_a_rollout_that_is_far_from_the_model_ends_the_run(connect, fake):
     metrics.mean = 0.6
     with pytest.raises(UserError, match="0.60 nats a token off .* its weights are not theirs"):
         found.check(metrics)
+
+
+def test_the_page_has_the_command():
+    page = Path("docs/rollouts.md").read_text(encoding="utf-8")
+    for device in ("cuda", "cpu"):
+        command = start_command("http://127.0.0.1:8000", Wanted("outputs/sft", 0, 768, Drawing(), False, device))
+        assert f"{command}\n" in page
+
+
+def test_the_page_has_the_bounds():
+    page = Path("docs/rollouts.md").read_text(encoding="utf-8")
+    assert "nothing on this page was seen on a GPU" in page and f"{servers.MOST_DIFFERENCE} nats" in page
+    assert f"{servers.CLOSE} nats" in page and f"{servers.CLOSE_ROUNDED} otherwise" in page
+    assert f"probe of {servers.PROBE_TOKENS} sampled" in page and f"After {servers.STRIKES} such rollouts" in page
