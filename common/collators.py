@@ -180,7 +180,12 @@ class Window:
     @property
     def own_tokens(self) -> int:
         """Of this process's micro-batches."""
-        return sum(len(sequence["input_ids"]) for atoms in self._micro_batches for atom in atoms for sequence in atom)
+        return sum(len(sequence["input_ids"]) for sequence in self.sequences)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Of this process's micro-batches."""
+        return [sequence for atoms in self._micro_batches for atom in atoms for sequence in atom]
 
     @property
     def num_sequences(self) -> int:

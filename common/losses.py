@@ -249,8 +249,11 @@ def grpo_loss(
     beta: float = 0.0,
     importance_sampling_level: str = "token",
     use_bias_correction_kl: bool = True,
+    sampled_logps: Tensor | None = None,
+    importance_cap: float | None = None,
+    policy_mask: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO-clip with a KL penalty, per token: `-min(ρ A, clip(ρ, 1-ε, 1+ε_high) A) + β KL`.
+    """PPO-clip with a KL penalty, per token: `-min(ρ A, clip(ρ, 1-ε, 1+ε_high) A) · w + β KL`.
 
     All (T,), cu_seqlens (S+1,); ref_logps may be None when beta is 0. `ρ = exp(logps - old_logps)` per token, or with
     importance_sampling_level "sequence" the exponential of the mean log-ratio of the sequence (GSPO, Zheng et al. 2025,
@@ -258,9 +261,17 @@ def grpo_loss(
     INTELLECT-2, 2505.07291). loss_type "cispo" weights the log-probability by a clipped ratio that has no gradient, and
     leaves none out: `-min(ρ, epsilon_high) A log p` (MiniMax 2025, 2506.13585). KL is the k3 estimator
     `exp(ref - logps) - (ref - logps) - 1` (Schulman 2020), times ρ when use_bias_correction_kl, which makes its gradient
-    that of the reverse KL. Returns the token losses (T,), 0 outside loss_mask, for the caller to weight with
+    that of the reverse KL.
+
+    w is 1, or, where the sampler was not quite the model of old_logps, min(exp(old_logps - sampled_logps), importance_cap),
+    which has no gradient (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training");
+    and 0 where policy_mask is (Wang et al. 2025, 2506.01939: the tokens of high entropy alone).
+
+    Returns the token losses (T,), 0 outside loss_mask, for the caller to weight with
     `grpo_token_weights`, and per-token metrics, detached, (T,) each: `kl`, where there is a reference, and where the clip
-    takes effect below, above, and either (`clip_ratio/low_mean`, `high_mean`, `region_mean`).
+    takes effect below, above, and either (`clip_ratio/low_mean`, `high_mean`, `region_mean`); with sampled_logps
+    `sampling/logp_difference` and `_max`, how far they are from old_logps, and with importance_cap where w is cut
+    (`sampling/importance_clipped`).
     """
     log_ratio = (logps - old_logps) * loss_mask
     if importance_sampling_level == "sequence":
@@ -279,6 +290,14 @@ def grpo_loss(
         losses = -torch.min(ratio.clamp(max=most) * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
         low, above = ((ratio < 1 - epsilon) & (advantages < 0)).float(), ((ratio > 1 + high) & (advantages > 0)).float()
     stats = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": above, "clip_ratio/region_mean": low + above}
+    if sampled_logps is not None:
+        moved = (old_logps - sampled_logps).detach() * loss_mask
+        stats["sampling/logp_difference"] = stats["sampling/logp_difference_max"] = moved.abs()
+        if importance_cap is not None:
+            losses = losses * moved.exp().clamp(max=importance_cap)
+            stats["sampling/importance_clipped"] = (moved.exp() > importance_cap).float()
+    if policy_mask is not None:
+        losses = losses * policy_mask
     if ref_logps is not None:
         difference = (ref_logps - logps) * loss_mask
         kl = difference.exp() - difference - 1

@@ -31,11 +31,11 @@ from common.data import BadRow, Row, Tokenizer, as_chat, as_prompt, load_prompts
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import generalized_jsd
-from common.model import FlatModel, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_frozen
 from common.processes import gather_lists
 from common.run import Run
-from common.sampling import RolloutSchedule, sample
+from common.sampling import OwnSampler, RolloutSchedule, make_sampler
 
 import numpy as np
 import torch  # after common, which sets how CPU threads wait
@@ -65,6 +65,9 @@ class Args(CommonArgs):
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int = arg(
         128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+    )
+    rollout_server: list[str] | None = arg(
+        None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
     )
 
     def __post_init__(self) -> None:
@@ -122,7 +125,7 @@ def divergence(
 
 
 def roll_out(
-    args: Args, accelerator: Accelerator, model: FlatModel, prompts: list[Prompt], rollout: int
+    args: Args, accelerator: Accelerator, sampler: OwnSampler, prompts: list[Prompt], rollout: int
 ) -> list[Completion]:
     """A completion of each prompt: the share args.lmbda of them sampled, evenly among those of the data; each process its
     share, and all of them get everything. What is drawn is a function of (seed, rollout, place), whoever samples it."""
@@ -131,17 +134,7 @@ def roll_out(
     asked = [i for i in range(len(prompts)) if is_sampled[i]]
     share = -(-len(asked) // accelerator.num_processes)
     mine = asked[accelerator.process_index * share : (accelerator.process_index + 1) * share]
-    with accelerator.autocast():
-        sampled = sample(
-            model,
-            [prompts[i]["prompt_ids"] for i in mine],
-            [(args.seed, rollout, i) for i in mine],
-            max_new_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            batch_size=args.generation_batch_size,
-        )
+    sampled = sampler.begin([prompts[i]["prompt_ids"] for i in mine], [(args.seed, rollout, i) for i in mine]).result()
     found = dict(zip(asked, gather_lists(accelerator, sampled), strict=True))
     completions = []
     for i, prompt in enumerate(prompts):
@@ -218,6 +211,18 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
     unwrapped = accelerator.unwrap_model(model)
+    sampler = make_sampler(
+        args.rollout_server,
+        accelerator,
+        model,
+        args.output_dir,
+        rollouts,
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        batch_size=args.generation_batch_size,
+    )
     teacher = load_frozen(args, accelerator, tokenizer, args.teacher_model_name_or_path)
     teacher_tokens = teacher.model.lm.get_input_embeddings().num_embeddings
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
@@ -250,7 +255,8 @@ def main(args: Args) -> None:
         if run.ends(step):  # the last step, no better evaluation for long, or told to stop
             break
 
-        completions = roll_out(args, accelerator, unwrapped, rollouts.prompts(step), step)
+        sampler.sync(step)  # servers get the weights
+        completions = roll_out(args, accelerator, sampler, rollouts.prompts(step), step)
         log_rollout(run, step + 1, completions, tokenizer)
         window = make_window(completions, args, accelerator)
         set_lr(optimizer, lr_at(step))

@@ -36,11 +36,11 @@ from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, 
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, gae, grpo_loss, value_loss
-from common.model import FlatModel, Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.processes import gather_lists
 from common.run import Run
-from common.sampling import Reward, RolloutSchedule, load_rewards, sample, score
+from common.sampling import OwnSampler, Reward, RolloutSchedule, load_rewards, make_sampler, score
 
 import numpy as np
 import torch  # after common, which sets how CPU threads wait
@@ -75,6 +75,10 @@ class Args(CommonArgs):
         128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
     )
     mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+    rollout_server: list[str] | None = arg(
+        None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
+    )
+    rollout_ahead: int = arg(0, help="rollouts sampled before their turn, while another trains", within="[0, 8]")
 
     # Algorithm
     gamma: float = arg(1.0, help="what a reward is worth a token earlier", within="[0, 1]")
@@ -87,6 +91,7 @@ class Args(CommonArgs):
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon", within="[0, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
+    importance_cap: float = arg(2.0, help="largest weight of a token that another model sampled", within="[1, 1e6]")
     num_iterations: int = arg(4, help="updates on each window of a rollout: epochs", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows that one rollout serves: minibatches", within="[1, 1e6]")
 
@@ -109,6 +114,7 @@ class Completion:
     finished: bool  # with a stop token
     text: str
     rewards: list[float | None]  # one of each function; None: it abstained
+    counted: bool  # it is trained on
     reward: float = math.nan  # their weighted sum; NaN: all abstained
 
 
@@ -120,34 +126,24 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    model: FlatModel,
+    sampler: OwnSampler,
     tokenizer: Tokenizer,
     rewards: list[Reward],
-    prompts: list[Prompt],
+    rollouts: RolloutSchedule,
     rollout: int,
 ) -> list[Completion]:
     """Sample and score one completion for each of C prompts (each stands there num_generations times); each process its
     share, and all of them get everything. What is drawn for a completion is a function of (seed, rollout, its place),
     whoever samples it."""
-    share = -(-len(prompts) // accelerator.num_processes)
-    mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
-    with accelerator.autocast():
-        sampled = sample(
-            model,
-            [prompts[i]["prompt_ids"] for i in mine],
-            [(args.seed, rollout, i) for i in mine],
-            max_new_tokens=args.max_completion_length,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            batch_size=args.generation_batch_size,
-        )
+    prompts = rollouts.prompts(rollout)
+    mine = [prompts[i] for i in rollouts.mine()]
+    sampled = rollouts.sample(rollout, sampler, args.seed)
     texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
-    scores = score(rewards, [prompts[i] for i in mine], texts, [s.ids for s in sampled])  # [F][completion]
+    scores = score(rewards, mine, texts, [s.ids for s in sampled])  # [F][completion]
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]
     everyones = gather_lists(accelerator, list(zip(sampled, texts, each_reward, strict=True)))
     return [
-        Completion(prompt, ids=s.ids, logps=s.logps, finished=s.finished, text=text, rewards=each)
+        Completion(prompt, *s, text=text, rewards=each, counted=s.finished or not args.mask_truncated_completions)
         for prompt, (s, text, each) in zip(prompts, everyones, strict=True)
     ]
 
@@ -160,30 +156,7 @@ def add_rewards(completions: list[Completion], weights: list[float]) -> None:
     if bool(reward.isnan().all()):
         raise UserError("no reward function gave a number for any completion of this rollout (all returned None)")
     for completion, r in zip(completions, reward.tolist(), strict=True):
-        completion.reward = r
-
-
-def rollout_metrics(completions: list[Completion], rewards: list[Reward]) -> dict[str, float]:
-    """What is logged of a rollout: rewards, and lengths of the completions."""
-    reward = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
-    lengths = torch.tensor([len(completion.ids) for completion in completions], dtype=torch.float64)
-    finished = torch.tensor([completion.finished for completion in completions])
-    logged = {
-        "reward": reward.nanmean().item(),
-        "reward_std": reward[~reward.isnan()].std(correction=0).item(),
-        "completions/mean_length": lengths.mean().item(),
-        "completions/min_length": lengths.min().item(),
-        "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": (~finished).double().mean().item(),
-    }
-    if finished.any():
-        logged["completions/mean_terminated_length"] = lengths[finished].mean().item()
-    for f, function in enumerate(rewards):
-        values = torch.tensor([c.rewards[f] for c in completions if c.rewards[f] is not None], dtype=torch.float64)
-        if len(values):
-            logged[f"rewards/{function.name}/mean"] = values.mean().item()
-            logged[f"rewards/{function.name}/std"] = values.std(correction=0).item()
-    return logged
+        completion.reward, completion.counted = r, completion.counted and not math.isnan(r)
 
 
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
@@ -194,20 +167,19 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
     all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
-    counted = [not math.isnan(c.reward) and (c.finished or not args.mask_truncated_completions) for c in completions]
     windows = []
     for first in range(0, len(completions), size):
-        N = sum(len(completions[i].ids) * counted[i] for i in range(first, first + size))  # of the window
+        N = sum(len(c.ids) * c.counted for c in completions[first : first + size])  # of the window
         mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
         examples = []
         for i in mine:
             c, prompt = completions[i], completions[i].prompt["prompt_ids"]
-            on_completion = np.array([0] * len(prompt) + [counted[i]] * len(c.ids), np.float32)
+            on_completion = np.array([0] * len(prompt) + [c.counted] * len(c.ids), np.float32)
             sequence = {
                 "input_ids": np.array(prompt + c.ids),
                 "loss_mask": on_completion,
                 "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
-                "reward": np.array([0.0] * (len(prompt) + len(c.ids) - 1) + [c.reward if counted[i] else 0.0], np.float32),
+                "reward": np.array([0.0] * (len(prompt) + len(c.ids) - 1) + [c.reward if c.counted else 0.0], np.float32),
                 "token_weight": on_completion / np.float32(max(N, 1)),
             }
             examples.append([sequence])
@@ -250,19 +222,6 @@ def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict
     return {"explained_variance": 1 - advantages.var() / returns.var()} if returns.var() > 0 else {}
 
 
-def log_rollout(run: Run, step: int, completions: list[Completion], rewards: list[Reward], logged: dict[str, float]) -> None:
-    """The rollout that serves `step`: its metrics, and a line per completion in completions.jsonl."""
-    run.metrics.add(**logged)
-    run.metrics.close_window()  # they count also where the step that follows is not taken
-    names = [reward.name for reward in rewards]
-    lines = [
-        {"step": step, "prompt": c.prompt["prompt"], "completion": c.text, "finished": c.finished}
-        | {"rewards": dict(zip(names, c.rewards, strict=True)), "reward": None if math.isnan(c.reward) else c.reward}
-        for c in completions
-    ]
-    run.metrics.append("completions.jsonl", lines)
-
-
 def main(args: Args) -> None:
     run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
     accelerator = run.accelerator
@@ -281,6 +240,7 @@ def main(args: Args) -> None:
         max_completion_length=args.max_completion_length,
         windows_per_rollout=args.steps_per_generation,
         updates_per_rollout=args.steps_per_generation * args.num_iterations,
+        rollout_ahead=args.rollout_ahead,
     )
 
     # --- model and reference -----------------------------------------------------------------------------------------
@@ -293,6 +253,18 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
     unwrapped = accelerator.unwrap_model(model)
+    sampler = make_sampler(
+        args.rollout_server,
+        accelerator,
+        model,
+        args.output_dir,
+        rollouts,
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        batch_size=args.generation_batch_size,
+    )
     # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
@@ -326,6 +298,8 @@ def main(args: Args) -> None:
                     epsilon=args.epsilon,
                     epsilon_high=args.epsilon_high,
                     beta=0.0 if args.use_kl_in_reward else args.beta,
+                    sampled_logps=batch["sampled_logps"] if sampler.has_logps else None,
+                    importance_cap=args.importance_cap if args.rollout_server or args.rollout_ahead else None,
                 )  # (T,)
                 stats["value_loss"], stats["value_clip_ratio"] = value_loss(
                     values_of(out, batch), batch["old_values"], batch["return"], cliprange_value=args.cliprange_value
@@ -337,8 +311,6 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
             stats["entropy"] = out.entropy
-            if run.step % rollouts.updates_per_rollout == 0:  # the model still is the one that sampled: do they agree?
-                stats["sampling/logp_difference"] = (out.logps - batch["sampled_logps"]).abs()
             run.metrics.add(mask, **stats)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
@@ -354,7 +326,8 @@ def main(args: Args) -> None:
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> windows -> compare
             rollout = step // rollouts.updates_per_rollout
-            completions = roll_out(args, accelerator, unwrapped, tokenizer, rewards, rollouts.prompts(rollout), rollout)
+            sampler.sync(step)  # servers get the weights
+            completions = roll_out(args, accelerator, sampler, tokenizer, rewards, rollouts, rollout)
             add_rewards(completions, weights)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
@@ -362,11 +335,13 @@ def main(args: Args) -> None:
                 if reference:
                     window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
                 run.metrics.add(**add_advantages(window, args, accelerator))
-            log_rollout(run, step + 1, completions, rewards, rollout_metrics(completions, rewards))
+            run.log_rollout(step + 1, completions, rewards, len(completions))
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
+        if step % rollouts.updates_per_rollout == 0:
+            sampler.check(run.metrics)  # that what sampled is what is trained
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -18,13 +18,15 @@ As in train_grpo.py, over the tokens t that the model itself has written in the 
    left out of the forward pass (and of the means of what is logged of it), and stay in the denominator.
 5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
    value of the loss says little: look at the reward.
-6. --environment_factory file.py:Class, as in TRL: `reset(**columns)` begins an episode, and may return text that is put
+6. Where what sampled was not quite π_old (--rollout_server), the clipped part is multiplied by
+   min(π_old / π_sampler, importance_cap), or completions of which it was too far are left out (docs/rollouts.md).
+7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` begins an episode, and may return text that is put
    after the prompt; `get_reward()`, if there is one, is a reward beside --reward_funcs, which get the objects as
    `environments`; any other public method is a tool. What goes wrong in a tool is told to the model, in words.
-7. A call is JSON in <tool_call> tags where the chat template asks for that, else, in short, [name argument].
-8. max_completion_length counts all tokens after the prompt. An episode that needs more, or more turns with calls than
+8. A call is JSON in <tool_call> tags where the chat template asks for that, else, in short, [name argument].
+9. max_completion_length counts all tokens after the prompt. An episode that needs more, or more turns with calls than
    max_tool_calling_iterations, is cut.
-9. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions of a prompt.
+10. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions of a prompt.
 
     accelerate launch train_sft.py --config experiments/configs/tools_sft.yaml  # has seen a calculator used now and then
     accelerate launch -m experiments.train_tools                                # the demo: uses it, ~1 minute on a CPU
@@ -42,7 +44,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from common.args import CommonArgs, arg
-from common.collators import Window
+from common.collators import Batch, Window
 from common.command_line import launch
 from common.data import BadRow, Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
 from common.data.chat import end_of_turn
@@ -51,12 +53,13 @@ from common.data.tool_calls import Tools, describe_tools, read_calls
 from common.errors import UserError, quoted, say
 from common.evaluate import load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
-from common.model import FlatModel, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.processes import gather_lists
 from common.run import Run
-from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
+from common.sampling import OwnSampler, Reward, RolloutSchedule, Sampled, load_rewards, make_sampler, score
 from common.sampling.guard import call, from_file, must
+from common.sampling.rollout import keep_high_entropy, mismatched
 from common.time_limit import TimeLimitReached
 
 import numpy as np
@@ -96,6 +99,9 @@ class Args(CommonArgs):
         128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
     )
     mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+    rollout_server: list[str] | None = arg(
+        None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
+    )
 
     # Algorithm
     beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
@@ -106,6 +112,11 @@ class Args(CommonArgs):
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="what a token weighs; cispo: as dapo")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
     use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
+    importance_correction: Literal["auto", "token_truncate", "sequence_mask", "none"] = arg(
+        "auto", help="where another model sampled; auto: token_truncate with rollout_server, else none"
+    )
+    importance_cap: float = arg(2.0, help="largest weight of a token, or ratio of a completion", within="[1, 1e6]")
+    top_entropy_quantile: float = arg(1.0, help="share of tokens, of the highest entropy, that are trained", within="(0, 1]")
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows that one rollout serves", within="[1, 1e6]")
 
@@ -118,6 +129,8 @@ class Args(CommonArgs):
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
+        if self.importance_correction == "auto":
+            self.importance_correction = "token_truncate" if self.rollout_server else "none"
         if not self.environment_factory:
             raise UserError("--environment_factory: name the class, file.py:Class (experiments/environments.py has two)")
         if self.eval_reward_funcs:
@@ -147,6 +160,7 @@ class Completion:
     finished: bool = False  # with a stop token, and without a call
     text: str = ""  # of all tokens
     rewards: list[float | None] = field(default_factory=list)  # one of each function; None: it abstained
+    counted: bool = True  # it is trained on
     reward: float = math.nan  # their weighted sum; NaN: all abstained
     advantage: float = 0.0
 
@@ -242,10 +256,10 @@ def end_turn(args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    model: FlatModel,
+    sampler: OwnSampler,
     tokenizer: Tokenizer,
-    environment: Environment,
     rewards: list[Reward],
+    environment: Environment,
     prompts: list[Prompt],
     key: tuple[int, ...],
     group: int,
@@ -258,17 +272,12 @@ def roll_out(
     completions = [begin(args, tokenizer, environment, prompts[i], (*key, i // group)) for i in mine]
     playing = dict(zip(mine, completions, strict=True))
     for turn in range(args.max_tool_calling_iterations + 1):
-        with accelerator.autocast():
-            sampled = sample(
-                model,
-                [c.prompt["prompt_ids"] + c.ids for c in playing.values()],
-                [(*key, i, turn) for i in playing],
-                max_new_tokens=[args.max_completion_length - len(c.ids) for c in playing.values()],
-                temperature=temperature,
-                top_k=args.top_k,
-                top_p=args.top_p,
-                batch_size=args.generation_batch_size,
-            )
+        sampled = sampler.begin(
+            [c.prompt["prompt_ids"] + c.ids for c in playing.values()],
+            [(*key, i, turn) for i in playing],
+            max_new_tokens=[args.max_completion_length - len(c.ids) for c in playing.values()],
+            temperature=temperature,
+        ).result()
         is_last = turn == args.max_tool_calling_iterations
         turns = zip(playing.items(), sampled, strict=True)
         playing = {i: c for (i, c), s in turns if end_turn(args, tokenizer, environment.tools, c, s, is_last)}
@@ -280,6 +289,7 @@ def roll_out(
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]  # scores: [F][completion]
     for c, each in zip(completions, each_reward, strict=True):
         c.environment, c.text, c.rewards = None, tokenizer.decode(c.ids), each
+        c.counted = c.finished or not args.mask_truncated_completions
     return gather_lists(accelerator, completions)
 
 
@@ -295,63 +305,20 @@ def add_advantages(completions: list[Completion], weights: list[float], args: Ar
         completion.reward, completion.advantage = r, advantage
 
 
-def rollout_metrics(completions: list[Completion], rewards: list[Reward], args: Args) -> dict[str, float]:
-    """What is logged of a rollout: rewards, and lengths of the completions."""
-    reward = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
-    known = [group[~group.isnan()] for group in reward.view(-1, args.num_generations)]
-    stds = torch.stack([group.std() if len(group) > 1 else group.new_tensor(math.nan) for group in known])  # (P,)
-    lengths = torch.tensor([sum(completion.sampled) for completion in completions], dtype=torch.float64)
-    calls, failures = (sum(getattr(completion, name) for completion in completions) for name in ("calls", "failures"))
-    finished = torch.tensor([completion.finished for completion in completions])
-    logged = {
-        "reward": reward.nanmean().item(),
-        "reward_std": stds.nanmean().item(),
-        "frac_idle_rollouts": float(not any(completion.advantage for completion in completions)),
-        "frac_reward_zero_std": (~(stds > 1e-12)).double().mean().item(),
-        "completions/mean_length": lengths.mean().item(),
-        "completions/min_length": lengths.min().item(),
-        "completions/max_length": lengths.max().item(),
-        "completions/clipped_ratio": (~finished).double().mean().item(),
-        "tools/call_frequency": calls / len(completions),
-        "tools/failure_frequency": failures / max(calls, 1),
-    }
-    if finished.any():
-        logged["completions/mean_terminated_length"] = lengths[finished].mean().item()
-    for f, function in enumerate(rewards):
-        values = torch.tensor([c.rewards[f] for c in completions if c.rewards[f] is not None], dtype=torch.float64)
-        if len(values):
-            logged[f"rewards/{function.name}/mean"] = values.mean().item()
-            logged[f"rewards/{function.name}/std"] = values.std(correction=0).item()
-    return logged
-
-
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
     """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
     A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
     denominators, and is not run through the model.
     """
-    counted = torch.tensor([c.finished or not args.mask_truncated_completions for c in completions])
-    tokens = torch.tensor([float(sum(c.sampled)) for c in completions])
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
     all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
+    run_all = args.beta > 0 or args.entropy_coef != 0 or args.importance_correction == "sequence_mask"
     windows = []
     for first in range(0, len(completions), size):
-        inside = slice(first, first + size)
-        window_tokens = (tokens[inside] * counted[inside]).sum().item()
-        if args.loss_type in ("dapo", "cispo"):  # those of the whole rollout, on average over its windows
-            window_tokens = (tokens * counted).sum().item() / args.steps_per_generation
-        weights = grpo_token_weights(
-            args.loss_type,
-            tokens[inside],
-            window_tokens=window_tokens,
-            window_completions=size,
-            max_completion_length=args.max_completion_length,
-        )
         mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
-        all_have_gradient = args.beta > 0 or args.entropy_coef != 0
-        kept = [i for i in mine if counted[i] and (all_have_gradient or completions[i].advantage != 0)]
+        kept = [i for i in mine if completions[i].counted and (run_all or completions[i].advantage != 0)]
         examples = []
         for i in kept or [mine[0]]:  # a process that keeps none runs one, with weight 0: the others wait for its gradient
             c, prompt = completions[i], completions[i].prompt["prompt_ids"]
@@ -361,7 +328,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
                 "loss_mask": on_completion,
                 "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
                 "advantage": on_completion * np.float32(c.advantage),
-                "token_weight": on_completion * np.float32(weights[i - first]),
+                "place": i,
             }
             examples.append([sequence])
         parts = np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)  # micro-batches
@@ -370,20 +337,32 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     return windows
 
 
-def log_rollout(run: Run, step: int, completions: list[Completion], rewards: list[Reward], logged: dict[str, float]) -> None:
-    """The rollout that serves `step`: its metrics, and a line per completion in completions.jsonl."""
-    if logged["frac_idle_rollouts"]:
-        run.say_once("idle", f"step {step}: in every group all rewards are equal; there is nothing to learn in this rollout")
-    run.metrics.add(**logged)
-    run.metrics.close_window()  # they count also where the step that follows is not taken
-    names = [reward.name for reward in rewards]
-    lines = [
-        {"step": step, "prompt": c.prompt["prompt"], "completion": c.text, "finished": c.finished}
-        | {"rewards": dict(zip(names, c.rewards, strict=True)), "reward": None if math.isnan(c.reward) else c.reward}
-        | {"advantage": c.advantage}
-        for c in completions
-    ]
-    run.metrics.append("completions.jsonl", lines)
+def add_token_weights(windows: list[Window], completions: list[Completion], args: Args) -> None:
+    """What a token weighs in the loss of its window; 0 in a completion that does not count."""
+    counted = torch.tensor([c.counted for c in completions])
+    tokens = torch.tensor([float(sum(c.sampled)) for c in completions])
+    size = len(completions) // len(windows)
+    for w, window in enumerate(windows):
+        inside = slice(w * size, (w + 1) * size)
+        window_tokens = (tokens[inside] * counted[inside]).sum().item()
+        if args.loss_type in ("dapo", "cispo"):  # those of the whole rollout, on average over its windows
+            window_tokens = (tokens * counted).sum().item() / len(windows)
+        weights = counted[inside] * grpo_token_weights(
+            args.loss_type,
+            tokens[inside],
+            window_tokens=window_tokens,
+            window_completions=size,
+            max_completion_length=args.max_completion_length,
+        )
+        for [sequence] in window.examples:
+            sequence["token_weight"] = sequence["loss_mask"] * np.float32(weights[sequence["place"] - w * size])
+
+
+def log_rollout(run: Run, step: int, completions: list[Completion], rewards: list[Reward], group: int) -> None:
+    """As Run.log_rollout; and how often tools are called in an episode, and which share of the calls fails."""
+    calls, failures = (sum(getattr(completion, name) for completion in completions) for name in ("calls", "failures"))
+    tools = {"tools/call_frequency": calls / len(completions), "tools/failure_frequency": failures / max(calls, 1)}
+    run.log_rollout(step, completions, rewards, group, lengths=[sum(c.sampled) for c in completions], **tools)
 
 
 def main(args: Args) -> None:
@@ -420,16 +399,29 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
     unwrapped = accelerator.unwrap_model(model)
+    sampler = make_sampler(
+        args.rollout_server,
+        accelerator,
+        model,
+        args.output_dir,
+        rollouts,
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        batch_size=args.generation_batch_size,
+    )
     # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
 
-    play = partial(roll_out, args, accelerator, unwrapped, tokenizer, environment, rewards)
+    play = partial(roll_out, args, accelerator, sampler, tokenizer, rewards, environment)
 
     def evaluate() -> tuple[dict[str, float], list[dict[str, Any]]]:
         """The held-out prompts, played at each of eval_temperatures: means, and the episodes."""
         means, samples = {}, []
+        sampler.sync(run.step)  # servers get the weights
         for temperature in args.eval_temperatures if eval_prompts else ():
             completions = play(eval_prompts, (args.seed,), group=1, temperature=temperature)
             table = torch.tensor(
@@ -450,6 +442,12 @@ def main(args: Args) -> None:
         return means, samples
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
+    masks_sequences, top_entropy = args.importance_correction == "sequence_mask", args.top_entropy_quantile < 1
+
+    def before_update(batch: Batch) -> dict[str, torch.Tensor]:
+        out = unwrapped(batch, temperature=args.temperature, entropy=top_entropy)
+        return {"old_logps": out.logps} | ({"entropy": out.entropy} if top_entropy else {})
+
     def gradients(window: Window) -> torch.Tensor:
         """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
         for batch in window:
@@ -470,6 +468,9 @@ def main(args: Args) -> None:
                     beta=args.beta,
                     importance_sampling_level=args.importance_sampling_level,
                     use_bias_correction_kl=args.use_bias_correction_kl,
+                    sampled_logps=batch["sampled_logps"] if sampler.has_logps else None,
+                    importance_cap=args.importance_cap if args.importance_correction == "token_truncate" else None,
+                    policy_mask=batch.get("policy_mask"),
                 )  # (T,)
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
@@ -477,8 +478,6 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
             stats["entropy"] = out.entropy
-            if run.step % rollouts.updates_per_rollout == 0:  # the model still is the one that sampled: do they agree?
-                stats["sampling/logp_difference"] = (out.logps - batch["sampled_logps"]).abs()
             run.metrics.add(mask, **stats)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
@@ -494,19 +493,27 @@ def main(args: Args) -> None:
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
             rollout = step // rollouts.updates_per_rollout
+            sampler.sync(step)  # servers get the weights
             completions = play(rollouts.prompts(rollout), (args.seed, rollout), args.num_generations, args.temperature)
             add_advantages(completions, weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
-                if rollouts.updates_per_rollout > 1:  # the model will change before the last of them
-                    window.add_field("old_logps", lambda batch: unwrapped(batch, temperature=args.temperature).logps)
+                if rollouts.updates_per_rollout > 1 or masks_sequences or top_entropy:  # it is asked before it changes
+                    window.add_fields(before_update)
                 if reference:
                     window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
-            log_rollout(run, step + 1, completions, rewards, rollout_metrics(completions, rewards, args))
+                if top_entropy:
+                    keep_high_entropy(window, accelerator, args.top_entropy_quantile)
+            for place in mismatched(windows, accelerator, args.importance_cap) if masks_sequences else []:
+                completions[place].counted = False
+            add_token_weights(windows, completions, args)
+            log_rollout(run, step + 1, completions, rewards, args.num_generations)
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
+        if step % rollouts.updates_per_rollout == 0:
+            sampler.check(run.metrics)  # that what sampled is what is trained
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -120,3 +120,9 @@ def dequantised(weight: Tensor) -> Tensor:
         state.shape = torch.Size((1, state.shape.numel()) if rest else (blocks, state.blocksize))
         return dequantize_4bit(weight.data, state).view(weight.quant_state.shape)
     return weight.data.float() * (weight.SCB[:, None] / 127)
+
+
+def dequantised_layers(lm: nn.Module) -> dict[str, Tensor]:
+    """The weights of the quantised layers, by name, as the numbers that the model computes with."""
+    found = {name: module for name, module in lm.named_modules() if _is_quantised(module)}
+    return {f"{name}.weight": dequantised(module.weight).cpu() for name, module in found.items()}

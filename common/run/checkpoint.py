@@ -19,10 +19,10 @@ from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED
-from common.model.flat_model import FlatModel, base_lm, gathered
-from common.model.lora import TRAINED
+from common.model.flat_model import FlatModel, gathered
 from common.model.merge import write_merged
 from common.model.quantised import is_quantised
+from common.model.save import EXTRA, model_writer
 from common.run.best import Best
 from common.run.export_dtype import cast_weights
 from common.run.inputs import FILE, copy_inputs
@@ -30,10 +30,9 @@ from common.run.output_dir import CARD, WEIGHTS, checkpoints, find_damage, flush
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-EXTRA = "extra.safetensors"  # the modules that a script has put into model.extra
 OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml", FILE)  # what a checkpoint has beside the model
 DISK_ERROR = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 
@@ -56,7 +55,7 @@ def save_checkpoint(
     output_dir = args.output_dir
     final, temporary = Path(output_dir, f"checkpoint-{step}"), Path(output_dir, f".checkpoint-{step}.tmp")
     sharded = accelerator.distributed_type in SHARDED
-    write_model = _model_writer(accelerator, model, tokenizer)
+    write_model = model_writer(accelerator, model, tokenizer)
 
     def write() -> None:
         for left in Path(output_dir).glob(".checkpoint-*.tmp"):  # of a save that was killed
@@ -115,12 +114,12 @@ def export(
         best = None
     if args.merge_lora and is_quantised(wrapper):
         write_model = _merger_into_the_base(
-            args, _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
+            args, _model_copier(best) if best else model_writer(accelerator, model, tokenizer)
         )
     elif args.merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
-        write_model = _model_writer(accelerator, model, tokenizer, _merge_adapter(accelerator, wrapper, best))
+        write_model = model_writer(accelerator, model, tokenizer, _merge_adapter(accelerator, wrapper, best))
     else:
-        write_model = _model_copier(best) if best else _model_writer(accelerator, model, tokenizer)
+        write_model = _model_copier(best) if best else model_writer(accelerator, model, tokenizer)
 
     def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -236,47 +235,6 @@ def _merger_into_the_base(args: CommonArgs, write_adapter: Callable[[Path], None
         shutil.rmtree(adapter)
 
     return write
-
-
-def _model_writer(
-    accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, merged: dict[str, torch.Tensor] | None = None
-) -> Callable[[Path], None]:
-    """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them, and `model.extra` beside them.
-
-    Called on every process. merged: the weights by name, where they are known already.
-    """
-    wrapper, weights = accelerator.unwrap_model(model, keep_torch_compile=False), None
-    lm, extra = wrapper.lm, wrapper.extra.state_dict()
-    if accelerator.distributed_type in SHARDED:
-        tied = dict(wrapper.named_parameters(remove_duplicate=False)).keys() - dict(wrapper.named_parameters()).keys()
-        if merged is None:
-            merged = accelerator.get_state_dict(model) or {}  # ZeRO-3 gives them to the main process only
-        # A tied weight stands under each of its names.
-        weights = {name.removeprefix("lm."): w for name, w in merged.items() if name.startswith("lm.") and name not in tied}
-        extra = {name.removeprefix("extra."): w for name, w in merged.items() if name.startswith("extra.")}
-
-    def write(folder: Path) -> None:
-        save_model(lm, folder, weights)
-        tokenizer.save_pretrained(folder)
-        if extra:
-            save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in extra.items()}, folder / EXTRA)
-
-    return write
-
-
-def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """A model, or the adapter that is trained, as from_pretrained reads it, with its generation_config.json.
-
-    weights: by name, where the model does not hold them itself.
-    """
-    if not hasattr(lm, "peft_config"):
-        lm.save_pretrained(folder, state_dict=weights)
-        return
-    rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # all that there is new in the embedding
-    options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if rows else "auto"}
-    lm.save_pretrained(folder, state_dict=weights, **options)
-    base_lm(lm).generation_config.save_pretrained(folder)
-    (folder / CARD).unlink(missing_ok=True)  # peft's, which says little, and where the base lies
 
 
 def _model_copier(checkpoint: Path) -> Callable[[Path], None]:

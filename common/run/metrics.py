@@ -74,6 +74,8 @@ class Metrics:
         self.output_dir = Path(args.output_dir)
         self.sums: dict[str, list[Tensor]] = {}
         self.window: dict[str, list[Tensor]] = {}  # the same of the window that is under way
+        self.maxima: dict[str, Tensor] = {}  # of what is logged as the largest value, not as a mean
+        self.window_maxima: dict[str, Tensor] = {}
         self.window_is_bad: Tensor | None = None  # bool: nothing was trained on it, its values do not count
         self.bad_steps: list[int] = []  # that were not taken
         self.flush: Callable[[], None] = lambda: None  # brings bad_steps up to date (see NonFinite)
@@ -82,6 +84,7 @@ class Metrics:
         self.losses: list[float] = []  # the last ones that were logged, to know a spike by
         self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
+        self.carry_maxima: dict[str, float] = {}
         self.lost_lines = 0  # that the disk did not take
         self.num_tokens = 0  # trained on so far, over all processes
         self.first_eval: dict[str, float] = {}
@@ -94,14 +97,18 @@ class Metrics:
         self.tracker_config = vars(args)
 
     def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
-        """Add to the window that is under way: each metric is the mean of its values, by these weights.
+        """Add to the window that is under way: each metric is the mean of its values, by these weights; one whose name ends
+        in _max is the largest of its values.
 
         weights: of the shape of the values, for instance the mask of the tokens that count; or one number for all of them.
         """
         for name, value in values.items():
             if value is None:
                 raise ValueError(f"metrics.add: {name} is None: ask the model for it, as in model(batch, entropy=True)")
-            if isinstance(value, Tensor):
+            if name.endswith("_max"):
+                largest = torch.as_tensor(value, device=self.accelerator.device).detach().amax()
+                self.window_maxima[name] = torch.maximum(self.window_maxima.get(name, largest), largest)
+            elif isinstance(value, Tensor):
                 by = torch.as_tensor(weights, device=value.device)
                 by = by if by.dim() else by.expand(value.shape)
                 self._add(name, (value.detach() * by).sum(), by.sum())
@@ -116,6 +123,12 @@ class Metrics:
         for name, value in values.items():
             self._add(name, torch.as_tensor(value).detach(), 1.0 / micro_batches)
 
+    def window_mean(self, name: str) -> float:
+        """The mean, so far, of a metric of the window that is under way, over all processes, which call this together."""
+        pair = self.window.get(name) or [torch.zeros((), device=self.accelerator.device)] * 2
+        total, weight = self.accelerator.reduce(torch.stack(pair), "sum").tolist()
+        return total / weight if weight else 0.0
+
     def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
         if name in RESERVED:
             raise ValueError(f"metrics.add: {name} is a name of the lines of metrics.jsonl: call it otherwise")
@@ -127,7 +140,7 @@ class Metrics:
 
     def forget_window(self) -> None:
         """The window that is under way is begun again: what was added for it does not count."""
-        self.window = {}
+        self.window, self.window_maxima = {}, {}
 
     def close_window(self, num_tokens: int = 0) -> None:
         """The window is done: its values count, unless it was bad."""
@@ -135,7 +148,10 @@ class Metrics:
             total = self.sums.setdefault(name, [torch.zeros_like(part) for part in pair])
             for kept, part in zip(total, pair, strict=True):
                 kept += part if self.window_is_bad is None else torch.where(self.window_is_bad, 0.0, part)
-        self.window, self.window_is_bad = {}, None
+        for name, value in self.window_maxima.items():
+            value = value if self.window_is_bad is None else torch.where(self.window_is_bad, -math.inf, value)
+            self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
+        self.window, self.window_maxima, self.window_is_bad = {}, {}, None
         self.num_tokens += num_tokens
 
     def reduce(self) -> dict[str, list[float]]:
@@ -153,11 +169,20 @@ class Metrics:
         self.sums, self.carry = {}, {}
         return reduced
 
+    def reduce_maxima(self) -> dict[str, float]:
+        """{name: largest value} over all processes, the carry included; starts them anew."""
+        mine = [(name, value.item()) for name, value in self.maxima.items()]
+        largest = self.carry_maxima
+        for name, value in gather_lists(self.accelerator, mine):
+            largest[name] = max(value, largest.get(name, -math.inf))
+        self.maxima, self.carry_maxima = {}, {}
+        return {name: value for name, value in largest.items() if value > -math.inf}
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps. Called on every process."""
         self.flush()
-        self.carry = self.reduce()
-        kept = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
+        self.carry, self.carry_maxima = self.reduce(), self.reduce_maxima()
+        kept = ("carry", "carry_maxima", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
         return {name: getattr(self, name) for name in kept} | {"seconds": self.seconds()}
 
     def seconds(self) -> float:
@@ -167,6 +192,7 @@ class Metrics:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint: forget the lines of its files that came after it. Starts the tracker, if any."""
         self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
+        self.carry_maxima = state.get("carry_maxima", {})
         self.first_eval, self.last = state.get("first_eval", {}), state.get("last", {})
         self.clock_tokens, self.seconds_before = self.num_tokens, state.get("seconds", 0.0)
         self.bad_steps, self.losses, self.spikes = (state.get(name, []) for name in ("bad_steps", "losses", "spikes"))
@@ -207,7 +233,7 @@ class Metrics:
     def log(self, step: int, bar: tqdm | None = None, **now: float | Tensor | None) -> None:
         """Write the means since the last call, and the values given here. step: updates done."""
         self.flush()
-        values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
+        values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight} | self.reduce_maxima()
         seconds = time.perf_counter() - self.clock
         values |= {name: full_norm(v) for name, v in now.items() if v is not None}  # DeepSpeed keeps the norm to itself
         values["num_tokens"] = self.num_tokens

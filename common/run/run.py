@@ -36,7 +36,8 @@ from common.run.output_dir import writing
 from common.run.regression import Regression
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
-from common.sampling import RolloutSchedule
+from common.sampling import Reward, RolloutSchedule
+from common.sampling.rollout import rollout_lines, rollout_metrics
 
 import torch
 from torch import Tensor, nn
@@ -236,6 +237,25 @@ class Run:
         self.metrics.close_window(window.num_tokens)
         if self._due(step, self.args.logging_steps, self.resumed_at, self.last_step):
             self.metrics.log(step, self.bar, **values)
+
+    def log_rollout(
+        self,
+        step: int,
+        completions: list[Any],
+        rewards: list[Reward],
+        group: int,
+        lengths: list[int] | None = None,
+        **more: float,
+    ) -> None:
+        """The rollout that serves `step`: its metrics (see rollout_metrics) and `more`, and completions.jsonl."""
+        is_idle = not any(getattr(completion, "advantage", True) for completion in completions)
+        if is_idle:
+            self.say_once(
+                "idle", f"step {step}: in every group all rewards are equal; there is nothing to learn in this rollout"
+            )
+        self.metrics.add(frac_idle_rollouts=float(is_idle), **rollout_metrics(completions, rewards, group, lengths), **more)
+        self.metrics.close_window()  # they count also where the step that follows is not taken
+        self.metrics.append("completions.jsonl", rollout_lines(step, completions, rewards))
 
     def say_once(self, topic: str, line: str) -> None:
         """Say something that is worth saying only the first time."""

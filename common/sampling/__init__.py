@@ -2,7 +2,20 @@
 
 from common.sampling.generate import Sampled, sample
 from common.sampling.rewards import Reward, Scorer, load_rewards, score, scorer
+from common.sampling.sampler import OwnSampler, make_sampler
 from common.sampling.schedule import RolloutSchedule
 from common.sampling.whole import why_no_cache
 
-__all__ = ["Reward", "RolloutSchedule", "Sampled", "Scorer", "load_rewards", "sample", "score", "scorer", "why_no_cache"]
+__all__ = [
+    "OwnSampler",
+    "Reward",
+    "RolloutSchedule",
+    "Sampled",
+    "Scorer",
+    "load_rewards",
+    "make_sampler",
+    "sample",
+    "score",
+    "scorer",
+    "why_no_cache",
+]

@@ -1,13 +1,20 @@
 """When GRPO samples for which prompts."""
 
 import math
-from typing import Any
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
 from common.data.load import Rows
 from common.errors import UserError
+from common.processes import gather_lists
+from common.sampling.generate import Sampled
 
 from accelerate import Accelerator
+
+if TYPE_CHECKING:
+    from common.sampling.sampler import OwnSampler
+    from common.sampling.servers import RolloutServers
 
 
 class RolloutSchedule:
@@ -23,8 +30,10 @@ class RolloutSchedule:
         windows_per_rollout: int,
         updates_per_rollout: int,
         max_completion_length: int,
+        rollout_ahead: int = 0,
     ):
         """num_generations: completions of a prompt. updates_per_rollout: steps that it serves, a multiple of its windows.
+        rollout_ahead: rollouts that are sampled before their turn, with the weights of then.
         The run is max_steps steps, or num_train_epochs passes over the prompts. Raises UserError where
         num_generations does not divide the completions of a window."""
         self.train, self.num_generations = prompts, num_generations
@@ -43,6 +52,8 @@ class RolloutSchedule:
         self.longest = prompts.longest + max_completion_length  # tokens of a sequence
         self._batch_size = args.per_device_train_batch_size
         self._max_completion_length = max_completion_length
+        self._accelerator, self.ahead = accelerator, rollout_ahead
+        self._begun: dict[int, Future[list[Sampled]]] = {}  # what is sampled, or is being sampled, and not yet asked for
 
     def __len__(self) -> int:
         return self._steps
@@ -51,6 +62,23 @@ class RolloutSchedule:
         """The prompts of a rollout, each num_generations times in succession: fresh ones for each rollout."""
         positions = range(rollout * self.num_prompts, (rollout + 1) * self.num_prompts)
         return [prompt for position in positions for prompt in [self.train.at(position)] * self.num_generations]
+
+    def mine(self) -> range:
+        """Which completions of a rollout this process samples."""
+        number = self.num_prompts * self.num_generations
+        share = -(-number // self._accelerator.num_processes)
+        return range(number)[self._accelerator.process_index * share : (self._accelerator.process_index + 1) * share]
+
+    def sample(self, rollout: int, sampler: "OwnSampler | RolloutServers", seed: int) -> list[Sampled]:
+        """This process's completions of a rollout: sampled now, unless that was done ahead. Those of the next ones that come
+        ahead are begun, with the weights of now."""
+        last = (len(self) - 1) // self.updates_per_rollout
+        for n in range(rollout, min(rollout + self.ahead, last) + 1):
+            if n not in self._begun:
+                prompts = self.prompts(n)
+                ids, keys = [prompts[i]["prompt_ids"] for i in self.mine()], [(seed, n, i) for i in self.mine()]
+                self._begun[n] = sampler.begin(ids, keys)
+        return self._begun.pop(rollout).result()
 
     def plan(self) -> dict[str, Any]:
         """As Windows.plan; examples are prompts."""
@@ -67,8 +95,13 @@ class RolloutSchedule:
         """What the longest completions will need is not known before they are sampled."""
 
     def state(self, step: int) -> dict[str, Any]:
-        """Nothing: the order of the prompts is computed."""
-        return {}
+        """What was sampled ahead, by weights that are gone; the order of the prompts is computed."""
+        begun = {n: gather_lists(self._accelerator, future.result()) for n, future in sorted(self._begun.items())}
+        return {"sampled_ahead": begun} if begun else {}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        """See state."""
+        """Go on with what `state(step)` gave. With another number of completions in a step it is sampled again."""
+        for n, everyones in state.get("sampled_ahead", {}).items():
+            if len(everyones) == self.num_prompts * self.num_generations:
+                self._begun[int(n)] = Future()
+                self._begun[int(n)].set_result([Sampled(*everyones[i]) for i in self.mine()])

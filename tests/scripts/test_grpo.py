@@ -4,12 +4,19 @@ What was sampled comes from a reward function, which is given the token ids; the
 """
 
 import contextlib
+import json
 import math
 import statistics
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import train_grpo
+from common.model import FlatModel
+from common.sampling import Sampled, sample
+from common.sampling.rollout import rollout_metrics
+from common.sampling.sampler import OwnSampler
+from common.sampling.schedule import RolloutSchedule
 from tests.scripts.one_step import (
     ADAMW,
     BASE,
@@ -200,12 +207,19 @@ class Settings:
     mask_truncated_completions: bool = False
     delta: float | None = None
     advantage_estimator: str = "grpo"
+    importance_correction: str = "auto"
+    importance_cap: float = 2.0
+    top_entropy_quantile: float = 1.0
+    rollout_ahead: int = 0
+    off: float = 0.0  # no flag: how far the sampler's log-probabilities are from those of its model
 
     @classmethod
     def flags(cls, **settings):
         """(the flags that ask for these settings, the settings)"""
         words = []
         for name, value in settings.items():
+            if name == "off":
+                continue
             words += [f"--{name}", *(value if isinstance(value, tuple) else [str(value).lower()])]
         return words, cls(**settings)
 
@@ -229,20 +243,50 @@ def is_trained(completion, settings):
     return completion.finished or not settings.mask_truncated_completions
 
 
-def window_loss(policy, old, reference, rollout, window, s):
+def moved(ids, off):
+    """What is added to the sampler's log-probabilities, to see what becomes of the difference."""
+    return off * torch.sin(torch.tensor(ids, dtype=torch.float64))
+
+
+@torch.no_grad()
+def distance(old, sampler, completion, s):
+    """(n,) log π_old - log π_sampler of the tokens."""
+    old_logps, sampled = (answer_scores(lm, completion, s.temperature)[0] for lm in (old, sampler))
+    return old_logps - sampled - moved(completion.ids, s.off)
+
+
+def is_left_out(old, sampler, completion, s):
+    return s.importance_correction == "sequence_mask" and distance(old, sampler, completion, s).sum() > math.log(
+        s.importance_cap
+    )
+
+
+def entropy_bound(old, rollout, chosen, advantages, s):
+    """What a token's entropy has to be at least, among those that are run."""
+    chosen = [i for i in chosen if advantages[i] or s.beta or s.entropy_coef]
+    with torch.no_grad():
+        entropies = torch.cat([answer_scores(old, rollout[i], s.temperature)[1] for i in chosen])
+    return torch.quantile(entropies, 1 - s.top_entropy_quantile)
+
+
+def window_loss(policy, old, sampler, reference, rollout, window, s):
     """The loss of a step, with its gradient, and what is logged of the tokens. window: which part of the rollout."""
     advantages = wanted_advantages(rollout, s)
     part = range(window * s.size, (window + 1) * s.size)
-    trained = [i for i in part if is_trained(rollout[i], s)]
+    run = [i for i in part if is_trained(rollout[i], s)]
+    left_out = {i for i, c in enumerate(rollout) if is_left_out(old, sampler, c, s)}
+    trained = [i for i in run if i not in left_out]
     tokens_of_window = sum(len(rollout[i].ids) for i in trained)
-    tokens_of_rollout = sum(len(c.ids) for c in rollout if is_trained(c, s))
+    tokens_of_rollout = sum(len(c.ids) for i, c in enumerate(rollout) if is_trained(c, s) and i not in left_out)
+    bound = entropy_bound(old, rollout, run, advantages, s) if s.top_entropy_quantile < 1 else None
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
     loss, tokens_run, sums = (
         torch.zeros((), dtype=torch.float64),
         0,
-        {"kl": 0.0, "entropy": 0.0, "low": 0.0, "high": 0.0, "ratio": 0.0},
+        {"kl": 0.0, "entropy": 0.0, "low": 0.0, "high": 0.0, "ratio": 0.0, "difference": 0.0, "cut": 0.0},
     )
-    for i in trained:
+    largest = 0.0
+    for i in run:
         logps, entropy = answer_scores(policy, rollout[i], s.temperature)
         with torch.no_grad():
             old_logps, ref_logps = (answer_scores(lm, rollout[i], s.temperature)[0] for lm in (old, reference))
@@ -259,6 +303,12 @@ def window_loss(policy, old, reference, rollout, window, s):
         if s.loss_type == "cispo":  # 2506.13585
             losses = -ratio.detach().clamp(max=high) * A * logps
             clipped = (ratio > high) & (A > 0)
+        difference = distance(old, sampler, rollout[i], s)
+        if s.importance_correction != "none" and (s.rollout_ahead or s.importance_correction == "token_truncate"):
+            losses = losses * difference.exp().clamp(max=s.importance_cap)
+            sums["cut"] += (difference > math.log(s.importance_cap)).sum().item()
+        if bound is not None:
+            losses = losses * (answer_scores(old, rollout[i], s.temperature)[1].detach() >= bound)
         x = ref_logps - logps
         kl = x.exp() - 1 - x  # Schulman's k3
         if s.use_bias_correction_kl:
@@ -271,8 +321,9 @@ def window_loss(policy, old, reference, rollout, window, s):
             "dapo": 1 / (tokens_of_rollout / s.steps_per_generation),
             "dr_grpo": 1 / (s.size * LONGEST),
         }[s.loss_type]
-        loss = loss + weight * losses.sum()
-        if not (A or s.beta or s.entropy_coef):  # not run through the model, and in no mean
+        if i not in left_out:
+            loss = loss + weight * losses.sum()
+        if not (A or s.beta or s.entropy_coef or s.importance_correction == "sequence_mask"):  # not run, and in no mean
             continue
         tokens_run += n
         sums["kl"] += kl.sum().item()
@@ -280,8 +331,10 @@ def window_loss(policy, old, reference, rollout, window, s):
         sums["low"] += clipped.sum().item() * (A < 0)
         sums["high"] += clipped.sum().item() * (A > 0)
         sums["ratio"] += (ratio - 1).abs().sum().item()
+        sums["difference"] += difference.abs().sum().item()
+        largest = max(largest, difference.abs().max().item())
     means = {name: value / tokens_run for name, value in sums.items()}
-    return loss, means
+    return loss, means | {"largest": largest}
 
 
 def check(run, s, steps=None):
@@ -296,7 +349,8 @@ def check(run, s, steps=None):
         assert [c.advantage for c in rollout] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         assert [c.reward for c in rollout] == pytest.approx([combined(c.rewards, s.reward_weights) for c in rollout])
         policy = run.policy(step)
-        loss, means = window_loss(policy, old, start, rollout, step % s.cycle % s.steps_per_generation, s)
+        sampler = run.policy(max(0, step // s.cycle - s.rollout_ahead) * s.cycle)
+        loss, means = window_loss(policy, old, sampler, start, rollout, step % s.cycle % s.steps_per_generation, s)
         assert run.rows[step]["step"] == step + 1
         # The loss is a sum of parts that cancel.
         assert run.rows[step]["loss"] == pytest.approx(loss.item(), rel=3e-4, abs=3e-5)
@@ -304,10 +358,9 @@ def check(run, s, steps=None):
         logged = {"entropy": means["entropy"], "clip_ratio/low_mean": means["low"], "clip_ratio/high_mean": means["high"]}
         logged |= {"clip_ratio/region_mean": means["low"] + means["high"]} | ({"kl": means["kl"]} if s.beta else {})
         assert_metrics(run.rows[step], logged, rel=1e-3, abs=1e-4)
-        if step % s.cycle == 0:  # the sampler's log-probabilities are those of training
-            assert run.rows[step]["sampling/logp_difference"] < 1e-4
-        else:  # the model is no longer the one that sampled
-            assert "sampling/logp_difference" not in run.rows[step]
+        logged = {"sampling/logp_difference": means["difference"], "sampling/logp_difference_max": means["largest"]}
+        logged |= {"sampling/importance_clipped": means["cut"]} if s.importance_correction == "token_truncate" else {}
+        assert_metrics(run.rows[step], logged, rel=1e-3, abs=1e-4)
         distances.append(means["ratio"])
     return distances
 
@@ -330,25 +383,46 @@ LOSSES = {
     "entropy": TWICE | {"entropy_coef": 0.2},
     "less entropy": {"entropy_coef": -0.2},
     "entropy and kl": {"num_iterations": 2, "entropy_coef": -0.2, "beta": 0.1, "loss_type": "grpo", "temperature": 1.5},
+    "another sampler": TWICE | {"importance_correction": "token_truncate", "off": 0.5, "importance_cap": 1.25, "beta": 0.2},
+    "another sampler, once": {"importance_correction": "token_truncate", "off": 0.5, "temperature": 0.7},
+    "completions left out": TWICE | {"importance_correction": "sequence_mask", "off": 0.5, "entropy_coef": 0.01},
+    "left out, by window": {"importance_correction": "sequence_mask", "off": 0.5, "loss_type": "bnpo"},
+    "left out, each": {"importance_correction": "sequence_mask", "off": 0.5, "loss_type": "grpo", "importance_cap": 1.5},
+    "not corrected": {"off": 0.5},
+    "high entropy": TWICE | {"top_entropy_quantile": 0.3, "beta": 0.1},
+    "high entropy, once": {"top_entropy_quantile": 0.5, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "ahead": {"rollout_ahead": 1},
+    "two ahead": {"rollout_ahead": 2, "num_iterations": 2, "loss_type": "grpo"},
     "sequence": TWICE
     | {"importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.06, "learning_rate": 1e-4},
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_step_is_that_of_the_formula(name, grpo, model):
+def test_a_step_is_that_of_the_formula(name, grpo, model, monkeypatch):
     """Loss, gradient and metrics of every update on a rollout, and on the next; one group of prompts has equal rewards.
 
     Each completion is trained num_iterations times, and after the first update with a ratio that is not 1.
     """
     flags, settings = Settings.flags(**LOSSES[name])
+    if settings.off:
+
+        def shifted(*given, **how):
+            sampled = sample(*given, **how)
+            return [s._replace(logps=(torch.tensor(s.logps) + moved(s.ids, settings.off)).tolist()) for s in sampled]
+
+        monkeypatch.setattr("common.sampling.sampler.sample", shifted)
     rows = chat_rows(("any", "flat", "any", "any"))
-    steps = settings.cycle + settings.steps_per_generation  # all of a rollout, and each window of the next one
+    # All of a rollout, and each window of the next one; of the first one that was sampled by older weights than it trains.
+    rollouts = 2 + settings.rollout_ahead
+    steps = settings.cycle * (rollouts - 1) + settings.steps_per_generation
     run = grpo(model, *flags, "--max_steps", steps, rows=rows)
     distances = check(run, settings)
-    assert len(distances) == steps and len(run.rollouts) == 2
+    assert len(distances) == steps and len(run.rollouts) == rollouts
     for step, distance in enumerate(distances):
         assert distance > 1e-3 if step % settings.cycle else distance < 1e-6
+    if settings.importance_correction == "sequence_mask":
+        assert 0 < run.rows[0]["sampling/logp_difference_max"]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
@@ -407,6 +481,7 @@ def test_the_metrics_of_a_rollout(grpo, model):
 
 def completion(rewards=(), ids=(5,), **values):
     values = {
+        "counted": True,
         "prompt": {"prompt": "p", "prompt_ids": [3, 4]},
         "logps": [-1.0] * len(ids),
         "finished": False,
@@ -424,7 +499,7 @@ def test_small_differences_of_large_rewards_are_seen():
     completions = [completion([1e9]), completion([1e9 + 1])]
     train_grpo.add_advantages(completions, [1.0], arguments())
     assert [c.advantage for c in completions] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
-    logged = train_grpo.rollout_metrics(completions, [SimpleNamespace(name="f")], arguments())
+    logged = rollout_metrics(completions, [SimpleNamespace(name="f")], 2)
     assert (logged["reward"], logged["rewards/f/mean"]) == (1e9 + 0.5,) * 2
     assert (logged["reward_std"], logged["rewards/f/std"]) == pytest.approx((0.5**0.5, 0.5))
 
@@ -434,7 +509,7 @@ def test_what_a_rollout_does_not_have_is_not_logged():
     rewards = [SimpleNamespace(name="some"), SimpleNamespace(name="none")]
     completions = [completion([value, None]) for value in (1.0, 3.0, 5.0, None)]
     train_grpo.add_advantages(completions, [1.0, 1.0], arguments())
-    logged = train_grpo.rollout_metrics(completions, rewards, arguments())
+    logged = rollout_metrics(completions, rewards, 2)
     assert logged["reward_std"] == pytest.approx(2**0.5) and logged["frac_reward_zero_std"] == 0.5
     absent = {"completions/mean_terminated_length", "rewards/none/mean", "rewards/none/std"}
     assert not absent & set(logged) and not any(math.isnan(value) for value in logged.values())
@@ -446,40 +521,80 @@ def test_what_a_rollout_does_not_have_is_not_logged():
 def process(index, processes=2):
     """What the functions of the script ask an Accelerator."""
     names = {"process_index": index, "num_processes": processes, "device": torch.device("cpu")}
-    return SimpleNamespace(**names, autocast=contextlib.nullcontext)
+    return SimpleNamespace(**names, autocast=contextlib.nullcontext, unwrap_model=lambda model: model)
 
 
 def test_each_process_samples_its_share(monkeypatch):
-    """Three completions: the first process samples two of them, --generation_batch_size at a time; each is drawn by its place."""
+    """Six completions of three processes; each is drawn by its place, and all get everything."""
     asked, scored = [], []
 
     def sample(model, prompts, seeds, **settings):
-        asked.append((prompts, seeds, settings["batch_size"]))
-        return [SimpleNamespace(ids=[at], logps=[-1.0], finished=True) for _, _, at in seeds]
+        asked.append((prompts, seeds, settings))
+        return [Sampled([at], [-1.0], True) for _, _, at in seeds]
 
     def score(rewards, prompts, texts, ids):
         scored.append(([prompt["prompt_ids"] for prompt in prompts], texts, ids))
         return [[float(at) for (at,) in ids]]
 
-    monkeypatch.setattr(train_grpo, "sample", sample)
+    everyones = []
+    monkeypatch.setattr("common.sampling.sampler.sample", sample)
     monkeypatch.setattr(train_grpo, "score", score)
-    gathered = []
-
-    def gather(accelerator, part):  # the second process is the last one to come
-        gathered.extend(part)
-        return (gathered + part)[:3]
-
-    monkeypatch.setattr(train_grpo, "gather_lists", gather)
-    prompts = [{"prompt": str(i), "prompt_ids": [10 + i]} for i in range(3)]
-    args = arguments(seed=7, top_k=0, top_p=1.0, generation_batch_size=5)
+    monkeypatch.setattr(train_grpo, "gather_lists", lambda accelerator, part: everyones.extend(part) or everyones * 3)
     decoder = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids[0]))
-    train_grpo.roll_out(args, process(0), None, decoder, [], prompts, 4)
-    completions = train_grpo.roll_out(args, process(1), None, decoder, [], prompts, 4)
-    assert asked == [([[10], [11]], [(7, 4, 0), (7, 4, 1)], 5), ([[12]], [(7, 4, 2)], 5)]
-    assert scored == [([[10], [11]], ["0", "1"], [[0], [1]]), ([[12]], ["2"], [[2]])]
-    assert [(c.prompt["prompt"], c.ids, c.text, c.rewards) for c in completions] == [
-        (str(i), [i], str(i), [i]) for i in range(3)
-    ]
+    for index in range(3):
+        one = process(index, 3)
+        rollouts = three_prompts_a_rollout(one)
+        everyones.clear()
+        completions = train_grpo.roll_out(
+            arguments(seed=7), one, OwnSampler(one, None, batch_size=5), decoder, [], rollouts, 4
+        )
+        ids, places = [[10 + 12 + index]] * 2, [2 * index, 2 * index + 1]
+        assert asked.pop() == (ids, [(7, 4, i) for i in places], {"batch_size": 5})
+        assert scored.pop() == (ids, [str(i) for i in places], [[i] for i in places])
+        assert [(c.ids, c.text, c.rewards) for c in completions] == [([i], str(i), [i]) for i in places] * 3
+        assert [c.prompt["prompt"] for c in completions] == ["12", "12", "13", "13", "14", "14"]
+
+
+def three_prompts_a_rollout(accelerator, ahead=0):
+    """Two completions of each; windows of six completions of three processes."""
+
+    class Prompts:
+        longest = 1
+
+        def __len__(self):
+            return 100
+
+        def at(self, i):
+            return {"prompt": str(i), "prompt_ids": [10 + i]}
+
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_train_epochs": 1.0, "max_steps": 9}
+    served = {"windows_per_rollout": 1, "updates_per_rollout": 1, "max_completion_length": LONGEST, "rollout_ahead": ahead}
+    return RolloutSchedule(SimpleNamespace(**sizes), accelerator, Prompts(), num_generations=2, **served)
+
+
+def test_what_was_sampled_ahead_is_kept_and_goes_on():
+    """It was sampled by weights that a resumed run no longer has. Nothing is sampled twice, nor beyond the last rollout."""
+    begun = []
+
+    class Sampler:
+        def begin(self, ids, keys):
+            begun.append(keys[0][1])
+            done = Future()
+            done.set_result([Sampled([n * 10 + i], [-0.5], True) for _, n, i in keys])
+            return done
+
+    one = SimpleNamespace(process_index=0, num_processes=1)
+    rollouts = three_prompts_a_rollout(one, ahead=2)
+    found = [rollouts.sample(n, Sampler(), 7) for n in range(4)]
+    assert begun == [0, 1, 2, 3, 4, 5] and [each[0].ids for each in found] == [[0], [10], [20], [30]]
+    state = json.loads(json.dumps(rollouts.state(4)))
+    again = three_prompts_a_rollout(one, ahead=2)
+    again.restore(4, state)
+    assert [again.sample(n, Sampler(), 7)[0] for n in range(4, 9)] == [Sampled([10 * n], [-0.5], True) for n in range(4, 9)]
+    assert begun == [0, 1, 2, 3, 4, 5, 6, 7, 8] and again.state(9) == {}
+    other = three_prompts_a_rollout(SimpleNamespace(process_index=1, num_processes=2), ahead=2)
+    other.restore(4, state)  # twice as many completions in a rollout: what there is does not fit
+    assert other.state(4) == {}
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["all", "some idle"])
@@ -492,6 +607,7 @@ def test_each_process_trains_its_share(idle):
     args = arguments(steps_per_generation=2, gradient_accumulation_steps=2)
     for index in range(2):
         windows = train_grpo.make_windows(completions, args, process(index))
+        train_grpo.add_token_weights(windows, completions, args)
         for at, window in enumerate(windows):
             assert window.num_tokens == sum(2 + i + 1 for i in range(8)) // 2  # of a window, on average
             batches = list(window)
@@ -662,15 +778,15 @@ def test_what_the_loss_does_not_need_is_not_computed(grpo, model, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("not needed")
 
-    asked, forward = [], train_grpo.FlatModel.forward
+    asked, forward = [], FlatModel.forward
 
     def watched(self, batch, *args, **kwargs):
         asked.append(kwargs.get("entropy_grad"))
         return forward(self, batch, *args, **kwargs)
 
     monkeypatch.setattr(train_grpo, "load_reference", refuse)
-    monkeypatch.setattr(train_grpo.Window, "add_field", refuse)
-    monkeypatch.setattr(train_grpo.FlatModel, "forward", watched)
+    monkeypatch.setattr(train_grpo.Window, "add_fields", refuse)
+    monkeypatch.setattr(FlatModel, "forward", watched)
     grpo(model, "--max_steps", 1)
     assert asked.count(False) >= 1 and True not in asked
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from common.data.tool_calls import describe_tools
 from common.errors import UserError
-from common.sampling import Sampled
+from common.sampling import Sampled, sample
 from experiments.environments import Calculator, HigherOrLower
 from tests.conftest import read_metrics, run_script, train_metrics, words_of
 from tests.data.test_tool_calls import HERMES
@@ -204,11 +204,10 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     launch, model, flags, calling, completions, monkeypatch
 ):
     words = [*flags, "--model_name_or_path", model, "--max_steps", 1, "--eval_steps", 0, "--save_steps", 0]
-    keys, sample = [], script.sample
+    keys = []
     with monkeypatch.context() as patch:
-        patch.setattr(
-            script, "sample", lambda model, prompts, k, **options: keys.extend(k) or sample(model, prompts, k, **options)
-        )
+        kept = lambda model, prompts, k, **options: keys.extend(k) or sample(model, prompts, k, **options)  # noqa: E731
+        patch.setattr("common.sampling.sampler.sample", kept)
         launch("tools", *words, output="whole")
     assert keys[:16] == [(0, 0, i, 0) for i in range(16)] and len({*keys}) == len(keys) > 16  # no turn draws as another does
     whole = list(completions)
@@ -309,7 +308,7 @@ def test_a_game_with_a_state_is_played_over_several_turns(launch, model, monkeyp
             turns.append(Sampled(new, [-1.0] * len(new), True))
         return turns
 
-    monkeypatch.setattr(script, "sample", sample)
+    monkeypatch.setattr("common.sampling.sampler.sample", sample)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     rows = [{"prompt": [{"role": "user", "content": f"Guess my number, {name}."}]} for name in ("Tom", "Ann", "Eva", "Ben")]
     words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
@@ -337,7 +336,7 @@ def test_calls_in_json_where_the_template_asks_for_them(launch, flags, monkeypat
         turns = [ids_of(text + "<|im_end|>") for text in texts]
         return [Sampled(ids, [-1.0] * len(ids), True) for ids in turns]
 
-    monkeypatch.setattr(script, "sample", sample)
+    monkeypatch.setattr("common.sampling.sampler.sample", sample)
     model = make_model(tmp_path / "model", max_position_embeddings=1024)
     words = ["--model_name_or_path", model, "--max_prompt_length", 500, "--max_completion_length", 500, "--max_steps", 1]
     launch("tools", *flags, *words, "--chat_template", tmp_path / "hermes.jinja", "--eval_steps", 0, "--save_steps", 0)

@@ -1,0 +1,109 @@
+"""A model in a folder, as from_pretrained reads it, whatever it is wrapped in and however its weights are dealt out."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+from common.data.types import Tokenizer
+from common.errors import UserError
+from common.memory import SHARDED
+from common.model.flat_model import base_lm
+from common.model.lora import TRAINED, import_peft
+from common.model.quantised import dequantised_layers
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch import nn
+
+CARD = "README.md"  # peft's, which says little, and where the base lies
+EXTRA = "extra.safetensors"  # the modules that a script has put into model.extra
+
+
+def model_writer(
+    accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, merged: dict[str, torch.Tensor] | None = None
+) -> Callable[[Path], None]:
+    """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them, and `model.extra` beside them.
+
+    Called on every process. merged: the weights by name, where they are known already.
+    """
+    wrapper, weights = accelerator.unwrap_model(model, keep_torch_compile=False), None
+    lm, extra = wrapper.lm, wrapper.extra.state_dict()
+    if accelerator.distributed_type in SHARDED:
+        if merged is None:
+            merged = accelerator.get_state_dict(model) or {}  # ZeRO-3 gives them to the main process only
+        weights = _part(wrapper, merged, "lm.")
+        extra = {name.removeprefix("extra."): w for name, w in merged.items() if name.startswith("extra.")}
+
+    def write(folder: Path) -> None:
+        save_model(lm, folder, weights)
+        tokenizer.save_pretrained(folder)
+        if extra:
+            save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in extra.items()}, folder / EXTRA)
+
+    return write
+
+
+def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """A model, or the adapter that is trained, as from_pretrained reads it, with its generation_config.json.
+
+    weights: by name, where the model does not hold them itself.
+    """
+    if not hasattr(lm, "peft_config"):
+        lm.save_pretrained(folder, state_dict=weights)
+        return
+    rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # all that there is new in the embedding
+    options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if rows else "auto"}
+    lm.save_pretrained(folder, state_dict=weights, **options)
+    base_lm(lm).generation_config.save_pretrained(folder)
+    (folder / CARD).unlink(missing_ok=True)
+
+
+def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype | None = None) -> Callable[[Path], None]:
+    """What writes the language model alone, as it is now, with the adapter that is trained merged into it.
+
+    Called on every process; what it returns, on the main process. The model stays as it is, to the bit. dtype: of the
+    matrices, where that is to be less than they have.
+    """
+    wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
+    lm, weights = wrapper.lm, None
+    if accelerator.distributed_type in SHARDED:
+        weights = _part(wrapper, accelerator.get_state_dict(model) or {}, "lm.")
+    elif hasattr(lm, "peft_config") or dtype is not None:
+        weights = _part(wrapper, wrapper.state_dict(), "lm.") | dequantised_layers(lm)
+
+    def write(folder: Path) -> None:
+        written, found = lm, weights
+        if hasattr(lm, "peft_config"):
+            written = _merged(lm, found)
+            found = _part(written, written.state_dict(), "")
+        if dtype is not None:
+            found = {name: w.to(dtype) if w.is_floating_point() and w.dim() > 1 else w for name, w in found.items()}
+        written.save_pretrained(folder, state_dict=found)
+
+    return write
+
+
+def _part(model: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The weights whose names begin so, without it; a tied weight, which stands there under each of its names, once."""
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix) and name not in tied}
+
+
+def _merged(lm: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
+    """The transformers model that a peft model with these weights stands for, on the CPU; in memory of its own where an
+    adapter changes it."""
+    inner, config = base_lm(lm), copy.deepcopy(lm.peft_config[TRAINED])
+    plain = copy.deepcopy(inner.config)
+    plain._attn_implementation = "eager"  # no more than its weights are wanted
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(plain, name):
+            delattr(plain, name)
+    with torch.device("meta"):
+        twin = import_peft("--use_peft").get_peft_model(type(inner)(plain), config, adapter_name=TRAINED)
+    twin.load_state_dict({name: w.detach().cpu() for name, w in weights.items()}, strict=False, assign=True)
+    twin.get_base_model().tie_weights()
+    try:
+        return twin.merge_and_unload(safe_merge=True, adapter_names=[TRAINED])
+    except ValueError as error:
+        raise UserError(f"the adapter cannot be merged: {error}") from None

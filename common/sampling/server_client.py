@@ -1,0 +1,352 @@
+"""One vLLM server, by plain HTTP: what it is, what it is to load, and one completion.
+
+What it answers was read from vLLM 0.32 (docs/rollouts.md). Its own pins clash with ours, so it lives in an environment of
+its own, and nothing of it is imported here.
+"""
+
+import http.client
+import json
+import os
+import re
+import selectors
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from common.errors import UserError, say
+from common.sampling.generate import Sampled
+
+WAIT_SECONDS = 600.0  # that a server may take to start
+ASK_SECONDS = 60.0  # that it may take for a short answer: the first one takes 13 s on a CPU
+LOAD_SECONDS = 1800.0  # for loading weights, and for finishing what it is sampling before
+OLDEST = (0, 32)  # the oldest version that has been seen to work
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
+IMPOSSIBLE_TOKEN = 2**30 - 1
+
+
+class ServerFault(Exception):
+    """A server did not do what another one may do: no answer, an error of its own, or an answer that is none."""
+
+
+class Drawing(NamedTuple):
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token may be drawn."""
+        return self.top_p >= 1 and self.top_k <= 0
+
+    def known_by(self, mode: str) -> bool:
+        """Whether a server of this mode gives log-probabilities of the whole distribution at the temperature: a raw one has
+        none in them, a processed one has those of the tokens that may be drawn. At 0, as in `sample`, those at 1."""
+        if self.temperature in (0, 1) and mode == RAW:
+            return True
+        return mode == PROCESSED and (self.whole or self.temperature == 0)
+
+    def mode(self) -> str:
+        """The mode that a server is best started in."""
+        return RAW if self.temperature == 1 and not self.whole else PROCESSED
+
+
+class Wanted(NamedTuple):
+    """What a server has to fit."""
+
+    model: str  # a name or folder that it can be started with
+    vocabulary: int  # rows of the embedding
+    longest: int  # tokens of a sequence
+    drawing: Drawing
+    needs_logps: bool  # they cannot be scored again
+    device: str  # of the trainer: "cpu" or another
+
+
+class Known(NamedTuple):
+    """What a server says of itself."""
+
+    version: str
+    mode: str  # of its log-probabilities
+    dtype: str  # of its weights: "float32", …
+    block: int  # tokens of a block of its prefix cache
+    on_cpu: bool
+
+
+def start_command(url: str, wanted: Wanted) -> str:
+    """What starts a server there that fits; in an environment that has vLLM."""
+    place = urlsplit(url)
+    host = place.hostname if place.hostname in ("localhost", "127.0.0.1", "::1") else "0.0.0.0"
+    words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", wanted.model, "--host", host or "0.0.0.0"]
+    words += ["--port", str(place.port or 8000), "--max-model-len", str(wanted.longest)]
+    words += ["--generation-config", "vllm", "--logprobs-mode", wanted.drawing.mode()]
+    if wanted.device == "cpu":
+        words += ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
+        words += ["--kv-cache-memory-bytes", "268435456"]
+    return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
+
+
+class Server:
+    """A server, and the connections to it that are kept open."""
+
+    def __init__(self, url: str):
+        """url: http://host:port. Raises UserError for what is none."""
+        self.url = url.rstrip("/")
+        try:
+            place = urlsplit(self.url)
+            port = place.port
+        except ValueError:
+            place, port = urlsplit(""), None
+        if place.scheme not in ("http", "https") or not place.hostname:
+            raise UserError(f"--rollout_server {url}: expected an address as http://127.0.0.1:8000")
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        self._connect = lambda: kind(place.hostname, port or (443 if place.scheme == "https" else 8000), timeout=10.0)
+        self._prefix = place.path
+        self._headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._idle: list[http.client.HTTPConnection] = []
+        self.answered = 0.0  # when it last gave a completion
+        self.known: Known | None = None
+
+    def ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        seconds: float = ASK_SECONDS,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> tuple[int, Any]:
+        """The status and the JSON of an answer; body: of a POST. go_on: called each second while there is no answer; what it
+        raises ends the waiting. Raises ServerFault where none comes in time."""
+        data = None if body is None else json.dumps(body)
+        limit = time.monotonic() + seconds
+        while True:
+            try:
+                connection, is_kept = self._idle.pop(), True
+            except IndexError:
+                connection, is_kept = self._connect(), False
+            try:
+                connection.request("GET" if data is None else "POST", self._prefix + path, data, self._headers)
+                with selectors.DefaultSelector() as selector:
+                    selector.register(connection.sock, selectors.EVENT_READ)
+                    while not selector.select(min(1.0, max(0.01, seconds))):
+                        if time.monotonic() > limit:
+                            raise TimeoutError
+                        go_on()
+                connection.sock.settimeout(max(10.0, limit - time.monotonic()))
+                answer = connection.getresponse()
+                text = answer.read()
+            except TimeoutError:
+                connection.close()
+                raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if is_kept:  # it was closed in the meantime, as any server does with one that is idle: another one
+                    continue
+                raise ServerFault(str(error) or type(error).__name__) from None
+            except BaseException:
+                connection.close()  # the server stops what it was doing for it
+                raise
+            if answer.will_close:
+                connection.close()
+            else:
+                self._idle.append(connection)
+            try:
+                return answer.status, json.loads(text) if text else None
+            except ValueError:
+                return answer.status, text[:300].decode(errors="replace")
+
+    def must(self, path: str, body: dict[str, Any] | None = None, seconds: float = ASK_SECONDS) -> Any:
+        """The JSON of an answer that has to be good. Raises ServerFault."""
+        status, answer = self.ask(path, body, seconds)
+        if status != 200:
+            raise ServerFault(f"HTTP {status} to {path.split('?')[0]}: {_message(answer)}")
+        return answer
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    def wait(self, wanted: Wanted) -> None:
+        """Until it is there. Raises UserError where it does not come."""
+        limit, is_said = time.monotonic() + WAIT_SECONDS, False
+        while True:
+            try:
+                self.must("/health", seconds=10.0)
+                return
+            except ServerFault as fault:
+                if time.monotonic() > limit:
+                    raise UserError(f"{self.url} does not answer ({fault}): {self._start(wanted)}") from None
+                if not is_said:
+                    say(
+                        f"{self.url} does not answer yet ({fault}): waiting, {WAIT_SECONDS:.0f} s at most; {self._start(wanted)}"
+                    )
+                is_said = True
+            time.sleep(min(1.0, WAIT_SECONDS / 10))
+
+    def check(self, wanted: Wanted) -> Known:
+        """What it says of itself. Raises UserError where it would sample something else than what is wanted, ServerFault
+        where it does not answer."""
+        start = self._start(wanted)
+        status, answer = self.ask("/version")
+        version = answer.get("version") if isinstance(answer, dict) else None
+        if status != 200 or not isinstance(version, str):
+            raise UserError(f"{self.url} is no vLLM server (/version: HTTP {status}): {start}")
+        self._check_version(version)
+        status, answer = self.ask("/server_info?config_format=json")
+        if status in (401, 403):
+            raise UserError(f"{self.url} wants a key (HTTP {status}): set VLLM_API_KEY to the one that it was started with")
+        if status == 404:
+            raise UserError(f"{self.url} runs without VLLM_SERVER_DEV_MODE=1 and takes no weights: {start}")
+        if self.must("/is_paused").get("is_paused"):
+            say(f"{self.url} was paused, by a run that was killed: it goes on")
+            self.must("/resume", {})
+        try:
+            config = answer["vllm_config"]
+            model, mode = config["model_config"], config["model_config"]["logprobs_mode"]
+            dtype, longest = str(model["dtype"]).removeprefix("torch."), int(model["max_model_len"])
+            block = int(config.get("cache_config", {}).get("block_size") or 16)
+            on_cpu = "cpu" in str(config.get("device_config"))
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"{self.url} (vLLM {version}) does not say how it runs (/server_info?config_format=json: HTTP {status}): "
+                f"this was written for vLLM {'.'.join(map(str, OLDEST))}"
+            ) from None
+        if mode not in (RAW, PROCESSED):
+            raise UserError(f"{self.url}: --logprobs-mode {mode} gives no log-probabilities: {start}")
+        if wanted.needs_logps and not wanted.drawing.known_by(mode):
+            better = wanted.drawing.mode()
+            if not wanted.drawing.known_by(better):
+                raise UserError(
+                    f"{self.url}: vLLM gives no log-probabilities of the whole distribution with top_k or top_p at a "
+                    f"temperature of {wanted.drawing.temperature:g}, and what is sampled ahead cannot be scored again: "
+                    "--temperature 1, or without --top_k and --top_p, or without --rollout_ahead"
+                )
+            raise UserError(f"{self.url}: its log-probabilities are {mode}, {better} are needed to sample ahead: {start}")
+        if longest < wanted.longest:
+            raise UserError(
+                f"{self.url}: it takes {longest} tokens, prompt and completion may have {wanted.longest}, and it would cut "
+                f"them without a word: {start}"
+            )
+        if model.get("generation_config", "vllm") != "vllm":
+            raise UserError(f"{self.url}: the model's generation_config.json changes how it samples: {start}")
+        self._check_vocabulary(wanted, start)
+        self.known = Known(version, mode, dtype, block, on_cpu)
+        return self.known
+
+    def _check_version(self, version: str) -> None:
+        found = re.match(r"(\d+)\.(\d+)", version)
+        if found is None or "dev" in version:
+            say(f"{self.url}: vLLM {version} is a version that is not known here; the checks that follow decide")
+        elif (int(found[1]), int(found[2])) < OLDEST:
+            raise UserError(
+                f"{self.url}: vLLM {version} is too old: {'.'.join(map(str, OLDEST))} or newer, which can be given weights"
+            )
+
+    def _check_vocabulary(self, wanted: Wanted, start: str) -> None:
+        """Raise UserError where it knows more or fewer tokens than the model that is trained."""
+        V = wanted.vocabulary
+        _, answer = self.ask("/v1/completions", {"prompt": [0], "max_tokens": 1, "stop_token_ids": [IMPOSSIBLE_TOKEN]})
+        named = re.search(r"[Vv]ocabulary size: (\d+)", _message(answer))
+        last, beyond = (self.ask("/v1/completions", {"prompt": [i], "max_tokens": 1})[0] for i in (V - 1, V))
+        if named is not None and int(named[1]) != V or last == 400 or beyond == 200:
+            size = named[1] if named else "fewer" if last == 400 else "more"
+            raise UserError(
+                f"{self.url}: its model has {size} tokens, the one that is trained has {V}: start both from the same "
+                f"folder, with the tokens that were added ({wanted.model}): {start}"
+            )
+
+    def _start(self, wanted: Wanted) -> str:
+        return f"start it with: {start_command(self.url, wanted)}"
+
+    # --- what it does -------------------------------------------------------------------------------------------------
+
+    def load(self, folder: Path, version: str) -> None:
+        """Have it load the weights of a folder and forget what it computed with others. Raises ServerFault; what it has then
+        is not known."""
+        self.must("/pause?mode=wait", {}, LOAD_SECONDS)
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self.must("/collective_rpc", call, LOAD_SECONDS)  # an engine that fails here dies at its next request
+        for _ in range(50):  # refused while blocks of the cache are held
+            if self.must("/reset_prefix_cache", {}).get("success", True):
+                break
+            time.sleep(0.1)
+        else:
+            raise ServerFault("its prefix cache could not be reset")
+        self.must("/update_weight_version", {"new_version": version})
+        self.must("/resume", {})
+        if (found := self.version()) != version:
+            raise ServerFault(f"its weights have version {found!r} after {version!r} was loaded")
+
+    def version(self) -> str:
+        """Of its weights, as they were named last; "default" since it was started."""
+        return str(self.must("/weight_info").get("weight_version"))
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        seed: int,
+        limit: int,
+        stop_ids: Sequence[int],
+        drawing: Drawing,
+        seconds: float = LOAD_SECONDS,
+        go_on: Callable[[], None] = lambda: None,
+    ) -> Sampled:
+        """One completion, with the log-probabilities as the server has them. Raises ServerFault where another server may do
+        it, UserError where it cannot be done as it was asked for."""
+        body = {
+            "prompt": list(prompt),
+            "max_tokens": limit,
+            "seed": seed,
+            "stop_token_ids": list(stop_ids),
+            "ignore_eos": True,  # what stops is said above
+            "temperature": drawing.temperature,
+            "top_k": drawing.top_k,
+            "top_p": drawing.top_p,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+        }
+        status, answer = self.ask("/v1/completions", body, seconds, go_on)
+        if "not JSON compliant" in _message(answer):
+            raise ServerFault("its log-probabilities are not finite")
+        if status in (400, 401, 403, 413, 422):
+            raise UserError(f"{self.url} refuses a prompt of {len(prompt)} tokens (HTTP {status}): {_message(answer)}")
+        if status != 200:
+            raise ServerFault(f"HTTP {status}: {_message(answer)}")
+        try:
+            [choice] = answer["choices"]
+            ids, logps, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+            sampled = Sampled([int(i) for i in ids], [float(logp) for logp in logps], reason == "stop")
+            num_read = int(answer["usage"]["prompt_tokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerFault(f"an answer that is no completion ({type(error).__name__}: {error})") from None
+        if reason not in ("stop", "length"):
+            raise ServerFault(f"a completion was broken off ({reason})")
+        if num_read != len(prompt) or reason == "length" and len(ids) != limit:
+            raise UserError(
+                f"{self.url} has cut a sequence without a word: {num_read} of {len(prompt)} tokens of the prompt, "
+                f"{len(ids)} of {limit} of the completion: start it with a --max-model-len of {len(prompt) + limit} or more"
+            )
+        stops_right = (sampled.ids[-1:] or [None])[0] in stop_ids if sampled.finished else True
+        if len(ids) != len(logps) or not ids or len(ids) > limit or not stops_right:
+            raise ServerFault(f"an answer that does not fit: {len(ids)} tokens, {len(logps)} log-probabilities, {reason}")
+        self.answered = time.monotonic()
+        return sampled
+
+
+def _message(answer: Any) -> str:
+    """What an answer says is wrong."""
+    if isinstance(answer, dict):
+        answer = answer.get("error", answer.get("detail", answer))
+        answer = answer.get("message", answer) if isinstance(answer, dict) else answer
+    return str(answer)[:400]

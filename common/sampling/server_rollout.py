@@ -1,0 +1,149 @@
+"""Requests dealt out to servers: many at a time, and to others where one fails."""
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from common.errors import UserError
+from common.sampling.generate import Sampled
+from common.sampling.server_client import Drawing, Server, ServerFault
+
+AT_ONCE = 64  # requests of a process that are under way
+PATIENCE = 300.0  # seconds in which a server has to give some completion,
+PATIENCE_PER_TOKEN = 0.1  # and for each token that one may have
+LONGEST_SECONDS = 24 * 3600.0  # of one completion
+
+
+class Request(NamedTuple):
+    """A completion that is wanted."""
+
+    prompt: Sequence[int]
+    seed: int
+    limit: int  # the most tokens
+
+
+def request_seed(key: Sequence[int]) -> int:
+    """63 bits of a key, the same in any process: whoever samples a completion, and however often, draws alike."""
+    text = ",".join(str(int(part)) for part in key)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class Deal:
+    """Requests that servers work off. What a server fails at, the others do."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        places: Sequence[Server],
+        servers: Sequence[Server],
+        stop_ids: Sequence[int],
+        drawing: Drawing,
+        none_left: Callable[[dict[str, str]], UserError],
+    ):
+        """places: the server that each request is for, as long as it works; one that has nothing left to do takes over
+        requests of others. none_left: the error for the reasons by which all of them failed."""
+        self.requests, self.stop_ids, self.drawing, self.none_left = requests, stop_ids, drawing, none_left
+        self.results: list[Sampled | None] = [None] * len(requests)
+        self.by: list[Server | None] = [None] * len(requests)  # who has sampled it
+        self.failed: dict[str, str] = {}  # address of a server: why
+        self.waiting: dict[Server, deque[int]] = {server: deque() for server in servers}
+        self.under_way = dict.fromkeys(servers, 0)
+        for i, place in enumerate(places):
+            self.waiting[place].append(i)
+        self.left = len(requests)
+        self.changed = threading.Condition()
+        self.error: BaseException | None = None
+
+    def run(self) -> list[Sampled]:
+        """The completions. Raises UserError where one is refused, or no server is left."""
+        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(min(AT_ONCE, self.left))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+        return [result for result in self.results if result is not None]
+
+    def again(self, server: Server, reason: str) -> None:
+        """What a server has sampled does not count: the others do it."""
+        with self.changed:
+            self._give_up(server, reason)
+            for i in [i for i, by in enumerate(self.by) if by is server]:
+                self.results[i] = self.by[i] = None
+                self.left += 1
+                self._put_back(i)
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            i, server = taken
+            try:
+                request = self.requests[i]
+                result = server.complete(
+                    request.prompt,
+                    request.seed,
+                    request.limit,
+                    self.stop_ids,
+                    self.drawing,
+                    seconds=LONGEST_SECONDS,
+                    go_on=self._watch(server, time.monotonic()),
+                )
+                with self.changed:
+                    self.results[i], self.by[i] = result, server
+                    self.left -= 1
+            except ServerFault as fault:
+                with self.changed:
+                    if self.error is None:
+                        self._give_up(server, str(fault))
+                        self._put_back(i)
+            except BaseException as error:  # in a thread: it is raised where the completions are asked for
+                with self.changed:
+                    self.error = self.error or error
+            with self.changed:
+                self.under_way[server] -= 1
+                self.changed.notify_all()
+
+    def _take(self) -> tuple[int, Server] | None:
+        """The next request, and whose it is; None when all is done. The server that has least to do takes one of its own, or
+        of the longest queue."""
+        with self.changed:
+            while True:
+                if self.error is not None or not self.left:
+                    return None
+                alive = [server for server in self.waiting if server.url not in self.failed]
+                if any(self.waiting.values()) and alive:
+                    server = min(alive, key=lambda server: self.under_way[server])
+                    queue = self.waiting[server] or max(self.waiting.values(), key=len)
+                    self.under_way[server] += 1
+                    return (queue.popleft() if queue is self.waiting[server] else queue.pop()), server
+                self.changed.wait()
+
+    def _watch(self, server: Server, begun: float) -> Callable[[], None]:
+        """What looks each second whether waiting is still worth it."""
+
+        def look() -> None:
+            if self.error is not None:
+                raise ServerFault("the rollout has ended")
+            if server.url in self.failed:
+                raise ServerFault(self.failed[server.url])
+            patience = PATIENCE + PATIENCE_PER_TOKEN * max(request.limit for request in self.requests)
+            silent = time.monotonic() - max(begun, server.answered)
+            if silent > patience:
+                raise ServerFault(f"it hangs: no completion in {silent:.0f} s")
+
+        return look
+
+    def _give_up(self, server: Server, reason: str) -> None:
+        self.failed.setdefault(server.url, reason)
+        server.close()
+        if len(self.failed) == len(self.waiting):
+            self.error = self.error or self.none_left(self.failed)
+
+    def _put_back(self, i: int) -> None:
+        alive = [server for server in self.waiting if server.url not in self.failed]
+        if alive:
+            shortest = min(alive, key=lambda server: len(self.waiting[server]))
+            self.waiting[shortest].appendleft(i)

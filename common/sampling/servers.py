@@ -1,0 +1,360 @@
+"""Completions from vLLM servers, which get the weights of the model that is trained.
+
+Servers run by themselves, beside the trainer or on other machines (docs/rollouts.md); what they are asked is plain HTTP. The
+weights go there in a folder that they can read. After each push every server has to prove that it samples from them: an
+old cache, a packed copy of old weights or a reload that was none shows in nothing but its log-probabilities.
+"""
+
+import math
+import shutil
+import threading
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.collators import flat_batch
+from common.errors import UserError, say
+from common.model.flat_model import base_lm
+from common.model.save import policy_writer
+from common.processes import gather_lists, on_main_process
+from common.sampling.generate import Sampled
+from common.sampling.server_client import ASK_SECONDS, PROCESSED, Drawing, Known, Server, ServerFault, Wanted, start_command
+from common.sampling.server_rollout import Deal, Request, request_seed
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+FOLDER = "rollout_weights"  # in the output folder
+PROBE_TOKENS = 16  # that are sampled as a probe
+PROBE_SEED = request_seed((0,))
+# How far a server's log-probabilities of a probe may be from ours, in nats on average: both in float32, and otherwise. Old
+# weights or an old cache are 0.3 to 8 off.
+CLOSE, CLOSE_ROUNDED = 0.01, 0.2
+# How far ours have to have moved since the last push for a server whose own are what they were, to the bit, to have old
+# weights.
+MOVED, MOVED_ROUNDED = 1e-4, 1e-2
+MOST_DIFFERENCE = 0.5  # nats, of a token of a rollout on average
+STRIKES = 3  # rollouts in which a server may fail and be taken back
+AWAY = "it is not there"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Asked = tuple[tuple[int, ...], float, tuple[int, ...]]  # a prompt, a temperature, what was sampled
+
+
+class Answer(NamedTuple):
+    """A server's answer to a probe."""
+
+    asked: Asked
+    logps: list[float]
+
+
+class RolloutServers:
+    """Servers that sample with the weights of the model that is trained."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        accelerator: Accelerator,
+        model: nn.Module,
+        *,
+        folder: str | Path,
+        longest: int,
+        max_new_tokens: int | Sequence[int] = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        needs_logps: bool = False,
+        batch_size: int = 0,
+    ):
+        """Waits for the servers and checks them; all processes together. UserError, with the command that starts one
+        rightly, where one does not come or would sample something else.
+
+        model: as prepared. folder: where the servers can read what this process writes. longest: tokens of a sequence,
+        prompt and completion. needs_logps: what is sampled cannot be scored again. batch_size: of no account here.
+        """
+        self.accelerator, self.model, self.max_new_tokens = accelerator, model, max_new_tokens
+        self.drawing = Drawing(temperature, top_k, top_p)
+        self.unwrapped = accelerator.unwrap_model(model)
+        lm = base_lm(self.unwrapped.lm)
+        self.wanted = Wanted(
+            model=lm.config._name_or_path or "MODEL",
+            vocabulary=lm.get_input_embeddings().weight.shape[0],
+            longest=longest,
+            drawing=self.drawing,
+            needs_logps=needs_logps,
+            device=accelerator.device.type,
+        )
+        if len(set(urls)) < len(urls):
+            raise UserError(f"--rollout_server: {' '.join(urls)}: each of them once")
+        self.servers = [Server(url) for url in urls]
+        self.folder = Path(folder).resolve() / FOLDER
+        self.dropped: dict[str, str] = {}  # for good: address, why
+        self.failed: dict[str, str] = {}  # until the next push, as far as this process knows
+        self.strikes = dict.fromkeys(urls, 0)
+        self.synced: int | None = None  # the step whose weights they have
+        self.version, self.run = "", uuid.uuid4().hex[:8]
+        self.running: list[Future[list[Sampled]]] = []
+        self.places: dict[tuple[int, ...], Server] = {}  # who has begun a completion: its cache knows the first turns
+        self.answers: dict[str, Answer] = {}  # to the last probe
+        self.scores: dict[Asked, list[float]] = {}  # what the model that is trained said of them
+        known = on_main_process(accelerator, self._check_all)
+        for server, found in zip(self.servers, known, strict=True):
+            server.known = found
+        self.has_logps = all(self.drawing.known_by(server.known.mode) for server in self.servers)
+        if not self.has_logps:
+            say(
+                f"the servers' log-probabilities ({', '.join(sorted({k.mode for k in known}))}) are not those of the whole "
+                f"distribution at temperature {temperature:g}: what is sampled is scored again by the model that is trained"
+            )
+
+    def _check_all(self) -> list[Any]:
+        for server in self.servers:
+            server.wait(self.wanted)
+        try:
+            known = [server.check(self.wanted) for server in self.servers]
+        except ServerFault as fault:
+            raise UserError(f"--rollout_server: {fault}") from None
+        versions = sorted({found.version for found in known})
+        say(f"rollouts come from {len(known)} server{'s' * (len(known) > 1)} of vLLM {', '.join(versions)}")
+        return known
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def sync(self, step: int) -> None:
+        """Give the servers the weights of now, those of `step`, unless they have them, and have each prove it. All processes
+        together, on the main thread. UserError where none is left."""
+        if self.synced == step:
+            return
+        wait(self.running)  # a rollout is of one set of weights; what has gone wrong in it is raised to whoever asks for it
+        self.running.clear()
+        self.places.clear()
+        self._tell_failures()
+        path, self.version = self.folder / f"step-{step}", f"{step}-{self.run}"
+        self._write(path)
+        answers = on_main_process(self.accelerator, lambda: self._load_all(path))
+        scores = {asked: self._score(*asked) for asked in dict.fromkeys(answer.asked for answer in answers.values())}
+        verdict = on_main_process(self.accelerator, lambda: self._judge(answers, scores))
+        self.dropped, self.failed, known = verdict
+        for server in self.servers:
+            server.known = known[server.url]
+        self.answers, self.scores, self.synced = answers, scores, step
+        if self.accelerator.is_main_process:  # each has read it
+            shutil.rmtree(path, ignore_errors=True)
+        if not self._alive():
+            raise self._none_left(self.failed | self.dropped)
+
+    def _alive(self) -> list[Server]:
+        return [server for server in self.servers if server.url not in (*self.dropped, *self.failed)]
+
+    def _tell_failures(self) -> None:
+        """Who has failed in the rollouts since the last push, on any process."""
+        self.failed = dict(gather_lists(self.accelerator, list(self.failed.items())))
+        for url in [url for url, reason in self.failed.items() if reason != AWAY]:
+            self.strikes[url] += 1
+            if self.strikes[url] >= STRIKES:
+                self._drop(url, f"it failed in {STRIKES} rollouts, the last time: {self.failed[url]}")
+
+    def _drop(self, url: str, reason: str) -> None:
+        if url not in self.dropped:
+            self.dropped[url] = reason
+            say(f"{url} is not used any more: {reason}")
+
+    def _write(self, path: Path) -> None:
+        """The weights of now in a folder, whole or not at all."""
+        dtypes = {DTYPES.get(server.known.dtype) for server in self.servers if server.url not in self.dropped}
+        write = policy_writer(self.accelerator, self.model, dtypes.pop() if len(dtypes) == 1 else None)
+
+        def write_whole() -> None:
+            temporary = path.with_name(f".{path.name}.tmp")
+            for left in (temporary, path):
+                shutil.rmtree(left, ignore_errors=True)
+            try:
+                temporary.mkdir(parents=True)
+                write(temporary)
+                temporary.rename(path)
+            except OSError as error:
+                raise UserError(f"{path}: the weights for the servers could not be written: {error}") from None
+
+        on_main_process(self.accelerator, write_whole)
+
+    def _load_all(self, path: Path) -> dict[str, "Answer"]:
+        """Have each server load the folder and answer a probe. Who fails at it is dropped, who is not there is left out."""
+        tried = [server for server in self.servers if server.url not in self.dropped]
+        with ThreadPoolExecutor(len(tried) or 1) as pool:
+            answers = list(pool.map(lambda server: self._load(server, path), tried))
+        return {server.url: answer for server, answer in zip(tried, answers, strict=True) if answer is not None}
+
+    def _load(self, server: Server, path: Path) -> "Answer | None":
+        try:
+            server.must("/health", seconds=10.0)
+            if server.url in self.failed:  # it may have been started anew, otherwise
+                server.check(self.wanted)
+        except (ServerFault, UserError) as problem:
+            if self.failed.get(server.url) is None:
+                say(f"{server.url} is left out until it is back: {problem}")
+            self.failed[server.url] = AWAY
+            return None
+        try:
+            server.load(path, self.version)
+            # At the temperature of the rollouts, where the server's log-probabilities have it in them.
+            temperature = self.drawing.temperature if server.known.mode == PROCESSED else 1.0
+            # A prompt that fills a block of the prefix cache, where there is room for it: an old one shows.
+            number = min(PROBE_TOKENS, self.wanted.longest - 1)
+            low, high = (3, 256) if self.wanted.vocabulary > 256 else (0, self.wanted.vocabulary)
+            length = max(1, min(server.known.block + 2, self.wanted.longest - number))
+            prompt = (low + np.random.default_rng(0).integers(high - low, size=length)).tolist()
+            sampled = server.complete(prompt, PROBE_SEED, number, [], Drawing(temperature), ASK_SECONDS)
+        except (ServerFault, UserError) as problem:
+            self._drop(server.url, f"it could not take the weights in {path} (it has to see that folder): {problem}")
+            return None
+        self.failed.pop(server.url, None)
+        return Answer((tuple(prompt), temperature or 1.0, tuple(sampled.ids)), sampled.logps)
+
+    def _score(self, prompt: Sequence[int], temperature: float, ids: Sequence[int]) -> list[float]:
+        """The log-probabilities of what follows a prompt by the model that is trained. All processes together."""
+        mask = np.array([0] * len(prompt) + [1] * len(ids), np.float32)
+        row = flat_batch([[{"input_ids": np.array([*prompt, *ids]), "loss_mask": mask}]], self.accelerator.device)
+        with torch.no_grad(), self.accelerator.autocast():
+            return self.unwrapped(row, temperature=temperature).logps[len(prompt) :].tolist()
+
+    def _judge(
+        self, answers: dict[str, "Answer"], scores: dict["Asked", list[float]]
+    ) -> tuple[dict[str, str], dict[str, str], dict[str, Known | None]]:
+        """Drop whoever did not sample from the weights of now. Returns who is dropped, who is away, what each is."""
+        ours_exact = self.accelerator.mixed_precision == "no" and base_lm(self.unwrapped.lm).dtype == torch.float32
+        for server in self.servers:
+            if (answer := answers.get(server.url)) is None:
+                continue
+            exact = ours_exact and server.known.dtype == "float32"
+            ours, before = scores[answer.asked], self.answers.get(server.url)
+            off = float(np.abs(np.subtract(ours, answer.logps)).mean())
+            if not off <= (CLOSE if exact else CLOSE_ROUNDED):
+                hint = ""
+                if server.known.on_cpu and base_lm(self.unwrapped.lm).config.get_text_config().tie_word_embeddings:
+                    hint = " (on a CPU vLLM keeps a copy of a head that is tied to the embedding)"
+                self._drop(
+                    server.url,
+                    "it does not sample from the weights that it was given: the log-probabilities of a probe are "
+                    f"{off:.3g} nats off, {CLOSE if exact else CLOSE_ROUNDED} is the most{hint}",
+                )
+            elif before is not None and before == answer:
+                moved = float(np.abs(np.subtract(ours, self.scores[answer.asked])).max())
+                if moved > (MOVED if exact else MOVED_ROUNDED):
+                    self._drop(
+                        server.url,
+                        "it still samples from the weights of before: it answers a probe as it did then, to the bit, and "
+                        f"the model that is trained has moved by {moved:.3g} nats",
+                    )
+        return self.dropped, self.failed, {server.url: server.known for server in self.servers}
+
+    # --- completions --------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[tuple[int, ...]],
+        *,
+        max_new_tokens: int | Sequence[int] | None = None,
+        stop_ids: Sequence[int] | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        batch_size: int = 0,
+    ) -> Future[list[Sampled]]:
+        """Sample a completion for each prompt, as `sample` does, while this process goes on. Not collective.
+
+        Of a key and the weights a completion is a function, whichever server samples it. Log-probabilities are NaN where the
+        server's are not those of the whole distribution at the temperature. The result raises UserError where no server is
+        left, or a request is refused.
+        """
+        given = (temperature, top_k, top_p)
+        drawing = Drawing(*(own if new is None else new for own, new in zip(self.drawing, given, strict=True)))
+        limits = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        limits = [limits] * len(prompts) if isinstance(limits, int) else list(limits)
+        stop_ids = self.unwrapped.stop_ids if stop_ids is None else stop_ids
+        seeds = [request_seed(key) for key in keys]
+        requests = [Request(*parts) for parts in zip(prompts, seeds, limits, strict=True)]
+        future: Future[list[Sampled]] = Future()
+        before = list(self.running)
+        self.running.append(future)
+
+        def work() -> None:
+            wait(before)  # one rollout after the other
+            try:
+                future.set_result(self._complete(requests, keys, list(stop_ids), drawing))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return future
+
+    def _complete(
+        self, requests: list[Request], keys: Sequence[tuple[int, ...]], stop_ids: list[int], drawing: Drawing
+    ) -> list[Sampled]:
+        alive = self._alive()
+        if not alive:
+            raise self._none_left(self.failed | self.dropped)
+        deal = Deal(requests, self._place(requests, keys, alive), alive, stop_ids, drawing, self._none_left)
+        while True:
+            try:
+                sampled = deal.run()
+            finally:
+                self._note(deal.failed)
+            fresh = True
+            for server in {id(by): by for by in deal.by if by is not None}.values():
+                try:
+                    found = server.version() if server.url not in deal.failed else self.version
+                except ServerFault:  # it has gone after its last completion
+                    continue
+                if found != self.version:  # it was started anew in the middle, with the weights that it is started with
+                    fresh = False
+                    deal.again(server, f"its weights have version {found!r}, not {self.version!r}")
+            if fresh:
+                break
+        known = {server: drawing.known_by(server.known.mode) for server in alive}
+        return [
+            one if known[by] else one._replace(logps=[math.nan] * len(one.ids))
+            for one, by in zip(sampled, deal.by, strict=True)
+        ]
+
+    def _place(self, requests: list[Request], keys: Sequence[tuple[int, ...]], alive: list[Server]) -> list[Server]:
+        """The server of each request: one for all of a prompt, and for all turns of a completion, whose start it knows."""
+        of_prompt: dict[tuple[int, ...], Server] = {}
+        first, placed = self.accelerator.process_index, []
+        for request, key in zip(requests, keys, strict=True):
+            server = self.places.get(tuple(key[:3])) if len(key) > 3 else None
+            if server not in alive:
+                prompt = tuple(request.prompt)
+                server = of_prompt.setdefault(prompt, alive[(first + len(of_prompt)) % len(alive)])
+            self.places[tuple(key[:3])] = server
+            placed.append(server)
+        return placed
+
+    def _note(self, failed: dict[str, str]) -> None:
+        for url in failed.keys() - self.failed.keys():
+            self.failed[url] = failed[url]
+            if self._alive():
+                say(f"{url} has failed ({failed[url]}): the other servers take over, with the same seeds")
+
+    def _none_left(self, reasons: dict[str, str]) -> UserError:
+        told = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
+        return UserError(
+            f"--rollout_server: none is left ({told}): start one with: {start_command(self.servers[0].url, self.wanted)}; "
+            "then the same command goes on from the last checkpoint"
+        )
+
+    # --- agreement ----------------------------------------------------------------------------------------------------
+
+    def check(self, metrics: Any) -> None:
+        """End the run where the rollout that is trained on was not sampled from about the model that is trained. All
+        processes together, in a window that has `sampling/logp_difference`."""
+        mean = metrics.window_mean("sampling/logp_difference")
+        if mean > MOST_DIFFERENCE:
+            raise UserError(
+                f"the log-probabilities of what the servers sampled are {mean:.2f} nats a token off those of the model that "
+                f"is trained ({MOST_DIFFERENCE} is the most): the weights are not in step; start the servers anew with: "
+                f"{start_command(self.servers[0].url, self.wanted)}"
+            )

@@ -1,0 +1,243 @@
+"""A server that speaks vLLM's protocol (0.32, as it was recorded) over the project's own sampler, and can play its faults.
+
+Plays: "slow", "dies in a rollout", "dies in a reload", "hangs", "500", "400 of its own" (NaN), "aborts", "refuses a reload",
+"old weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed with the weights of before),
+"restarts" (other weights in the middle of a rollout), "old version", "unknown version", "no development mode", "garbage".
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from common.model.wrap import wrap
+from common.sampling import sample
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+
+class FakeVLLM:
+    """A server on a free port of this machine: `url`. Used as a context manager."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        mode: str = "processed_logprobs",
+        max_model_len: int = 128,
+        block: int = 16,
+        dtype: str = "float32",
+        generation_config: str = "vllm",
+        play: str = "",
+        keys: dict[int, tuple[int, ...]] | None = None,
+        port: int = 0,
+    ):
+        """model: of transformers, or a folder. keys: of the project's sampler, by the seed that a request has instead."""
+        lm = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str | Path) else model
+        self.model, self.keys = wrap(lm.eval()), keys or {}
+        self.first = {name: value.clone() for name, value in lm.state_dict().items()}
+        self.V = lm.get_input_embeddings().weight.shape[0]
+        self.mode, self.max_model_len, self.block, self.dtype, self.play = mode, max_model_len, block, dtype, play
+        self.generation_config = generation_config
+        self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
+        self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
+        self.lock, self.is_dead = threading.Lock(), False
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._answer(None)
+
+            def do_POST(self) -> None:
+                self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
+
+            def _answer(self, body: dict[str, Any] | None) -> None:
+                try:
+                    status, answer = fake.answer(self.path.split("?")[0], body)
+                except ConnectionAbortedError:  # it is dead: nothing more is said
+                    self.close_connection = True
+                    return
+                text = b"" if answer is None else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+        class Quiet(ThreadingHTTPServer):
+            daemon_threads, request_queue_size = True, 256
+
+            def handle_error(self, *_: Any) -> None:  # a client that has gone
+                pass
+
+        self.http = Quiet(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __enter__(self) -> "FakeVLLM":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """As a process that is killed: connections break, new ones are refused."""
+        if not self.is_dead:
+            self.is_dead = True
+            threading.Thread(target=self._close, daemon=True).start()
+
+    def _close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    # --- what it answers ----------------------------------------------------------------------------------------------
+
+    def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+        if self.is_dead:
+            raise ConnectionAbortedError
+        self.asked.append(path)
+        if path == "/health":
+            return 200, None
+        if path == "/version":
+            return 200, {"version": {"old version": "0.31.2", "unknown version": "1.0.dev7"}.get(self.play, "0.32.0")}
+        if path == "/v1/completions":
+            return self._complete(body)
+        if self.play == "no development mode":
+            return 404, {"detail": "Not Found"}
+        if path == "/server_info":
+            model = {"model": "m", "dtype": f"torch.{self.dtype}", "max_model_len": self.max_model_len}
+            model |= {"logprobs_mode": self.mode, "generation_config": self.generation_config}
+            cache = {"block_size": self.block, "enable_prefix_caching": True}
+            config = {"model_config": model, "cache_config": cache, "device_config": {"device": "cpu"}}
+            return 200, {"vllm_config": config, "vllm_env": {"VLLM_SERVER_DEV_MODE": True}}
+        if path == "/is_paused":
+            return 200, {"is_paused": self.paused}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+            return 200, {"status": path.strip("/") + "d"}
+        if path == "/collective_rpc":
+            return self._reload(Path(body["kwargs"]["weights_path"]))
+        if path == "/reset_prefix_cache":
+            if self.play != "old cache":
+                self.cached.clear()
+            return 200, {"success": True}
+        if path == "/update_weight_version":
+            if not isinstance(body["new_version"], str):
+                return 400, error("Input should be a valid string")
+            self.version = body["new_version"]
+            return 200, {"success": True, "new_version": self.version}
+        if path == "/weight_info":
+            return 200, {"weight_version": self.version}
+        return 404, {"detail": "Not Found"}
+
+    def _reload(self, folder: Path) -> tuple[int, Any]:
+        self.reloads += 1
+        if self.play == "dies in a reload":
+            self.die()
+            raise ConnectionAbortedError
+        if self.play == "refuses a reload" or not folder.is_dir():
+            self.play = "500"  # the engine is dead from here on
+            return 500, error("Call to collective_rpc method failed: Worker failed with error 'Repo id must …'")
+        weights = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            weights |= load_file(file)
+        if self.play == "half a reload":
+            weights = {name: value for name, value in weights.items() if "mlp" not in name}
+        if self.play != "old weights" or self.reloads == 1:
+            with self.lock:
+                unknown = self.model.lm.load_state_dict(weights, strict=False).unexpected_keys
+            if unknown:
+                return 500, error(f"There is no module or parameter named {unknown[0]!r}")
+        return 200, {"results": [None]}
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        prompt, limit = body["prompt"], body["max_tokens"]
+        for name, ids in (("prompt", prompt), ("stop_token_ids", body.get("stop_token_ids", []))):
+            if bad := [i for i in ids if not 0 <= i < self.V]:
+                text = f"Token id {bad[0]} is out of vocabulary"
+                if name == "stop_token_ids":
+                    text = f"token_id(s) {bad} in stop_token_ids contain out-of-vocab token ids. Vocabulary size: {self.V}"
+                return 400, error(text)
+        if len(prompt) >= self.max_model_len:
+            return 400, error(f"This model's maximum context length is {self.max_model_len} tokens.")
+        is_of_rollout = "seed" in body and self.reloads > 0 and body.get("max_tokens") and self._counts(body)
+        if is_of_rollout:
+            self.served += 1
+            if self.play == "dies in a rollout" and self.served > 2:
+                self.die()
+                raise ConnectionAbortedError
+            if self.play == "restarts" and self.served == 3:
+                self.version, self.play = "default", ""
+                self.model.lm.load_state_dict(self.first)
+            if self.play == "slow":
+                time.sleep(0.3)
+        if self.play == "500" and is_of_rollout:
+            return 500, error("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+        if self.play == "garbage" and is_of_rollout:
+            return 200, {"choices": []}
+        while (self.paused or self.play == "hangs" and is_of_rollout) and not self.is_dead:
+            time.sleep(0.02)
+        with self.lock:
+            logps, ids, finished = self._sample(body, min(limit, self.max_model_len - len(prompt)))
+        if any(not math.isfinite(logp) for logp in logps):
+            return 400, error("Out of range float values are not JSON compliant")
+        reason = "stop" if finished else "length"
+        if self.play == "aborts" and is_of_rollout:
+            ids, logps, reason = ids[:1], logps[:1], "abort"
+        choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logps}, "finish_reason": reason, "token_ids": ids}
+        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
+
+    def _counts(self, body: dict[str, Any]) -> bool:
+        """Whether a request is one of a rollout: a probe has no stop tokens."""
+        return bool(body.get("stop_token_ids"))
+
+    def _sample(self, body: dict[str, Any], limit: int) -> tuple[list[float], list[int], bool]:
+        prompt, temperature = body["prompt"], body.get("temperature", 1.0)
+        drawing = {"temperature": temperature, "top_k": max(0, body.get("top_k", 0)), "top_p": body.get("top_p", 1.0)}
+        now = {name: value.clone() for name, value in self.model.lm.state_dict().items()} if self.play == "old cache" else {}
+        start = tuple(prompt[: self.block])
+        if now and len(prompt) > self.block:
+            self.model.lm.load_state_dict(self.cached.setdefault(start, now))
+        key = self.keys.get(body.get("seed", 0), (body.get("seed", 0),))
+        [done] = sample(
+            self.model, [prompt], [key], max_new_tokens=limit, stop_ids=body.get("stop_token_ids", []), **drawing
+        )
+        logps = self._logps(prompt, done.ids, drawing)
+        if now:
+            self.model.lm.load_state_dict(now)
+        return logps, done.ids, done.finished
+
+    def _logps(self, prompt: Sequence[int], ids: Sequence[int], drawing: dict[str, Any]) -> list[float]:
+        """As the mode gives them, from one plain forward pass of transformers."""
+        implementation = self.model.lm.config._attn_implementation
+        self.model.lm.set_attn_implementation("eager")
+        try:
+            with torch.no_grad():
+                row = torch.tensor([[*prompt, *ids]])
+                logits = self.model.lm(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        finally:
+            self.model.lm.set_attn_implementation(implementation)
+        if self.mode == "processed_logprobs" and drawing["temperature"] > 0:
+            logits = logits / drawing["temperature"]
+            if drawing["top_k"]:
+                logits = logits.masked_fill(logits < logits.topk(drawing["top_k"]).values[:, -1:], -math.inf)
+            if drawing["top_p"] < 1:
+                ordered, order = logits.softmax(-1).sort(descending=True)
+                drop = ordered.cumsum(-1) - ordered >= drawing["top_p"]
+                logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
+        return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+def error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "Error", "param": None, "code": 0}}
