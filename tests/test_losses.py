@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 from common.losses import (
     DPO_LOSS_TYPES,
@@ -25,6 +26,7 @@ from common.losses import (
     segment_sum,
     value_loss,
 )
+from common.sampling.rollout import keep_high_entropy
 
 import pytest
 import torch
@@ -473,6 +475,29 @@ def test_a_loss_of_rewards_and_its_gradient_are_trls(case):
     close((chosen - rejected).mean(), case["metrics"]["margin"])
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_a_token_that_another_model_sampled_weighs_as_its_ratio(loss_type):
+    """min(π_old / π_sampler, cap) times the policy's part, and not the KL, without a gradient of its own. By hand."""
+    logps = torch.tensor([0.0, -1.0, -1.2, -0.5], requires_grad=True)
+    old, ref = torch.tensor([0.0, -1.1, -1.0, -0.5]), torch.tensor([0.0, -1.3, -1.0, -0.7])
+    sampled = torch.tensor([0.0, -1.1 - math.log(1.5), -1.0 - math.log(9.0), -0.5 + math.log(4.0)])
+    advantages, mask = torch.tensor([0.0, 2.0, 2.0, 2.0]), torch.tensor([0.0, 1.0, 1.0, 1.0])
+    options = {"epsilon": 0.5, "epsilon_high": 5.0 if loss_type == "cispo" else 0.5, "beta": 0.25, "loss_type": loss_type}
+    rows = (logps, old, ref, advantages, mask, borders([4]))
+    losses, stats = grpo_loss(*rows, **options, sampled_logps=sampled, importance_cap=3.0)
+    alone, _ = grpo_loss(*rows, **options)
+    x = ref - logps
+    kl = 0.25 * (x.exp() - x - 1) * (logps - old).exp() * mask
+    factors = torch.tensor([1.0, 1.5, 3.0, 0.25])
+    torch.testing.assert_close(losses - kl, factors * (alone - kl))
+    (found,) = torch.autograd.grad(losses.sum(), logps, retain_graph=True)
+    (wanted,) = torch.autograd.grad((factors * (alone - kl) + kl).sum(), logps)
+    torch.testing.assert_close(found, wanted)
+    assert stats["sampling/importance_clipped"].tolist() == [0, 0, 1, 0]
+    difference = torch.tensor([0.0, math.log(1.5), math.log(9.0), math.log(4.0)])
+    torch.testing.assert_close(stats["sampling/logp_difference"], difference)
+
+
 # --- GRPO and its family: recorded ----------------------------------------------------------------------------------
 
 
@@ -492,6 +517,14 @@ def test_a_policy_loss_and_its_gradient_are_trls(inputs, case):
     cu_seqlens = borders(lengths)
     sequence = segment_ids(cu_seqlens, len(mask))
     logps.requires_grad_()
+    policy_mask = None
+    if "top_entropy_quantile" in case:
+        entropies = flat_row(inputs["entropies"], lengths)
+        rows = zip(entropies.split(lengths), mask.split(lengths), strict=True)
+        sequences = [{"entropy": entropy.numpy(), "loss_mask": of.numpy()} for entropy, of in rows]
+        window = SimpleNamespace(sequences=sequences, examples=[[sequence] for sequence in sequences])
+        keep_high_entropy(window, SimpleNamespace(num_processes=1), case["top_entropy_quantile"])
+        policy_mask = torch.cat([torch.from_numpy(sequence["policy_mask"]) for sequence in sequences])
     losses, stats = grpo_loss(
         logps,
         logps.detach() if case.get("on_policy") else old,
@@ -505,6 +538,7 @@ def test_a_policy_loss_and_its_gradient_are_trls(inputs, case):
         epsilon_high=case["epsilon_high"],
         beta=case["beta"],
         use_bias_correction_kl=case.get("use_bias_correction_kl", True),
+        policy_mask=policy_mask,
     )
     weights = grpo_token_weights(
         case["loss_type"],

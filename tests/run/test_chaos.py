@@ -87,6 +87,12 @@ CASES = {
         " --save_best eval_reward --eval_steps 2 --gradient_accumulation_steps 2 --per_device_train_batch_size 4",
         3,
     ),
+    "grpo, ahead, tokens of high entropy": (
+        "grpo",
+        f"{GRPO} --model_name_or_path {{llama}} --rollout_ahead 2 --importance_cap 1.01 --top_entropy_quantile 0.5 --max_steps 12"
+        " --save_steps 2 --num_iterations 2",
+        6,
+    ),
     "sft, a base in 4 bits, DoRA": (
         "sft",
         f"{SFT} --model_name_or_path {{llama}} --dataset_name data/sft --max_train_samples 14 --num_train_epochs 3"
@@ -112,6 +118,7 @@ DEFAULT = [
     ("dpo, epochs, reference scored once, save_best", "step"),
     ("grpo, rollouts used again, KL", "rollout"),
     ("grpo, LoRA with dropout, save_best", "save"),
+    ("grpo, ahead, tokens of high entropy", "step"),
     ("dpo, on with an adapter, Muon", "step"),
     *(("sft, a base in 4 bits, DoRA", kind) for kind in ["save"] * ("sft, a base in 4 bits, DoRA" in CASES)),
 ]

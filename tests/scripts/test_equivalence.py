@@ -36,6 +36,19 @@ STAGES = {
     "tools": ["--config", "experiments/configs/tools.yaml", "--max_steps", "2", "--num_generations", "4"],
     "grpo": ["--config", "data/configs/grpo.yaml", "--max_steps", "2", "--num_generations", "4", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
+    "grpo entropy": [
+        "--config",
+        "data/configs/grpo.yaml",
+        "--max_steps",
+        "2",
+        "--num_generations",
+        "4",
+        "--eval_prompts",
+        "",
+    ]
+    + ["--top_entropy_quantile", "0.4", "--loss_type", "bnpo"],
+    "grpo ahead": ["--config", "data/configs/grpo.yaml", "--max_steps", "4", "--num_generations", "4", "--eval_prompts", ""]
+    + ["--rollout_ahead", "1", "--importance_correction", "sequence_mask", "--importance_cap", "1.02"],
     "ppo": ["--config", "experiments/configs/ppo.yaml", "--max_steps", "5", "--steps_per_generation", "2", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
     "distill": ["--config", "experiments/configs/distill.yaml", "--max_steps", "3", "--eval_prompts", "", "--beta", "0.4"]
@@ -68,7 +81,17 @@ def arguments(stage, batch, accumulation):
     ]
 
 
-SLOW = ("reward", "sft dft", "label_smoothing", "rft", "tools", "ppo", "distill")  # their fast tests are in tests/scripts
+SLOW = (
+    "reward",
+    "sft dft",
+    "label_smoothing",
+    "rft",
+    "tools",
+    "grpo entropy",
+    "grpo ahead",
+    "ppo",
+    "distill",
+)  # their fast tests are in tests/scripts
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STAGES])
