@@ -16,6 +16,19 @@ def gather_lists(accelerator: Accelerator, values: list[T]) -> list[T]:
     return gather_object(values) if accelerator.num_processes > 1 else values
 
 
+def on_each_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """What function() gives on this process. A UserError that it raises on any is raised on all: none waits for one that has
+    gone."""
+    result, error = None, []
+    try:
+        result = function()
+    except UserError as raised:
+        error = [raised]
+    if errors := gather_lists(accelerator, error):
+        raise errors[0]
+    return result
+
+
 def on_main_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
     """What function() gives on the main process, on each of them. A UserError, an OSError or a SystemExit that it raises
     there is raised on all."""

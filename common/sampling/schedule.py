@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from common.args import CommonArgs
 from common.data.load import Rows
 from common.errors import UserError
-from common.processes import gather_lists
+from common.processes import gather_lists, on_each_process
 from common.sampling.generate import Sampled
 
 from accelerate import Accelerator
@@ -78,7 +78,7 @@ class RolloutSchedule:
                 prompts = self.prompts(n)
                 ids, keys = [prompts[i]["prompt_ids"] for i in self.mine()], [(seed, n, i) for i in self.mine()]
                 self._begun[n] = sampler.begin(ids, keys)
-        return self._begun.pop(rollout).result()
+        return on_each_process(self._accelerator, self._begun.pop(rollout).result)
 
     def plan(self) -> dict[str, Any]:
         """As Windows.plan; examples are prompts."""
@@ -96,7 +96,10 @@ class RolloutSchedule:
 
     def state(self, step: int) -> dict[str, Any]:
         """What was sampled ahead, by weights that are gone; the order of the prompts is computed."""
-        begun = {n: gather_lists(self._accelerator, future.result()) for n, future in sorted(self._begun.items())}
+        begun = {
+            n: gather_lists(self._accelerator, on_each_process(self._accelerator, future.result))
+            for n, future in sorted(self._begun.items())
+        }
         return {"sampled_ahead": begun} if begun else {}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:

@@ -95,7 +95,7 @@ class RolloutServers:
         self.failed: dict[str, str] = {}  # until the next push, as far as this process knows
         self.strikes = dict.fromkeys(urls, 0)
         self.synced: int | None = None  # the step whose weights they have
-        self.version, self.run = "", uuid.uuid4().hex[:8]
+        self.version, self.run = "", on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
         self.running: list[Future[list[Sampled]]] = []
         self.places: dict[tuple[int, ...], Server] = {}  # who has begun a completion: its cache knows the first turns
         self.answers: dict[str, Answer] = {}  # to the last probe
