@@ -32,7 +32,9 @@ from safetensors.torch import load_file
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not PYTHON, reason="needs VLLM_PYTHON=/path/to/python of an environment with vllm: see CONTRIBUTING.md"),
+    pytest.mark.skipif(
+        not PYTHON, reason="needs VLLM_PYTHON=/path/to/python of an environment with vllm: see CONTRIBUTING.md"
+    ),
 ]
 
 LONGEST = 24  # tokens of a completion
@@ -114,7 +116,7 @@ def healthy(url):
 
 def arguments(files, steps, *more):
     words = f"--model_name_or_path {files}/model --dataset_name {files}/prompts.jsonl --reward_funcs {files}/rewards.py:even"
-    words += f" --num_generations 8 --per_device_train_batch_size 64 --max_completion_length {LONGEST} --learning_rate 1e-2"
+    words += f" --num_generations 8 --per_device_train_batch_size 64 --max_completion_length {LONGEST} --learning_rate 6e-3"
     words += f" --max_steps {steps} --logging_steps 1 --save_steps 0 --eval_steps 0"
     return [*words.split(), *map(str, more)]
 
@@ -151,15 +153,16 @@ def script_run(files, steps, output, *more):
 def test_after_each_push_the_engine_has_the_log_probabilities_of_the_trainer(one_run):
     differences = column(one_run, "sampling/logp_difference")
     assert len(differences) == STEPS  # one of each rollout, of which each is sampled after a push
-    assert max(differences) < 1e-3  # stale weights: 0.3 to 4 nats. Seen: 3e-6
+    assert max(differences) < 1e-3 and max(column(one_run, "sampling/logp_difference_max")) < 1e-3  # seen: 3e-7 and 2e-6
+    assert max(column(one_run, "sampling/importance_clipped")) == 0
 
 
 def test_it_learns_as_with_the_own_sampler(one_run, files, tmp_path):
     own = script_run(files, STEPS, tmp_path / "own")
     curves = [torch.tensor(column(output, "reward")) for output in (one_run, own)]
     for curve in curves:
-        assert curve[:2].mean() < 0.6 and curve[-5:].mean() > 0.9
-    # The random numbers are others: two seeds of the own sampler are 0.03 apart on average, and 0.1 where the curve is steep.
+        assert curve[:2].mean() < 0.6 and curve[-5:].mean() > 0.85
+    # The random numbers are others: two seeds of the own sampler are 0.05 apart on average, and 0.1 where the curve is steep.
     assert (curves[0] - curves[1]).abs().mean() < 0.1
     assert (curves[0] - curves[1]).abs().max() < 0.25
 
@@ -221,18 +224,24 @@ def test_lora_is_merged_into_what_the_server_gets(files, server, tmp_path):
 
 
 def test_sampling_ahead_is_corrected_and_learns(files, server, tmp_path):
-    output = script_run(files, STEPS, tmp_path / "ahead", "--rollout_server", server.url, "--rollout_ahead", 1)
-    assert statistics.mean(column(output, "reward")[-5:]) > 0.85
-    assert max(column(output, "sampling/logp_difference")[2:]) > 1e-4  # the weights are a step older, but in the first rollout
+    more = ("--rollout_server", server.url, "--rollout_ahead", 1, "--learning_rate", "3e-3")
+    output = script_run(files, STEPS, tmp_path / "ahead", *more)
+    rewards, differences = column(output, "reward"), column(output, "sampling/logp_difference")
+    assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:2]) + 0.15
+    assert differences[0] < 1e-3 < min(differences[1:])  # from then on the weights are a step older
 
 
 # --- the last test: it kills the server -----------------------------------------------------------------------------------
 
 
 def test_a_killed_engine_ends_the_run_in_one_line(files, server, tmp_path):
-    """In its fifth step. What is saved is resumed without the server."""
+    """In its fifth step or so. The own sampler takes over from the checkpoint."""
     output = tmp_path / "killed"
-    command = [sys.executable, "train_grpo.py", *arguments(files, STEPS, "--output_dir", output, "--rollout_server", server.url)]
+    command = [
+        sys.executable,
+        "train_grpo.py",
+        *arguments(files, STEPS, "--output_dir", output, "--rollout_server", server.url),
+    ]
     command[command.index("--save_steps") + 1] = "2"
     with (tmp_path / "err").open("w") as err:
         process = subprocess.Popen(command, cwd=ROOT, stdout=err, stderr=err, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -249,5 +258,5 @@ def test_a_killed_engine_ends_the_run_in_one_line(files, server, tmp_path):
     assert code != 0 and "Traceback" not in text, text[-3000:]
     assert re.search(rf"{re.escape(server.url)}", text.strip().splitlines()[-1]), text[-3000:]
     assert list(output.glob("checkpoint-*"))
-    script_run(files, STEPS, output, "--save_steps", 2)
-    assert column(output, "reward")[-1] > 0.9
+    script_run(files, STEPS, output, "--save_steps", 2, "--importance_correction", "token_truncate")
+    assert column(output, "reward")[-1] > 0.85
