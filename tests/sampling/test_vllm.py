@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ import urllib.request
 from types import SimpleNamespace
 
 import common  # noqa: F401  before torch, as in the scripts
-from common.errors import UserError
 from tests.conftest import ROOT, read_metrics, run_script
 from tests.run.test_fsdp import LAUNCHER
 from tests.scripts.test_equivalence import free_port
