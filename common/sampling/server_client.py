@@ -183,7 +183,8 @@ class Server:
                 if time.monotonic() > limit:
                     raise UserError(f"{self.url} does not answer ({fault}): {self._start(wanted)}") from None
                 if not is_said:
-                    say(f"{self.url} does not answer yet ({fault}): waiting {WAIT_SECONDS:.0f} s; {self._start(wanted)}")
+                    how = self._start(wanted)
+                    say(f"{self.url} does not answer ({fault}): waiting {WAIT_SECONDS:.0f} s at most; {how}")
                 is_said = True
             time.sleep(min(1.0, WAIT_SECONDS / 10))
 

@@ -22,6 +22,21 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
+class Asked:
+    """A request for a completion, and then what was sampled for it: log-probabilities, ids, finished."""
+
+    def __init__(self, body: dict[str, Any], limit: int):
+        self.body, self.limit, self.done = body, limit, None
+
+    def drawing(self) -> dict[str, Any]:
+        body = self.body
+        top_k = max(0, body.get("top_k", 0))
+        return {"temperature": body.get("temperature", 1.0), "top_k": top_k, "top_p": body.get("top_p", 1.0)}
+
+    def alike(self) -> Any:
+        return *self.drawing().values(), *self.body.get("stop_token_ids", [])
+
+
 class FakeVLLM:
     """A server on a free port of this machine: `url`. Used as a context manager."""
 
@@ -47,7 +62,8 @@ class FakeVLLM:
         self.generation_config = generation_config
         self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
         self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
-        self.lock, self.is_dead = threading.Lock(), False
+        self.lock, self.batches, self.is_dead = threading.Lock(), threading.Lock(), False
+        self.waiting: list[Asked] = []
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -155,7 +171,7 @@ class FakeVLLM:
         if self.play == "half a reload":
             weights = {name: value for name, value in weights.items() if "mlp" not in name}
         if self.play != "old weights" or self.reloads == 1:
-            with self.lock:
+            with self.batches:
                 unknown = self.model.lm.load_state_dict(weights, strict=False).unexpected_keys
             if unknown:
                 return 500, error(f"There is no module or parameter named {unknown[0]!r}")
@@ -178,8 +194,9 @@ class FakeVLLM:
                 self.die()
                 raise ConnectionAbortedError
             if self.play == "restarts" and self.served == 3:
-                self.version, self.play = "default", ""
-                self.model.lm.load_state_dict(self.first)
+                with self.batches:
+                    self.version, self.play = "default", ""
+                    self.model.lm.load_state_dict(self.first)
             if self.play == "slow":
                 time.sleep(0.3)
         if self.play == "500" and is_of_rollout:
@@ -188,8 +205,14 @@ class FakeVLLM:
             return 200, {"choices": []}
         while (self.paused or self.play == "hangs" and is_of_rollout) and not self.is_dead:
             time.sleep(0.02)
+        asked = Asked(body, min(limit, self.max_model_len - len(prompt)))
         with self.lock:
-            logps, ids, finished = self._sample(body, min(limit, self.max_model_len - len(prompt)))
+            self.waiting.append(asked)
+        while asked.done is None:  # who comes first samples for all that have come meanwhile
+            with self.batches:
+                if asked.done is None:
+                    self._sample_waiting()
+        logps, ids, finished = asked.done
         if any(not math.isfinite(logp) for logp in logps):
             return 400, error("Out of range float values are not JSON compliant")
         reason = "stop" if finished else "length"
@@ -202,21 +225,32 @@ class FakeVLLM:
         """Whether a request is one of a rollout: a probe has no stop tokens."""
         return bool(body.get("stop_token_ids"))
 
-    def _sample(self, body: dict[str, Any], limit: int) -> tuple[list[float], list[int], bool]:
-        prompt, temperature = body["prompt"], body.get("temperature", 1.0)
-        drawing = {"temperature": temperature, "top_k": max(0, body.get("top_k", 0)), "top_p": body.get("top_p", 1.0)}
+    def _sample_waiting(self) -> None:
+        """All requests that wait and draw alike, in one batch."""
+        time.sleep(0.003)
+        with self.lock:
+            first = self.waiting[0].alike()
+            batch = [asked for asked in self.waiting if asked.alike() == first]
+            self.waiting = [asked for asked in self.waiting if asked not in batch]
         now = {name: value.clone() for name, value in self.model.lm.state_dict().items()} if self.play == "old cache" else {}
-        start = tuple(prompt[: self.block])
-        if now and len(prompt) > self.block:
-            self.model.lm.load_state_dict(self.cached.setdefault(start, now))
-        key = self.keys.get(body.get("seed", 0), (body.get("seed", 0),))
-        [done] = sample(
-            self.model, [prompt], [key], max_new_tokens=limit, stop_ids=body.get("stop_token_ids", []), **drawing
-        )
-        logps = self._logps(prompt, done.ids, drawing)
-        if now:
-            self.model.lm.load_state_dict(now)
-        return logps, done.ids, done.finished
+        for part in [[asked] for asked in batch] if now else [batch]:
+            start = tuple(part[0].body["prompt"][: self.block])
+            if now and len(part[0].body["prompt"]) > self.block:
+                self.model.lm.load_state_dict(self.cached.setdefault(start, now))
+            seeds = [asked.body.get("seed", 0) for asked in part]
+            drawing = part[0].drawing()
+            done = sample(
+                self.model,
+                [asked.body["prompt"] for asked in part],
+                [self.keys.get(seed, (seed,)) for seed in seeds],
+                max_new_tokens=[asked.limit for asked in part],
+                stop_ids=part[0].body.get("stop_token_ids", []),
+                **drawing,
+            )
+            for asked, one in zip(part, done, strict=True):
+                asked.done = self._logps(asked.body["prompt"], one.ids, drawing), one.ids, one.finished
+            if now:
+                self.model.lm.load_state_dict(now)
 
     def _logps(self, prompt: Sequence[int], ids: Sequence[int], drawing: dict[str, Any]) -> list[float]:
         """As the mode gives them, from one plain forward pass of transformers."""

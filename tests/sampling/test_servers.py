@@ -355,11 +355,12 @@ def test_others_take_over_and_draw_the_same(play, connect, fake, model, capsys):
     assert len(told) == 1 and "the other servers take over, with the same seeds" in told[0]
 
 
-def test_a_slow_server_is_relieved_by_the_other(connect, fake):
+def test_a_slow_server_is_relieved_by_the_other(connect, fake, monkeypatch):
     slow, quick = fake(play="slow"), fake()
     found = connect(slow, quick)
     found.sync(0)
-    found.begin(PROMPTS * 20, [(3, 0, i) for i in range(20 * len(PROMPTS))]).result()
+    monkeypatch.setattr(server_rollout, "AT_ONCE", 4)
+    found.begin(PROMPTS * 4, [(3, 0, i) for i in range(4 * len(PROMPTS))]).result()
     assert quick.served > slow.served > 0
 
 
