@@ -88,6 +88,7 @@ def server(files):
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(files / "model"), *OPTIONS.split()]
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    del environ["VLLM_PYTHON"]  # vLLM warns of variables of its own that it does not know
     environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with (files / "server.log").open("w") as log:
         process = subprocess.Popen(command, cwd=files, env=environ, stdout=log, stderr=log, start_new_session=True)
