@@ -233,4 +233,4 @@ def test_a_process_without_servers_ends_all_in_one_line(two):
         run, _, seconds = two("grpo", [*GRPO, "--rollout_server", server.url], SERVER_REFUSES)
     assert run.returncode != 0 and seconds < 60
     assert "error: no server is left for the second process" in run.stderr
-    assert "Traceback" not in run.stderr.split("ChildFailedError")[0].split("torch/distributed/elastic")[0]
+    assert "[rank0]: Traceback" not in run.stderr and "[rank1]: Traceback" not in run.stderr  # the launcher has one
