@@ -110,8 +110,6 @@ class Args(CommonArgs):
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
-        if self.importance_correction == "auto":
-            self.importance_correction = "token_truncate" if self.rollout_server or self.rollout_ahead else "none"
 
 
 @dataclass
@@ -271,7 +269,10 @@ def main(args: Args) -> None:
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
-    masks_sequences, top_entropy = args.importance_correction == "sequence_mask", args.top_entropy_quantile < 1
+    another_samples = args.rollout_server or args.rollout_ahead
+    correction = args.importance_correction
+    truncates = correction == "token_truncate" or (correction == "auto" and another_samples)
+    masks_sequences, top_entropy = correction == "sequence_mask", args.top_entropy_quantile < 1
 
     def before_update(batch: Batch) -> dict[str, torch.Tensor]:
         out = unwrapped(batch, temperature=args.temperature, entropy=top_entropy)
@@ -298,7 +299,7 @@ def main(args: Args) -> None:
                     importance_sampling_level=args.importance_sampling_level,
                     use_bias_correction_kl=args.use_bias_correction_kl,
                     sampled_logps=batch["sampled_logps"] if sampler.has_logps else None,
-                    importance_cap=args.importance_cap if args.importance_correction == "token_truncate" else None,
+                    importance_cap=args.importance_cap if truncates else None,
                     policy_mask=batch.get("policy_mask"),
                 )  # (T,)
                 if args.entropy_coef:

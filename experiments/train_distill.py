@@ -33,7 +33,7 @@ from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import generalized_jsd
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_frozen
-from common.processes import gather_lists
+from common.processes import gather_lists, on_each_process
 from common.run import Run
 from common.sampling import OwnSampler, RolloutSchedule, make_sampler
 
@@ -134,7 +134,8 @@ def roll_out(
     asked = [i for i in range(len(prompts)) if is_sampled[i]]
     share = -(-len(asked) // accelerator.num_processes)
     mine = asked[accelerator.process_index * share : (accelerator.process_index + 1) * share]
-    sampled = sampler.begin([prompts[i]["prompt_ids"] for i in mine], [(args.seed, rollout, i) for i in mine]).result()
+    begun = sampler.begin([prompts[i]["prompt_ids"] for i in mine], [(args.seed, rollout, i) for i in mine])
+    sampled = on_each_process(accelerator, begun.result)
     found = dict(zip(asked, gather_lists(accelerator, sampled), strict=True))
     completions = []
     for i, prompt in enumerate(prompts):

@@ -55,7 +55,7 @@ from common.evaluate import load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import gather_lists
+from common.processes import gather_lists, on_each_process
 from common.run import Run
 from common.sampling import OwnSampler, Reward, RolloutSchedule, Sampled, load_rewards, make_sampler, score
 from common.sampling.guard import call, from_file, must
@@ -129,8 +129,6 @@ class Args(CommonArgs):
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
-        if self.importance_correction == "auto":
-            self.importance_correction = "token_truncate" if self.rollout_server else "none"
         if not self.environment_factory:
             raise UserError("--environment_factory: name the class, file.py:Class (experiments/environments.py has two)")
         if self.eval_reward_funcs:
@@ -272,12 +270,13 @@ def roll_out(
     completions = [begin(args, tokenizer, environment, prompts[i], (*key, i // group)) for i in mine]
     playing = dict(zip(mine, completions, strict=True))
     for turn in range(args.max_tool_calling_iterations + 1):
-        sampled = sampler.begin(
+        begun = sampler.begin(
             [c.prompt["prompt_ids"] + c.ids for c in playing.values()],
             [(*key, i, turn) for i in playing],
             max_new_tokens=[args.max_completion_length - len(c.ids) for c in playing.values()],
             temperature=temperature,
-        ).result()
+        )
+        sampled = on_each_process(accelerator, begun.result)
         is_last = turn == args.max_tool_calling_iterations
         turns = zip(playing.items(), sampled, strict=True)
         playing = {i: c for (i, c), s in turns if end_turn(args, tokenizer, environment.tools, c, s, is_last)}
@@ -442,7 +441,10 @@ def main(args: Args) -> None:
         return means, samples
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
-    masks_sequences, top_entropy = args.importance_correction == "sequence_mask", args.top_entropy_quantile < 1
+    another_samples = args.rollout_server
+    correction = args.importance_correction
+    truncates = correction == "token_truncate" or (correction == "auto" and another_samples)
+    masks_sequences, top_entropy = correction == "sequence_mask", args.top_entropy_quantile < 1
 
     def before_update(batch: Batch) -> dict[str, torch.Tensor]:
         out = unwrapped(batch, temperature=args.temperature, entropy=top_entropy)
@@ -469,7 +471,7 @@ def main(args: Args) -> None:
                     importance_sampling_level=args.importance_sampling_level,
                     use_bias_correction_kl=args.use_bias_correction_kl,
                     sampled_logps=batch["sampled_logps"] if sampler.has_logps else None,
-                    importance_cap=args.importance_cap if args.importance_correction == "token_truncate" else None,
+                    importance_cap=args.importance_cap if truncates else None,
                     policy_mask=batch.get("policy_mask"),
                 )  # (T,)
                 if args.entropy_coef:

@@ -1,6 +1,7 @@
 """A model in a folder, as from_pretrained reads it, whatever it is wrapped in and however its weights are dealt out."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,16 +67,17 @@ def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype
     matrices, where that is to be less than they have.
     """
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
-    lm, weights = wrapper.lm, None
+    lm, weights, is_adapted = wrapper.lm, None, hasattr(wrapper.lm, "peft_config")
     if accelerator.distributed_type in SHARDED:
-        weights = _part(wrapper, accelerator.get_state_dict(model) or {}, "lm.")
-    elif hasattr(lm, "peft_config") or dtype is not None:
-        weights = _part(wrapper, wrapper.state_dict(), "lm.") | dequantised_layers(lm)
+        weights = accelerator.get_state_dict(model) or {}
+    elif is_adapted or dtype is not None:
+        weights = wrapper.state_dict()
 
     def write(folder: Path) -> None:
-        written, found = lm, weights
-        if hasattr(lm, "peft_config"):
-            written = _merged(lm, found)
+        written, found = lm, None if weights is None else _part(wrapper, weights, "lm.")
+        if is_adapted:
+            every = {name.removeprefix("lm."): w for name, w in weights.items() if name.startswith("lm.")}
+            written = _merged(lm, every | dequantised_layers(lm))
             found = _part(written, written.state_dict(), "")
         if dtype is not None:
             found = {name: w.to(dtype) if w.is_floating_point() and w.dim() > 1 else w for name, w in found.items()}
@@ -102,8 +104,12 @@ def _merged(lm: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
     with torch.device("meta"):
         twin = import_peft("--use_peft").get_peft_model(type(inner)(plain), config, adapter_name=TRAINED)
     twin.load_state_dict({name: w.detach().cpu() for name, w in weights.items()}, strict=False, assign=True)
-    twin.get_base_model().tie_weights()
     try:
-        return twin.merge_and_unload(safe_merge=True, adapter_names=[TRAINED])
+        with warnings.catch_warnings():  # of a head that is no longer the embedding's matrix: it is, again, below
+            warnings.simplefilter("ignore")
+            merged = twin.merge_and_unload(safe_merge=True, adapter_names=[TRAINED])
     except ValueError as error:
         raise UserError(f"the adapter cannot be merged: {error}") from None
+    merged.config.tie_word_embeddings = plain.tie_word_embeddings = inner.config.tie_word_embeddings
+    merged.tie_weights()
+    return merged

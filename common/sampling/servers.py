@@ -353,8 +353,10 @@ class RolloutServers:
         processes together, in a window that has `sampling/logp_difference`."""
         mean = metrics.window_mean("sampling/logp_difference")
         if mean > MOST_DIFFERENCE:
-            raise UserError(
-                f"the log-probabilities of what the servers sampled are {mean:.2f} nats a token off those of the model that "
-                f"is trained ({MOST_DIFFERENCE} is the most): the weights are not in step; start the servers anew with: "
-                f"{start_command(self.servers[0].url, self.wanted)}"
-            )
+            told = f"what was sampled is {mean:.2f} nats a token off the model that is trained ({MOST_DIFFERENCE} at most)"
+            if self.wanted.needs_logps:
+                raise UserError(
+                    f"--rollout_ahead: {told}: it moves too far in one rollout: lower --learning_rate, or do without"
+                )
+            start = start_command(self.servers[0].url, self.wanted)
+            raise UserError(f"--rollout_server: {told}: its weights are not theirs; start the servers anew: {start}")

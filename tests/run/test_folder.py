@@ -32,7 +32,8 @@ FIXED = {
     "dpo": "max_length max_tokens_per_batch packing beta loss_type loss_weights label_smoothing simpo_gamma sft_weight",
     "grpo": "reward_funcs reward_weights scale_rewards num_generations system_prompt max_prompt_length "
     "max_completion_length temperature top_p top_k mask_truncated_completions beta epsilon epsilon_high entropy_coef "
-    "loss_type importance_sampling_level use_bias_correction_kl num_iterations steps_per_generation delta advantage_estimator",
+    "loss_type importance_sampling_level use_bias_correction_kl num_iterations steps_per_generation delta advantage_estimator "
+    "importance_correction importance_cap top_entropy_quantile rollout_ahead",
 }
 
 
@@ -44,7 +45,7 @@ MAY_CHANGE = {
     "evaluation": "dataset_eval_split eval_dataset_name max_eval_samples eval_prompts eval_reward_funcs eval_temperatures "
     "eval_max_new_tokens regression_suite regression_samples regression_pass_at regression_temperature",
 }
-EXECUTION = (  # and precompute_ref_log_probs of DPO, generation_batch_size of GRPO
+EXECUTION = (  # and precompute_ref_log_probs of DPO, generation_batch_size, rollout_server of GRPO
     "eval_steps per_device_eval_batch_size num_samples logging_steps save_steps save_total_limit report_to run_name output_dir "
     "overwrite_output_dir dry_run resume_from_checkpoint dataset_cache_dir dataset_num_proc strict_data trust_remote_code "
     "auto_micro_batch max_bad_steps max_hours save_minutes reward_timeout merge_lora gradient_checkpointing "
@@ -67,7 +68,9 @@ def test_for_each_flag_it_is_decided_whether_it_may_change(stage):
     for kind, names in MAY_CHANGE.items():
         assert {name for name in flags if allowed[name] == kind} == set(names.split()), kind
     execution = {name for name in flags if allowed[name] == "execution"}
-    assert set(EXECUTION.split()) <= execution and len(execution) == len(EXECUTION.split()) + (stage in ("dpo", "grpo"))
+    assert set(EXECUTION.split()) <= execution and len(execution) == len(EXECUTION.split()) + {"dpo": 1, "grpo": 2}.get(
+        stage, 0
+    )
 
 
 def folder_of_a_run(tmp_path, *, steps=(3, 6), complete=False, processes=1, **changed):

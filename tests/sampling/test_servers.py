@@ -439,5 +439,5 @@ def test_a_rollout_that_is_far_from_the_model_ends_the_run(connect, fake):
     metrics.mean = 0.4
     found.check(metrics)
     metrics.mean = 0.6
-    with pytest.raises(UserError, match="0.60 nats a token off .* the weights are not in step"):
+    with pytest.raises(UserError, match="0.60 nats a token off .* its weights are not theirs"):
         found.check(metrics)

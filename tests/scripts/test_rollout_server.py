@@ -1,0 +1,221 @@
+"""Runs whose completions come from a server (a fake one), beside runs that sample themselves."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+from common.errors import UserError
+from common.run.output_dir import checkpoints
+from common.sampling import server_client
+from common.sampling.server_rollout import request_seed
+from tests.conftest import ROOT, read_metrics, run_script, teacher, train_metrics, words_of
+from tests.run.test_fsdp import LAUNCHER
+from tests.sampling.fake_vllm import FakeVLLM
+from tests.scripts.test_equivalence import free_port
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+KEYS = [(42, rollout, i) for rollout in range(8) for i in range(64)]
+KEYS += [(42, rollout, i, turn) for rollout in range(8) for i in range(64) for turn in range(4)]
+COMMON = "--model_name_or_path data/base_model --max_steps 4 --save_steps 2 --eval_steps 0 --logging_steps 1"
+COMMON += " --max_completion_length 24 --per_device_train_batch_size 16 --learning_rate 1e-3 --warmup_steps 0 --seed 42"
+STAGES = {
+    "grpo": "--config data/configs/grpo.yaml --num_generations 4 --reward_funcs length:4 --reward_weights 1 --num_iterations 2 --beta 0.02",
+    "ppo": "--config experiments/configs/ppo.yaml --reward_funcs length:4 --reward_weights 1",
+    "distill": f"--config experiments/configs/distill.yaml --teacher_model_name_or_path {teacher()}",
+    "tools": "--config experiments/configs/tools.yaml --num_generations 4 --reward_funcs length:4 --reward_weights 1 --max_completion_length 32",
+}
+
+
+def words(stage, *servers, more=""):
+    return [*STAGES[stage].split(), *COMMON.split(), *more.split(), *(["--rollout_server"] if servers else []), *servers]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """fake(**how): a server with other weights than the runs start from; it ends with the test."""
+    monkeypatch.setattr(server_client, "WAIT_SECONDS", 0.5)
+    started = []
+
+    def start(model=None, **how):
+        how = {"max_model_len": 1024, "keys": {request_seed(key): key for key in KEYS}} | how
+        started.append(FakeVLLM(model or teacher(), **how))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.die()
+
+
+def completions(output):
+    return [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
+
+
+def assert_same_model(one, other, exact=True):
+    file = "adapter_model.safetensors" if (one / "adapter_model.safetensors").exists() else "model.safetensors"
+    a, b = load_file(one / file), load_file(other / file)
+    for name, weight in a.items():
+        if exact:
+            assert torch.equal(weight, b[name]), name
+        else:
+            torch.testing.assert_close(weight, b[name], atol=1e-4, rtol=0, msg=name)
+
+
+def texts(output):
+    return [line["completion"] for line in completions(output)]
+
+
+@pytest.mark.parametrize(
+    "stage", ["grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distill", "tools"))]
+)
+def test_a_run_with_a_server_is_the_run_that_samples_itself(stage, launch, fake):
+    if stage == "grpo":  # fast: two steps of one rollout
+        more = "--max_steps 2 --save_steps 0"
+    else:
+        more = ""
+    own = launch(stage, *words(stage, more=more), output="own")
+    server = fake()
+    theirs = launch(stage, *words(stage, server.url, more=more), output="theirs")
+    assert texts(own) == texts(theirs) and server.served > 0
+    for one, other in zip(train_metrics(own), train_metrics(theirs), strict=True):
+        known = {name for name in one if name in other and not name.startswith("sampling/")}
+        assert {name: one[name] for name in known} == pytest.approx(
+            {name: other[name] for name in known}, rel=1e-3, abs=1e-4
+        )
+        if stage != "distill":
+            assert other["sampling/logp_difference_max"] < 1e-3
+    assert_same_model(own, theirs, exact=False)
+    assert not list((theirs / "rollout_weights").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "--rollout_ahead 1", "--use_peft"])
+def test_a_run_that_was_killed_pushes_its_weights_and_goes_on_bit_for_bit(more, launch, fake, tmp_path):
+    more += " --max_steps 20 --num_iterations 1"
+    whole = launch("grpo", *words("grpo", fake().url, more=more), output="whole")
+    server = fake()
+    command = [sys.executable, *words_of("grpo"), *words("grpo", server.url, more=more)]
+    command += ["--output_dir", str(tmp_path / "killed")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    deadline = time.monotonic() + 120
+    while len(checkpoints(tmp_path / "killed")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    step = max(int(path.name.split("-")[1]) for path in checkpoints(tmp_path / "killed"))
+    assert step < 20
+    before = server.reloads
+    resumed = launch("grpo", *words("grpo", server.url, more=more), output="killed")
+    assert server.reloads == before + 20 - step - (1 if "ahead" in more else 0) * 0
+    assert read_metrics(resumed) == read_metrics(whole)
+    assert_same_model(whole, resumed)
+
+
+@pytest.mark.slow
+def test_what_is_sampled_does_not_depend_on_who_samples_it_and_with_how_many(launch, fake):
+    whole = launch("grpo", *words("grpo", fake().url), output="whole")
+    two = launch("grpo", *words("grpo", fake().url, fake().url, fake(play="dies in a rollout").url), output="two")
+    assert texts(whole) == texts(two) and read_metrics(whole) == read_metrics(two)
+    assert_same_model(whole, two)
+    split = "--per_device_train_batch_size 4 --gradient_accumulation_steps 4"
+    parts = launch("grpo", *words("grpo", fake().url, more=split), output="parts")
+    assert texts(whole) == texts(parts)
+    assert_same_model(whole, parts, exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "--use_peft"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_two_processes_are_as_one(how, more, launch, fake, tmp_path, token_cache):
+    one = launch("grpo", *words("grpo", fake().url, more=more), output="one")
+    servers = [fake().url, fake(play="500").url]
+    both = [*words("grpo", *servers, more=f"{more} --per_device_train_batch_size 8"), "--output_dir", str(tmp_path / "two")]
+    both += ["--dataset_cache_dir", str(token_cache)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    if how == "fsdp2":
+        (tmp_path / "launcher.py").write_text(LAUNCHER)
+        command += [str(tmp_path / "launcher.py"), "grpo", "no"]
+    else:
+        command += words_of("grpo")
+    run = run_script([*command, *both], timeout=200)
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert texts(one) == texts(tmp_path / "two")
+    assert "has failed (HTTP 500" in run.stdout or "has failed" not in run.stdout  # said by the first process alone
+    assert_same_model(one, tmp_path / "two", exact=False)
+
+
+@pytest.mark.slow
+def test_with_no_server_left_a_run_of_two_processes_ends_in_one_line_and_goes_on(launch, fake, tmp_path, token_cache):
+    one = launch("grpo", *words("grpo", fake().url), output="one")
+    server = fake()
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import sys, os; sys.path.insert(0, os.getcwd())\n"
+        "import train_grpo as script\nfrom common.command_line import launch\n"
+        "from common.sampling import server_client; server_client.WAIT_SECONDS = 1.0\n"
+        'launch(script.main, script.Args, "data/configs/grpo.yaml")\n'
+    )
+
+    def start():
+        both = [*words("grpo", server.url, more="--per_device_train_batch_size 8"), "--output_dir", str(tmp_path / "two")]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+        return run_script([*command, str(launcher), *both, "--dataset_cache_dir", str(token_cache)], timeout=200)
+
+    answer = server.answer
+
+    def die_at_the_second_push(path, body):
+        if path == "/collective_rpc" and server.reloads == 1:
+            server.play = "dies in a rollout"
+        return answer(path, body)
+
+    server.answer = die_at_the_second_push
+    run = start()
+    told = [line for line in run.stderr.splitlines() if "error: " in line and "rollout_server" in line]
+    assert run.returncode == 1 and told and "none is left" in told[0] and "Traceback" not in run.stderr
+    port = int(server.url.rsplit(":", 1)[1])
+    server.die()
+    time.sleep(0.3)
+    server = fake(port=port)
+    run = start()
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert "resuming from" in run.stdout
+    assert_same_model(one, tmp_path / "two", exact=False)
+
+
+def test_a_server_that_does_not_fit_ends_the_run_before_its_first_step(launch, fake):
+    server = fake(max_model_len=40)
+    with pytest.raises(UserError, match="takes 40 tokens, prompt and completion may have"):
+        launch("grpo", *words("grpo", server.url), output="refused")
+    assert server.reloads == 0
+    with pytest.raises(UserError, match=re.escape("expected an address as http://127.0.0.1:8000")):
+        launch("grpo", *words("grpo", "here"), output="refused")
+
+
+@pytest.mark.slow
+def test_the_demo_learns_with_a_server(launch, fake):
+    arguments = [
+        "--config",
+        "data/configs/grpo.yaml",
+        "--model_name_or_path",
+        "data/base_model",
+        "--reward_funcs",
+        "length:4",
+    ]
+    arguments += [
+        "--max_steps",
+        "20",
+        "--eval_steps",
+        "0",
+        "--per_device_train_batch_size",
+        "64",
+        "--max_completion_length",
+        "16",
+    ]
+    rows = train_metrics(launch("grpo", *arguments, "--rollout_server", fake().url))
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.1
