@@ -2,8 +2,9 @@
 
 The server is started first, on the same folder (CONTRIBUTING.md has the commands for a CPU). Rollouts of both take turns, with
 the same prompts and the same number of tokens (no stop tokens); each time is the median, and the ratio that of the pairs. Then
-pushes: all weights are moved a little, the server gets them and proves it. On a machine with few cores the two share them: where
-the own sampler has one core, the server's engine has one, and its HTTP side some of the other. Adds a line to vllm_rollouts.json.
+pushes: all weights are moved a little, the server gets them and proves it. Where the server is on this machine, the CPU time of
+its processes is counted, and that of this one with it: on a machine that others use, too, only that says something. Adds a line to
+vllm_rollouts.json.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -22,11 +24,25 @@ from common.model.wrap import wrap
 from common.sampling import OwnSampler
 from common.sampling.servers import RolloutServers
 
+import psutil
 import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).with_name("vllm_rollouts.json")
+
+
+def processes_at(url: str) -> list[psutil.Process]:
+    """The processes of the server there, if it is on this machine."""
+    port = urlsplit(url).port
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            return [(process := psutil.Process(connection.pid)), *process.children(recursive=True)]
+    return []
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def seconds(do: Callable[[], object]) -> float:
@@ -57,6 +73,8 @@ def main() -> None:
     prompts = [torch.randint(3, vocabulary, (args.prompt_length,), generator=random).tolist() for _ in range(args.prompts)]
     prompts = [prompt for prompt in prompts for _ in range(args.generations)]
     times: dict[str, list[float]] = {"own": [], "vllm": [], "push": [], "write": []}
+    cpu: dict[str, list[float]] = {"own": [], "vllm": []}
+    engine = processes_at(args.server)
     with tempfile.TemporaryDirectory() as folder:
         longest = args.prompt_length + args.tokens
         own = OwnSampler(accelerator, model)
@@ -68,9 +86,11 @@ def main() -> None:
         for repeat in range(args.repeats + 1):
             keys = [(repeat, 0, i) for i in range(len(prompts))]
             for name, sampler in (("own", own), ("vllm", servers)):
+                before = cpu_seconds(engine)
                 took = seconds(lambda sampler=sampler, keys=keys: sampler.begin(prompts, keys, **how).result())
                 if repeat:  # the first one warms up
                     times[name].append(took)
+                    cpu[name].append(cpu_seconds(engine) - before)
         times["write"].clear()
         for step in range(1, args.repeats + 1):
             with torch.no_grad():
@@ -92,6 +112,8 @@ def main() -> None:
         "vllm_tokens_per_second": round(tokens / middle["vllm"]),
         "vllm_over_own": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
+        "own_cpu_seconds": round(statistics.median(cpu["own"]), 3),
+        "vllm_cpu_seconds": round(statistics.median(cpu["vllm"]), 3) if engine else None,
         "push_seconds": round(middle["push"], 3),
         "of_these_writing": round(middle["write"], 3),
         "probe_difference": difference,
