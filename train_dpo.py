@@ -6,9 +6,9 @@ Over the P pairs of a window (all micro-batches of all processes), π the model,
     loss = -1/P · Σ log σ(β·[log π(chosen)/π_ref(chosen) - log π(rejected)/π_ref(rejected)])
            - sft_weight/N · Σ over the N tokens of the chosen answers of log π(token)
 
-log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off. The second
-term is RPO's (2404.19733), off by default. --loss_type chooses relatives of the first one, of which simpo and orpo do
-without π_ref; several are added up by --loss_weights (MPO, 2411.10442, is sigmoid 0.8, bco_pair 0.2 and --sft_weight 1).
+log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off.
+The second term is RPO's (2404.19733), off by default. --loss_type chooses relatives of the first one, of which simpo and
+orpo do without π_ref; several are added up by --loss_weights (MPO, 2411.10442: sigmoid 0.8, bco_pair 0.2, --sft_weight 1).
 Both answers of a pair lie in the same row, after a prompt that stands there once.
 
     accelerate launch train_dpo.py                                            # the embedded demo, ~1 minute on a CPU
@@ -35,7 +35,7 @@ from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
 from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, SMOOTHED, dpo_loss, segment_sum
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
-from common.model.reference import load_reference, precompute_ref_logps
+from common.model.reference import load_reference
 from common.run import Run
 
 import torch  # after common, which sets how CPU threads wait
@@ -79,7 +79,6 @@ def main(args: Args) -> None:
     run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
     accelerator = run.accelerator
     uses_reference = not {*args.loss_type} <= {*REFERENCE_FREE}
-    loss_weights = args.loss_weights or [1.0] * len(args.loss_type)
     sft_weight = args.sft_weight if args.sft_weight is not None else float("orpo" in args.loss_type)
 
     # --- data --------------------------------------------------------------------------------------------------------
@@ -102,27 +101,24 @@ def main(args: Args) -> None:
     # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
-        for data in (train, held_out):
-            precompute_ref_logps(args, accelerator, reference, data)  # as the field ref_logps of each sequence
-        reference = None  # no longer needed in memory
+        reference.precompute(args, train, held_out)  # what it says is kept on disk, and the model dropped
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
         """The loss of each pair, and what is logged beside it, (B,) each."""
         logps = segment_sum(out.logps, batch["cu_seqlens"])  # (S,)
-        if not uses_reference:
-            ref_logps = torch.zeros_like(logps)
-        elif args.precompute_ref_log_probs:
-            ref_logps = batch["ref_logps"]
-        else:
-            ref_logps = segment_sum(reference(batch).logps, batch["cu_seqlens"])
+        ref_logps = reference.sums(batch) if uses_reference else torch.zeros_like(logps)
         lengths = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).clamp(min=1)  # of the answers
-        sides = (logps[::2], logps[1::2], ref_logps[::2], ref_logps[1::2], lengths[::2], lengths[1::2])
-        options = {"beta": args.beta, "label_smoothing": args.label_smoothing, "simpo_gamma": args.simpo_gamma}
-        terms = [dpo_loss(*sides, loss_type=loss_type, **options) for loss_type in args.loss_type]
-        _, chosen_rewards, rejected_rewards = terms[0]
+        losses, chosen_rewards, rejected_rewards = dpo_loss(
+            *(logps[::2], logps[1::2], ref_logps[::2], ref_logps[1::2], lengths[::2], lengths[1::2]),
+            beta=args.beta,
+            loss_type=args.loss_type,
+            loss_weights=args.loss_weights,
+            label_smoothing=args.label_smoothing,
+            simpo_gamma=args.simpo_gamma,
+        )
         return {
-            "loss": sum(weight * losses for weight, (losses, _, _) in zip(loss_weights, terms, strict=True)),
+            "loss": losses,
             "rewards/chosen": chosen_rewards,
             "rewards/rejected": rejected_rewards,
             "rewards/margins": chosen_rewards - rejected_rewards,

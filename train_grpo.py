@@ -88,7 +88,7 @@ class Args(CommonArgs):
     beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
-    delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(0, 1e9]")
+    delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(1, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="what a token weighs; cispo: as dapo")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
@@ -106,7 +106,7 @@ class Args(CommonArgs):
             raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
-        if self.loss_type == "cispo" and (self.epsilon_high is None or self.delta is not None):
+        if self.loss_type == "cispo" and ((self.epsilon_high or 0) < 1 or self.delta is not None):
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
@@ -230,7 +230,8 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
     weights = args.reward_weights or [1.0] * len(rewards)
-    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, rewards=rewards, weights=weights)
+    scored = {"rewards": rewards, "weights": weights}
+    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode, **scored)
     rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
         args,
         accelerator,

@@ -1,7 +1,8 @@
-"""What both sides are measured with: the end of each step by three clocks, and the process's memory."""
+"""What both sides are measured with: the end of each step by three clocks, and the memory of the process and of its GPU."""
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,10 @@ class Clock:
         self.result["peak_mib"] = resident("VmHWM")
 
     def _stamp(self) -> None:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # else it would be the end of asking, not of doing
+            self.result["peak_gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.result["wall"].append(time.perf_counter())
         self.result["cpu"].append(time.process_time())
         self.result["epoch"].append(time.time())

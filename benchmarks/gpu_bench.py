@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,9 +35,10 @@ FULL = {
         "1.1B": (transformers.LlamaConfig, LLAMA | {"vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": True}, 8),
     },
     "chat": QWEN | {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
-    "sequence": 2048, "longest": 2048, "rows": 8, "pairs": 8, "seconds": 3.0,
+    "sequence": 2048, "longest": 2048, "rows": 8, "pairs": 8, "seconds": 2.0,
     "groups": (8, 32), "G": 8, "prompt": (100, 300), "new": 256,
-    "head": (16384, 1024, 151936), "attention": 16384, "long row": 16384,
+    "heads": [(16384, 1024, 151936), (16384, 1024, 248320), (16384, 1024, 50257)],  # Qwen 3, Qwen 3.5, GPT-2 (odd)
+    "attention": 16384, "long row": 16384, "pack": (8192, 2), "trl": (24, 16),  # steps, chats
 }  # fmt: skip
 SMALL = {
     "vocab_size": 600, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -47,7 +49,7 @@ TINY = {
     "chat": QWEN | SMALL | {"head_dim": 16},
     "sequence": 128, "longest": 128, "rows": 4, "pairs": 2, "seconds": 0.05,
     "groups": (2,), "G": 2, "prompt": (10, 20), "new": 8,
-    "head": (512, 64, 2000), "attention": 512, "long row": 512,
+    "heads": [(512, 64, 2000), (512, 64, 3001)], "attention": 512, "long row": 512, "pack": (256, 2), "trl": (4, 4),
 }  # fmt: skip
 Row = dict[str, Any]
 
@@ -56,17 +58,24 @@ class TimeIsOver(BaseException):
     """Of a section. No Exception, which a compiler or a library would take for one of its own."""
 
 
+class DeviceIsLost(BaseException):
+    """After an illegal access every call fails: only another process can go on."""
+
+
 class Bench:
     """The device, the sizes, and how something is measured."""
 
-    def __init__(self, device: str, tiny: bool, rounds: int = 3):
-        self.device, self.tiny, self.rounds = torch.device(device), tiny, rounds
+    def __init__(self, device: str, tiny: bool, rounds: int = 3, wheels: Path | None = None):
+        """wheels: a folder with those of TRL."""
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device, self.tiny, self.rounds, self.wheels = torch.device(device), tiny, rounds, wheels
         self.sizes: dict[str, Any] = TINY if tiny else FULL
         name = torch.cuda.get_device_name(self.device) if self.cuda else ""
         self.bandwidth = next((value for key, value in BANDWIDTH.items() if key in name), None)
         self.peak_flops = peak_flops(self.device)
         self.rows: list[Row] = []
         self.deadline = float("inf")  # of the section, by time.monotonic
+        self.save: Callable[[], None] = lambda: None  # called after each side
 
     @property
     def cuda(self) -> bool:
@@ -75,6 +84,13 @@ class Bench:
     def wait(self) -> None:
         if self.cuda:
             torch.cuda.synchronize(self.device)
+
+    def check_device(self) -> None:
+        """Raises DeviceIsLost."""
+        try:
+            self.wait()
+        except Exception as error:
+            raise DeviceIsLost(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}") from None
 
     def seconds(self, work: Callable[[], Any], warm_up: int = 2, cycle: int = 1) -> float:
         """Of a call: the median of a few blocks of calls, which together take about sizes["seconds"].
@@ -115,6 +131,10 @@ class Bench:
             print(f"    {name}: {row['failed']}", flush=True)
             if os.environ.get("TRACEBACK"):
                 traceback.print_exc()
+            self.rows.append(row)
+            self.save()
+            self.check_device()
+            return
         else:
             if self.cuda:
                 row.setdefault("peak GiB", round(torch.cuda.max_memory_allocated(self.device) / GIB, 2))
@@ -122,6 +142,12 @@ class Bench:
                 f"    {name}: " + ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("section", "side")), flush=True
             )
         self.rows.append(row)
+        self.save()
+
+    def clear(self) -> None:
+        """Between sections."""
+        torch._dynamo.reset()
+        empty_caches(self.device)
 
     def language_model(self, config: Any, dtype: torch.dtype = torch.float32) -> Any:
         """The same random weights at every call."""

@@ -108,6 +108,8 @@ def trl_grpo(spec: dict, clock: Clock) -> None:
     )
     clock.result["stop_ids"] = trainer.eos_token_ids
     trainer.train()
+    if "save" in spec:
+        trainer.save_model(spec["save"])
 
 
 def text_rows(spec: dict) -> list[dict]:

@@ -25,6 +25,11 @@ class UserError(Exception):
         super().__init__(message)
 
 
+class OutsideError(UserError):
+    """Something that a run needs is gone, raised on all processes; nothing is wrong with the run, and it is saved before it
+    ends."""
+
+
 def quoted(value: Any, limit: int = 120, form: Any = repr) -> str:
     """A value of somebody else's code, as a message may quote it: that it can be shown at all is not certain."""
     try:

@@ -147,20 +147,25 @@ def load_eval_prompts(
     held_out: Examples | Rows,
     *,
     prompt_of: Callable[[Row], dict[str, Any]] = as_prompt,
+    encode: Callable[[Row, Tokenizer, Any], dict[str, Any]] | None = None,
     rewards: list[Reward] | None = None,
     weights: list[float] | None = None,
 ) -> EvalPrompts:
     """What is completed at each evaluation: the prompts of --eval_prompts; where no file is named, the held-out rows of
     GRPO, and else the prompts of the first num_samples held-out (or training) rows that have one, without other columns.
 
-    prompt_of(row)["prompt"]: the prompt of a row. rewards, weights: what scores the completions where --eval_reward_funcs
-    names nothing, and as what sum.
+    prompt_of(row)["prompt"]: the prompt of a row. encode(row, tokenizer, args): a row of --eval_prompts as what is sampled
+    from, where training has its own way. rewards, weights: what scores the completions where --eval_reward_funcs names
+    nothing, and as what sum.
     """
     own = load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout, "--eval_reward_funcs")
     score = scorer(own or rewards or [], tokenizer, None if own else weights)
     if args.eval_prompts:
-        rows = convert(load_rows(args.eval_prompts), lambda row: tokenize_row(as_prompt(row), tokenizer), "prompts")[0]
-        return EvalPrompts(rows, score)
+
+        def ids_of(row: Row) -> dict[str, Any]:
+            return encode(row, tokenizer, args) if encode else tokenize_row(as_prompt(row), tokenizer)
+
+        return EvalPrompts(convert(load_rows(args.eval_prompts), ids_of, "prompts of --eval_prompts")[0], score)
     if isinstance(held_out, Rows):
         return EvalPrompts([held_out[i] for i in range(len(held_out))], score)
     rows = []
@@ -200,13 +205,27 @@ def complete_prompts(
         texts = gather_lists(accelerator, [(i, c.ids) for i, c in zip(mine, completions, strict=True)])
         all_ids = [ids for _, ids in sorted(texts, key=lambda pair: pair[0])]
         scores = prompts.score(rows, all_ids) if prompts.score else {}
-        suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
-        for name, values in scores.items():
-            known = [value for value in values if value is not None]
-            metrics[f"eval_{name}{suffix}"] = sum(known) / max(len(known), 1)
-        for i, (row, token_ids) in enumerate(zip(rows, all_ids, strict=True)):
-            sample_row = {"temperature": temperature, "prompt": row["prompt"]}
-            sample_row["completion"] = tokenizer.decode(token_ids, skip_special_tokens=True)
-            sample_row |= {name: values[i] for name, values in scores.items()}
-            samples.append(sample_row)
+        texts = [tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in all_ids]
+        means, shown = summarise(args, temperature, rows, texts, scores)
+        metrics, samples = metrics | means, samples + shown
     return metrics, samples
+
+
+def summarise(
+    args: CommonArgs,
+    temperature: float,
+    rows: list[dict[str, Any]],
+    texts: list[str],
+    scores: dict[str, list[float | None]],
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Of completions of `rows` at one of args.eval_temperatures: the mean of each score, without those that are None, as
+    `eval_<name>` at the first of these and `eval_<name>_t<T>` at the others, and a sample for each completion."""
+    suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
+    means, samples = {}, []
+    for name, values in scores.items():
+        if known := [value for value in values if value is not None]:
+            means[f"eval_{name}{suffix}"] = sum(known) / len(known)
+    for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        values = {name: values[i] for name, values in scores.items()}
+        samples.append({"temperature": temperature, "prompt": row["prompt"], "completion": text} | values)
+    return means, samples

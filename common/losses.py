@@ -58,7 +58,8 @@ def dpo_loss(
     rejected_tokens: Tensor,
     *,
     beta: float,
-    loss_type: str = "sigmoid",
+    loss_type: str | list[str] = "sigmoid",
+    loss_weights: list[float] | None = None,
     label_smoothing: float = 0.0,
     simpo_gamma: float = 0.5,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +67,8 @@ def dpo_loss(
 
     The first four (B,): log-probabilities summed over the completion (those of the reference are not read by simpo and
     orpo); the next two (B,): the completions' trained tokens. Returns losses (B,), and the chosen and rejected
-    rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`.
+    rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`. Several types
+    are added up by loss_weights (None: 1 for each); the rewards are those of the first one.
 
     Let `x = (chosen - ref_chosen) - (rejected - ref_rejected)`, sums over tokens.
 
@@ -89,6 +91,12 @@ def dpo_loss(
 
     Raises ValueError for an unknown type, or label_smoothing where it has no meaning or makes `robust` singular.
     """
+    if not isinstance(loss_type, str):
+        sides = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_tokens, rejected_tokens)
+        options = {"beta": beta, "label_smoothing": label_smoothing, "simpo_gamma": simpo_gamma}
+        terms = [dpo_loss(*sides, loss_type=one, **options) for one in loss_type]
+        weights = loss_weights or [1.0] * len(terms)
+        return sum(weight * term[0] for weight, term in zip(weights, terms, strict=True)), *terms[0][1:]
     if loss_type not in DPO_LOSS_TYPES:
         raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(DPO_LOSS_TYPES)}")
     if label_smoothing and loss_type not in SMOOTHED:
@@ -207,8 +215,9 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: s
     `(r - mean of the group) / (std + 1e-4)`, unbiased std of the group ("group"), of all rewards ("batch"), or no
     division ("none": Dr. GRPO, Liu et al. 2025, 2503.20783). estimator "rloo" compares each with the mean of the others of
     its group (Ahmadian et al. 2024, 2402.14740; theirs is without division), "reinforce_pp" with the mean of all rewards
-    (REINFORCE++, Hu et al. 2025, 2501.03262; theirs divides by the std of the batch). A NaN reward is left out, and gets 0;
-    where nothing differs all get exactly 0. Raises ValueError for another scale_rewards or estimator.
+    (REINFORCE++, Hu et al. 2025, 2501.03262), which are its group: "group" is "batch" there, since a group of equal rewards,
+    which differ from those of others, has no std to divide by. A NaN reward is left out, and gets 0; where nothing differs
+    all get exactly 0. Raises ValueError for another scale_rewards or estimator.
     """
     known = ~rewards.isnan()
     among = rewards.reshape(1, -1) if estimator == "reinforce_pp" else rewards  # what each is compared with
@@ -216,8 +225,7 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: s
     low = among.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
     high = among.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
     centred = torch.where(known & (high > low), rewards - mean, torch.zeros_like(rewards))
-    spread = torch.where(known & (high > low), rewards - rewards.nanmean(-1, keepdim=True), torch.zeros_like(rewards))
-    variance = (spread**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)  # of each group
+    variance = (centred**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)  # of each group
     if estimator == "rloo":  # r - (n · mean - r) / (n - 1)
         n = known.sum(-1, keepdim=True)
         centred = centred * n / (n - 1).clamp(min=1)
@@ -225,9 +233,9 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: s
         raise ValueError(f"estimator is one of {', '.join(ADVANTAGE_ESTIMATORS)}, not {estimator!r}")
     if scale_rewards == "none":
         return centred
-    if scale_rewards == "group":
+    if scale_rewards == "group" and estimator != "reinforce_pp":
         return centred / (variance.sqrt() + 1e-4)
-    if scale_rewards == "batch":
+    if scale_rewards in ("group", "batch"):
         values = rewards[known]
         std = values.std() if len(values) > 1 else values.new_zeros(())
         return centred / (std + 1e-4)

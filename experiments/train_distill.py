@@ -91,10 +91,14 @@ class Completion:
     sampled: bool  # from the model; else of the data
 
 
+def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
+    """A dataset row as a prompt to sample from. BadRow: left out, counted and named."""
+    return tokenize_row(as_prompt(row), tokenizer, args.max_prompt_length, args.system_prompt)
+
+
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
-    """A dataset row as a prompt to sample from, with its completion where --lmbda asks for some of the data's. BadRow: left
-    out, counted and named."""
-    prompt = tokenize_row(as_prompt(row), tokenizer, args.max_prompt_length, args.system_prompt)
+    """A dataset row as what `encode_prompt` makes of it, with its completion where --lmbda asks for some of the data's."""
+    prompt = encode_prompt(row, tokenizer, args)
     if args.lmbda == 1:
         return prompt
     chat = tokenize_chat(as_chat(row), tokenizer, train_on="last_turn")
@@ -192,7 +196,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args)
     check_vocabulary(args, tokenizer)
     prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
-    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out)
+    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode_prompt)
     rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
         args,
         accelerator,

@@ -1,13 +1,13 @@
 """KTO: answers, each labelled good or bad, without a pair -> a model that writes the good ones.
 
-Over the S answers of a window (all micro-batches of all processes), π the model, π_ref the model at the start, w the weight
-of the label (Ethayarajh et al. 2024, arXiv 2402.01306):
+Over the S answers of a window (all micro-batches of all processes), π the model, π_ref the model at the start
+(Ethayarajh et al. 2024, arXiv 2402.01306), w the weight of the label:
 
     loss = 1/S · Σ w · [1 - σ(±(β·log π(answer)/π_ref(answer) - β·KL))],    + for a good answer, - for a bad one
 
-log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off. KL is the
-mean of log π/π_ref over the window's mismatched pairs, each prompt with the answer of the next row, at least 0, and has no
-gradient. --loss_type apo_zero_unpaired does without it.
+log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off.
+KL is the mean of log π/π_ref over the window's mismatched pairs, each prompt with the answer of the next row, at least 0,
+and has no gradient. --loss_type apo_zero_unpaired does without it.
 
     accelerate launch -m experiments.train_kto                                # the embedded demo, ~1 minute on a CPU
     accelerate launch -m experiments.train_kto --model_name_or_path outputs/sft --dataset_name labelled.jsonl
@@ -27,7 +27,7 @@ from typing import Literal
 from common.args import CommonArgs, arg
 from common.collators import Batch, Window, Windows, eval_batches
 from common.command_line import launch
-from common.data import Row, Sequence, Tokenizer, as_labelled, labelled_format, load_data, pack, tokenize_chat
+from common.data import Row, Sequence, Tokenizer, as_labelled, labelled_format, load_data, mismatched, pack, tokenize_chat
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
 from common.losses import KTO_LOSS_TYPES, kto_loss, segment_sum
@@ -35,7 +35,6 @@ from common.model import Output, disable_dropout, load_model, load_tokenizer, ma
 from common.model.reference import load_reference
 from common.run import Run
 
-import numpy as np
 import torch  # after common, which sets how CPU threads wait
 
 
@@ -60,16 +59,6 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     return [tokenize_chat(chat, tokenizer, max_length=args.max_length) | {"label": chat["label"]}]
 
 
-def mismatched(rows: list[Sequence], max_length: int) -> list[list[Sequence]]:
-    """Each prompt with the answer of the next row, as examples of one sequence."""
-    n = [int(row["loss_mask"].argmax()) for row in rows]  # tokens of the prompts
-
-    def join(i: int, field: str) -> np.ndarray:
-        return np.concatenate([rows[i - 1][field][: n[i - 1]], rows[i][field][n[i] :]])[:max_length]
-
-    return [[{field: join(i, field) for field in ("input_ids", "loss_mask")}] for i in range(len(rows))]
-
-
 def main(args: Args) -> None:
     run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
     accelerator = run.accelerator
@@ -81,7 +70,8 @@ def main(args: Args) -> None:
     if args.packing:
         train = pack(train, args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)
-    if args.loss_type == "kto" and min(windows.size, len(train)) < 2:
+    rows = {row["input_ids"].tobytes() for example in windows[0].examples for row in example}
+    if args.loss_type == "kto" and len(rows) < 2:
         raise UserError("--loss_type kto: its KL term needs two rows in a step (--per_device_train_batch_size, more rows)")
 
     # --- model and reference -----------------------------------------------------------------------------------------
@@ -108,7 +98,7 @@ def main(args: Args) -> None:
     def answer_losses(batch: Batch, out: Output, kl: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss of each answer, and what is logged beside it, (S,) each."""
         logps = segment_sum(out.logps, batch["cu_seqlens"])  # (S,)
-        ref_logps = segment_sum(reference(batch).logps, batch["cu_seqlens"])
+        ref_logps = reference.sums(batch)
         losses, rewards = kto_loss(
             *(logps, ref_logps, batch["label"], kl),
             beta=args.beta,

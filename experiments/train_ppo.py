@@ -231,7 +231,8 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
     weights = args.reward_weights or [1.0] * len(rewards)
-    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, rewards=rewards, weights=weights)
+    scored = {"rewards": rewards, "weights": weights}
+    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode, **scored)
     rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
         args,
         accelerator,

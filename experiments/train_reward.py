@@ -5,8 +5,8 @@ Over the P pairs of a window (all micro-batches of all processes), r the score (
     loss = 1/P · Σ -log σ(r(chosen) - r(rejected) - margin) + center_rewards_coefficient · (r(chosen) + r(rejected))²
 
 --objective regression: of rows with a number, the column score, it is the mean of (r - score)². r is a linear head on the
-state of the last token. Dropout is off. Both answers of a pair lie in the same row, after a prompt that stands there once.
-The end is an AutoModelForSequenceClassification in output_dir/classifier, which GRPO takes as a reward.
+state of the last token. Dropout is off. The end is an AutoModelForSequenceClassification in output_dir/classifier.
+Both answers of a pair lie in the same row, after a prompt that stands there once.
 
     accelerate launch -m experiments.train_reward                             # the embedded demo, ~1 minute on a CPU
     accelerate launch train_grpo.py --reward_funcs outputs/reward/classifier  # and then
@@ -57,16 +57,15 @@ class Args(CommonArgs):
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any field of one's own;
-    for a regression as one. A row that raises BadRow is left out, counted and named."""
+    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any field of one's own.
+    For a regression as one. A row that raises BadRow is left out, counted and named."""
     if args.objective == "regression":
-        chat = as_chat(row)
-        sides, field, is_text = [tokenize_chat(chat, tokenizer)], {"score": number_of(row, "score")}, "messages" not in chat
-    else:
-        pair = as_preference(row)
-        sides = tokenize_pair(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer, 10**9)
-        field, is_text = {"margin": number_of(row, "margin", 0.0)}, isinstance(pair["prompt"], str)
-    return [up_to_the_score(side, tokenizer, args.max_length, is_text) | field for side in sides]
+        chat, score = as_chat(row), {"score": number_of(row, "score")}
+        return [up_to_the_score(tokenize_chat(chat, tokenizer), tokenizer, args.max_length, "messages" not in chat) | score]
+    pair = as_preference(row)
+    sides = tokenize_pair(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer, 10**9)
+    is_text, margin = isinstance(pair["prompt"], str), {"margin": number_of(row, "margin", 0.0)}
+    return [up_to_the_score(side, tokenizer, args.max_length, is_text) | margin for side in sides]
 
 
 def main(args: Args) -> None:
@@ -99,8 +98,9 @@ def main(args: Args) -> None:
             return {"loss": (scores - batch["score"]) ** 2, "rewards": scores}
         chosen_rewards, rejected_rewards = scores[::2], scores[1::2]
         margin, centre = batch["margin"][::2], args.center_rewards_coefficient
+        losses = bradley_terry_loss(chosen_rewards, rejected_rewards, margin, centre)
         return {
-            "loss": bradley_terry_loss(chosen_rewards, rejected_rewards, margin, centre),
+            "loss": losses,
             "rewards/chosen": chosen_rewards,
             "rewards/rejected": rejected_rewards,
             "rewards/margins": chosen_rewards - rejected_rewards,

@@ -103,12 +103,14 @@ def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, token
             found.append((i // args.num_generations, texts[k]))
     accepted = dict.fromkeys(sorted(gather_lists(accelerator, found)))  # (number of the prompt, text), each once
     if not accepted:
-        raise UserError(f"no answer has a reward of {args.reward_threshold:g} or more: nothing to train on")
+        wanted = f"at most {args.max_completion_length} tokens and a reward of {args.reward_threshold:g} or more"
+        raise UserError(f"no answer has {wanted}: nothing to train on (--max_completion_length, --reward_threshold)")
     if accelerator.is_main_process or args.dry_run:  # which has a folder on each process
-        rows = [{"prompt": prompts[i]["prompt"], "completion": text} for i, text in accepted]
-        for row in rows:
-            if not isinstance(row["prompt"], str):
-                row["completion"] = [{"role": "assistant", "content": row["completion"]}]
+        rows = []
+        for i, text in accepted:
+            row = {name: prompts[i][name] for name in ("prompt", "tools") if name in prompts[i]}
+            is_text = isinstance(row["prompt"], str)
+            rows.append(row | {"completion": text if is_text else [{"role": "assistant", "content": text}]})
         replace_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     answered = len({i for i, _ in accepted})
     say(f"{len(accepted):,} distinct answers to {answered:,} of {len(prompts):,} prompts are accepted: {file}")

@@ -51,7 +51,7 @@ from common.data.chat import end_of_turn
 from common.data.tokens import tokenize_reply
 from common.data.tool_calls import Tools, describe_tools, read_calls
 from common.errors import UserError, quoted, say
-from common.evaluate import load_eval_prompts
+from common.evaluate import load_eval_prompts, summarise
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
@@ -107,7 +107,7 @@ class Args(CommonArgs):
     beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
-    delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(0, 1e9]")
+    delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(1, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="what a token weighs; cispo: as dapo")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
@@ -125,7 +125,7 @@ class Args(CommonArgs):
             raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
-        if self.loss_type == "cispo" and (self.epsilon_high is None or self.delta is not None):
+        if self.loss_type == "cispo" and ((self.epsilon_high or 0) < 1 or self.delta is not None):
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
         if self.dataset_streaming:
             raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
@@ -148,22 +148,22 @@ class Completion:
     """An episode: what was sampled for one prompt, turn by turn, and what the tools have said."""
 
     prompt: Prompt
-    environment: Any
-    ids: list[int] = field(default_factory=list)
+    ids: list[int]
+    logps: list[float]  # of the tokens, when they were sampled, temperature included
+    finished: bool  # with a stop token
+    text: str
+    rewards: list[float | None]  # one of each function; None: it abstained
+    counted: bool  # it is trained on
+    reward: float = math.nan  # their weighted sum; NaN: all abstained
+    advantage: float = 0.0
+    environment: Any = None
     sampled: list[int] = field(default_factory=list)  # 1: the model has written the token; 0: a tool, or the framing
-    logps: list[float] = field(default_factory=list)  # of the tokens, when they were sampled, temperature included; else 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: int = 0
     failures: int = 0
-    finished: bool = False  # with a stop token, and without a call
-    text: str = ""  # of all tokens
-    rewards: list[float | None] = field(default_factory=list)  # one of each function; None: it abstained
-    counted: bool = True  # it is trained on
-    reward: float = math.nan  # their weighted sum; NaN: all abstained
-    advantage: float = 0.0
 
     def write(self, ids: list[int], logps: list[float] | None = None) -> None:
-        """These tokens come next. logps: with which the model has sampled them; None: it has not."""
+        """These tokens come next. logps: with which the model has sampled them; None: it has not, and they are 0."""
         self.ids, self.logps = self.ids + ids, self.logps + (logps or [0.0] * len(ids))
         self.sampled = self.sampled + [int(logps is not None)] * len(ids)
 
@@ -174,9 +174,9 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
     try:
         make = from_file(args.environment_factory, args.tool_timeout, "class")
         made = must("making one", make, args.tool_timeout)
-        methods = dict(must("reading its methods", partial(inspect.getmembers, made, inspect.ismethod), args.tool_timeout))
+        methods = dict(inspect.getmembers(type(made), inspect.isroutine))  # static ones, too, and those of the class
         names = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
-        tools = describe_tools([methods[name] for name in names], tokenizer)
+        tools = describe_tools([getattr(made, name) for name in names], tokenizer)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     if "reset" not in methods or not (args.reward_funcs or "get_reward" in methods):
@@ -213,7 +213,7 @@ def begin(args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Pr
             prompt = tokenize_row(longer, tokenizer, args.max_prompt_length)
         except BadRow as error:
             raise UserError(f"with what the environment's reset has added: {error} (--max_prompt_length)") from None
-    return Completion(prompt, made)
+    return Completion(prompt, ids=[], logps=[], finished=False, text="", rewards=[], counted=True, environment=made)
 
 
 def answer(args: Args, tools: Tools, c: Completion, wanted: dict[str, Any]) -> str:
@@ -371,14 +371,11 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     environment = load_environment(args, tokenizer)
-    prompts, held_out = load_prompts(args, partial(encode, tools=environment.tools), tokenizer, recognise=prompt_format)
+    to_prompt = partial(encode, tools=environment.tools)
+    prompts, held_out = load_prompts(args, to_prompt, tokenizer, recognise=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout) + environment.rewards
     weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
-    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out).rows
-    try:
-        eval_prompts = [encode(row, tokenizer, args, environment.tools) for row in eval_prompts]
-    except BadRow as error:
-        raise UserError(f"--eval_prompts: {error}") from None
+    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=to_prompt).rows
     rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
@@ -423,21 +420,13 @@ def main(args: Args) -> None:
         sampler.sync(run.step)  # servers get the weights
         for temperature in args.eval_temperatures if eval_prompts else ():
             completions = play(eval_prompts, (args.seed,), group=1, temperature=temperature)
-            table = torch.tensor(
-                [[math.nan if r is None else r for r in c.rewards] for c in completions], dtype=torch.float64
-            )
-            names = [reward.name for reward in rewards]
-            columns = dict(zip(names, table.T, strict=True))
-            columns["reward"] = combine_rewards(table, torch.tensor(weights, dtype=torch.float64))
-            columns["tools/call_frequency"] = torch.tensor([float(c.calls) for c in completions])
-            suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
-            known = {name: column for name, column in columns.items() if not column.isnan().all()}
-            means |= {f"eval_{name}{suffix}": column.nanmean().item() for name, column in known.items()}
-            samples += [
-                {"temperature": temperature, "prompt": c.prompt["prompt"], "completion": c.text}
-                | dict(zip(names, c.rewards, strict=True))
-                for c in completions
-            ]
+            scores = {reward.name: [c.rewards[f] for c in completions] for f, reward in enumerate(rewards)}
+            table = [[math.nan if value is None else value for value in c.rewards] for c in completions]
+            total = combine_rewards(*(torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights)))
+            scores["reward"] = [None if math.isnan(value) else value for value in total.tolist()]
+            scores["tools/call_frequency"] = [c.calls for c in completions]
+            found = summarise(args, temperature, [c.prompt for c in completions], [c.text for c in completions], scores)
+            means, samples = means | found[0], samples + found[1]
         return means, samples
 
     # --- the gradient of a window ------------------------------------------------------------------------------------

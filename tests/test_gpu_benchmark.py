@@ -1,39 +1,119 @@
-"""The script that measures on a GPU, at toy sizes on the CPU, as on a machine that has no `datasets`."""
+"""The command that measures on a GPU, at toy sizes on the CPU, as on a machine that has no `datasets` and no TRL."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 from tests.conftest import ROOT
 
 import pytest
+import yaml
 
-RUN = """
-import runpy, sys
-sys.modules["datasets"] = None  # importing it fails
-sys.path.insert(0, "benchmarks")
-sys.argv = ["gpu.py", "--device", "cpu", "--tiny"]
-runpy.run_path("benchmarks/gpu.py", run_name="__main__")
-"""
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+SECTIONS = {
+    "pretrain", "SFT", "SFT at 8k", "DPO", "GRPO sampling", "GRPO step", "loss head", "attention", "long row", "fixed GRPO task",
+    "SFT beside TRL itself",
+}  # fmt: skip
+
+
+def run(tmp_path, *words, first="", **environ):
+    """gpu.py with something done at the start of each of its processes."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('datasets', 'trl'): sys.modules[name] = None\n" + first
+    )
+    env = os.environ | {"OUT": str(tmp_path), "PYTHONPATH": str(tmp_path)} | environ
+    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--tiny", "--minutes", "20", *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, json.loads((tmp_path / "gpu.json").read_text())
 
 
 @pytest.mark.slow
 def test_every_section_runs_and_both_sides_find_the_same_losses(tmp_path):
-    env = os.environ | {"OUT": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert {row["section"] for row in rows} == {
-        "pretrain", "SFT", "DPO", "GRPO sampling", "GRPO step", "loss head", "attention", "long row",
-    }  # fmt: skip
-    assert not [row for row in rows if "failed" in row]
-    assert "not measured" not in done.stdout
-    for section in ("SFT", "loss head", "DPO", "long row"):
+    out, found = run(tmp_path)
+    rows = found["rows"]
+    assert {row["section"] for row in rows} == SECTIONS
+    assert [row["side"] for row in rows if "failed" in row] == ["TRL", "TRL"]  # it is not there
+    assert not found["ended"] and found["now"] is None and "not whole" not in out
+    heads = {row["side"].split(",")[0] for row in rows if row["section"] == "loss head"}
+    assert len(heads) == 2  # two vocabularies
+    for section in ("SFT", "SFT at 8k", "loss head", "DPO", "long row"):
         losses = {}
         for row in rows:
             if row["section"] == section:
                 loss = row.get("first logp of a chosen answer", row.get("first loss", row.get("loss")))
-                losses.setdefault(row.get("chats", row.get("pairs")), []).append(loss)
+                kind = row["side"].split(",")[0] if section == "loss head" else row.get("chats", row.get("pairs"))
+                losses.setdefault(kind, []).append(loss)
         for same in losses.values():
             assert same == pytest.approx([same[0]] * len(same), rel=1e-2), section  # bfloat16
+
+
+BROKEN = """
+import types
+parts = types.ModuleType("gpu_parts")
+def head(bench):
+    with bench.side("loss head", "before"):
+        pass
+    {fault}
+parts.head, parts.attention = head, lambda bench: bench.rows.append({{"section": "attention", "side": "ours"}})
+sys.modules["gpu_parts"] = parts
+"""
+FAULTS = {
+    "dies": ("import os; os.kill(os.getpid(), 11)", "ended with -11"),
+    "raises": ("raise ValueError('of a kernel')", "ValueError: of a kernel"),
+    "loses the GPU": ("from gpu_bench import DeviceIsLost; raise DeviceIsLost('illegal access')", "ended with 70"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_stops_nothing_else(fault, tmp_path):
+    """Whatever a section does to its process, what was measured is kept, and the sections after it run."""
+    code, said = FAULTS[fault]
+    out, found = run(tmp_path, "--only", "head", "attention", first=BROKEN.format(fault=code))
+    assert [(row["section"], row["side"]) for row in found["rows"]] == [("loss head", "before"), ("attention", "ours")]
+    assert said in found["ended"]["head"] and "not whole: head" in out
+
+
+def test_a_section_that_hangs_is_ended(tmp_path, monkeypatch):
+    """Where no signal reaches it: in a kernel that never ends."""
+    import gpu
+
+    monkeypatch.setattr(gpu, "GRACE", 0.2)
+    file = tmp_path / "gpu.json"
+    gpu.write(file, {"now": {"name": "head", "until": 0.0}})
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    assert gpu.watch(child, file, end=1e12) == "it hung"
+    gpu.end_family(child)
+    assert child.returncode == -9
+
+
+def test_the_sections_fit_their_time():
+    """With what starting costs, nine minutes, where a command may take ten."""
+    import gpu
+
+    assert sum(most for _, _, most in gpu.SECTIONS.values()) + 20 <= 9 * 60
+
+
+def test_the_fixed_task_is_written_out_for_both_sides(tmp_path):
+    """TRL's settings are those of the file, by its names; nothing is left to a default that differs."""
+    import grpo_task
+
+    settings = yaml.safe_load((ROOT / "benchmarks" / "grpo_task.yaml").read_text())
+    words, _, _ = grpo_task.ours(tmp_path, 3, "no", 60)
+    assert str(grpo_task.TASK) in words and words[words.index("--seed") + 1] == "3"
+    grpo_task.trl(tmp_path, 3, "bf16", 60)
+    spec = json.loads((tmp_path / "spec.json").read_text())
+    options = spec["options"]
+    same = "num_generations max_completion_length temperature top_p learning_rate warmup_steps weight_decay adam_beta2 beta epsilon"
+    assert all(options[name] == settings[name] for name in [*same.split(), "loss_type", "scale_rewards", "max_grad_norm"])
+    assert (spec["batch"], spec["steps"], options["seed"], options["bf16"]) == (128, 60, 3, True)
+    from rewards import right_and_in_form
+
+    texts = ["it is 4. Answer: 5", "4", [{"role": "assistant", "content": "Answer: 5"}]]
+    assert right_and_in_form([], texts, ["5"] * 3) == [1.1, 0.0, 1.1]
+    assert re.search("60 steps", grpo_task.__doc__) and SimpleNamespace(**settings).max_steps == 60

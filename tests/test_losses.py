@@ -248,6 +248,24 @@ def test_rewards_have_their_gradient_for_a_loss_of_ones_own(loss_type):
     assert [x.grad.item() for x in pair[:2]] == pytest.approx([0.5 / per_token[0], -0.5 / per_token[1]])
 
 
+def test_several_types_are_added_up_by_their_weights_and_the_rewards_are_those_of_the_first():
+    pair = [
+        tensor(-2.0, -1.0),
+        tensor(-3.0, -4.0),
+        tensor(-3.5, -1.0),
+        tensor(-2.5, -2.0),
+        tensor(4.0, 1.0),
+        tensor(2.0, 3.0),
+    ]
+    apart = [dpo_loss(*pair, beta=0.5, loss_type=loss_type) for loss_type in ("simpo", "sigmoid")]
+    for weights, (first, second) in ((None, (1, 1)), ([0.25, 3.0], (0.25, 3.0))):
+        losses, chosen, rejected = dpo_loss(*pair, beta=0.5, loss_type=["simpo", "sigmoid"], loss_weights=weights)
+        close(losses, (first * apart[0][0] + second * apart[1][0]).tolist(), 1e-12)
+        assert torch.equal(chosen, apart[0][1]) and torch.equal(rejected, apart[0][2])
+    with pytest.raises(ValueError, match="unknown"):
+        dpo_loss(*pair, beta=0.5, loss_type=["sigmoid", "sigmoids"])
+
+
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.4])
 def test_where_the_policy_is_the_reference_dpo_starts_at_ln_2(label_smoothing):
     logps = tensor(-10.0, -0.5), tensor(-300.0, -7.0)
@@ -355,8 +373,9 @@ def test_reinforce_pp_compares_with_all_rewards():
     close(group_advantages(rewards, "batch", "reinforce_pp"), [[-3 / std, -1 / std], [1 / std, 3 / std]], 1e-12)
     close(group_advantages(tensor(2.0, 2.0, 5.0, 5.0).view(2, 2), "none", "reinforce_pp"), [[-1.5, -1.5], [1.5, 1.5]], 1e-12)
     assert group_advantages(torch.full((2, 2), 0.1), "none", "reinforce_pp").tolist() == [[0, 0], [0, 0]]
-    std = math.sqrt(2) + 1e-4  # of each group
-    close(group_advantages(rewards, "group", "reinforce_pp"), [[-3 / std, -1 / std], [1 / std, 3 / std]], 1e-12)
+    for some in (rewards, tensor(1.0, 1.0, 0.0, 1.0).view(2, 2)):  # of a group of equal rewards the std is 0
+        batch = group_advantages(some, "batch", "reinforce_pp")
+        assert torch.equal(group_advantages(some, "group", "reinforce_pp"), batch) and batch.abs().max() < 2
     with pytest.raises(ValueError, match="estimator is one of grpo, rloo, reinforce_pp"):
         group_advantages(rewards, "group", "ppo")
 

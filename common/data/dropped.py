@@ -7,6 +7,8 @@ from common.data.types import BadRow, Row
 from common.errors import UserError, say
 
 T = TypeVar("T")
+MOST = 20  # reasons that are told apart: some name a value of the row, and no value needs to come twice
+OTHERS = "other reasons"
 
 
 class Dropped:
@@ -18,16 +20,21 @@ class Dropped:
 
     def add(self, reason: str, where: str, count: int = 1) -> None:
         """Count rows; where: the origin of one of them."""
-        found = self.reasons.setdefault(reason, {"count": 0, "first": []})
+        found = self._of(reason)
         found["count"] += count
         found["first"] = [*found["first"], where][:5]
 
     def merge(self, other: "Dropped") -> None:
         """Add what another one counted in later rows."""
         for reason, found in other.reasons.items():
-            mine = self.reasons.setdefault(reason, {"count": 0, "first": []})
+            mine = self._of(reason)
             mine["count"] += found["count"]
             mine["first"] = [*mine["first"], *found["first"]][:5]
+
+    def _of(self, reason: str) -> dict[str, Any]:
+        if reason not in self.reasons and len(self.reasons) >= MOST:
+            reason = OTHERS
+        return self.reasons.setdefault(reason, {"count": 0, "first": []})
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """{reason: {"count", "first": origins}}, the most frequent reason first."""

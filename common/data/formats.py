@@ -132,7 +132,7 @@ def _names(columns: Columns) -> str:
 
 def _refuse_labels(columns: Columns) -> None:
     """KTO's rows look like prompt and completion, but some of the completions are bad ones."""
-    if columns.get("kto_tag") is not None or isinstance(columns.get("label"), bool):
+    if columns.get("kto_tag") is not None or str(columns.get("label")).lower() in ("true", "false"):  # text in a table
         raise UserError(
             "rows with a label, good or bad, instead of a pair are for KTO: DPO needs chosen and rejected; "
             "for SFT keep the good rows, without the column"

@@ -1,23 +1,27 @@
-"""Chats with a label, good or bad (KTO): what formats.py reads as a chat with a prompt, and one column more."""
+"""Chats with a label, good or bad (KTO): what formats.py reads as a chat with a prompt, and one column more; and answers
+after the prompts of others."""
 
 from typing import Any
 
 from common.data.formats import Columns, as_chat, chat_format
-from common.data.types import BadRow, Row
+from common.data.types import BadRow, Example, Row, Sequence
 from common.errors import UserError
 
+import numpy as np
+
 LABELS = ("label", "kto_tag")  # true for a good answer; the second name is LLaMA-Factory's
+TEXTS = {"true": True, "false": False, "1": True, "0": False}  # as tables have them, which know nothing but text
 
 
 def labelled_format(columns: Columns, wanted: str | None = None) -> str:
     """The name of the chat's format. Raises UserError where none fits, or not `wanted`, and where there is no label."""
+    found = ", ".join(columns) or "none"
+    if columns.get("chosen") is not None and columns.get("rejected") is not None and columns.get("completion") is None:
+        raise UserError(
+            f"pairs are for DPO; here a row is one answer with a label: make two rows of each pair, with the columns "
+            f"prompt, completion and label (true for the chosen, false for the rejected one); found columns {found}"
+        )
     if all(columns.get(name) is None for name in LABELS):
-        found = ", ".join(columns) or "none"
-        if columns.get("chosen") is not None and columns.get("rejected") is not None:
-            raise UserError(
-                f"pairs are for DPO; here a row is one answer with a label: make two rows of each pair, with the columns "
-                f"prompt, completion and label (true for the chosen, false for the rejected one); found columns {found}"
-            )
         raise UserError(
             f"no column label (true: a good answer, false: a bad one); found {found} (map it: --columns label=...)"
         )
@@ -32,12 +36,23 @@ def as_labelled(columns: Columns, format: str | None = None) -> dict[str, Any]:
     Raises UserError where the format does not fit, BadRow for an unusable row.
     """
     label = next((columns[name] for name in LABELS if columns.get(name) is not None), None)
+    label = TEXTS.get(label.strip().lower(), label) if isinstance(label, str) else label
     if label not in (True, False):  # which 1 and 0 are as well
         raise BadRow(f"label is {str(label)[:20]!r}; expected true or false")
     chat = as_chat(_chat(columns), format)
     if "messages" in chat:  # of a chat without a border, the last turn is the answer
         chat.setdefault("prompt_turns", len(chat["messages"]) - 1)
     return chat | {"label": bool(label)}
+
+
+def mismatched(rows: list[Sequence], max_length: int) -> list[Example]:
+    """Each prompt with the answer of the next row, of at most max_length tokens, as examples of one sequence."""
+    n = [int(row["loss_mask"].argmax()) for row in rows]  # tokens of the prompts
+
+    def join(i: int, field: str) -> np.ndarray:
+        return np.concatenate([rows[i - 1][field][: n[i - 1]], rows[i][field][n[i] :]])[:max_length]
+
+    return [[{field: join(i, field) for field in ("input_ids", "loss_mask")}] for i in range(len(rows))]
 
 
 def _chat(columns: Columns) -> Columns:

@@ -1,16 +1,24 @@
 """Texts that get a number: what a classifier reads of a text, and numbers in the columns of a row."""
 
+import re
+
 from common.data.formats import Columns
 from common.data.types import BadRow, Sequence, Tokenizer
 
 import numpy as np
 
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LARGEST = 1e15  # in size: its square is a number in float32
 
 
 def number_of(columns: Columns, name: str, default: float | None = None) -> float:
-    """The number in a column. default: where it is not there, or null. Raises BadRow for anything else."""
-    value = columns[name] if columns.get(name) is not None else default
+    """The number in a column, which may be written as text (tables have nothing else). default: where it is not there, null
+    or an empty text. Raises BadRow for anything else."""
+    value = columns[name] if columns.get(name) not in (None, "") else default
+    if value is None:
+        raise BadRow(f"no number in the column {name}")
+    if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
+        value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         raise BadRow(f"{name} is {str(value)[:20]!r}; expected a number (of at most {LARGEST:g} in size)")
     return float(value)

@@ -359,13 +359,13 @@ def flops_per_token(model: FlatModel, T: int) -> float:
     tied = embedding is lm_head.weight_of(base_lm(model.lm).get_output_embeddings())
     N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel()) - idle_parameters(base_lm(model.lm))
     heads, head_dim, hidden, layers = (
-        _of_all_layers(config, name) for name in ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")
+        size_of_all_layers(config, name) for name in ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")
     )
     width = heads * (head_dim or hidden // max(heads, 1))  # a state-space model has no heads
     return 6.0 * N + 6.0 * layers * width * T
 
 
-def _of_all_layers(config: "PreTrainedConfig", name: str) -> int:
+def size_of_all_layers(config: "PreTrainedConfig", name: str) -> int:
     """A size of a configuration, or 0: where it has none, or differs from layer to layer (Gemma 4)."""
     try:
         value = getattr(config, name, 0)

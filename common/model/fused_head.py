@@ -18,6 +18,9 @@ HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 HEAD_CHUNK_ROWS = {"cpu": 256, "cuda": 256}
 # Elementwise operations take so many at a time, and that much memory besides. They fit a CPU's cache.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+# Rows of the 16-bit logits begin at multiples of so many: CUDA's fast matrix products want them to begin at 16 bytes, which
+# they do not where the vocabulary is odd (GPT-2's 50,257). The float32 ones, which elementwise operations read, stay dense.
+ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
 
 
 class LogitTransform(NamedTuple):
@@ -57,8 +60,11 @@ class _Chunks:
     def logits(self, hidden: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """For each chunk: which rows, their hidden states (n, D), and their logits (n, V), which the next overwrites."""
         rows = max(1, min(rows, len(hidden)))
-        exact = hidden.new_empty(rows, self.weight.shape[0], dtype=self.exact)
-        self.product = exact if self.dtype == self.exact else torch.empty_like(exact, dtype=self.dtype)
+        V, multiple = self.weight.shape[0], of_device(ROW_MULTIPLE, hidden.device)
+        exact = hidden.new_empty(rows, V, dtype=self.exact)
+        self.product = exact
+        if self.dtype != self.exact:
+            self.product = hidden.new_empty(rows, -(-V // multiple) * multiple, dtype=self.dtype)[:, :V]
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             h = hidden[chunk].to(self.dtype)
@@ -90,7 +96,8 @@ class _Chunks:
             if self.dtype == self.exact:
                 d_weight.addmm_(gradient.t(), scaled)
             else:
-                size = max(1, of_device(BLOCK_ELEMENTS, h.device) // h.shape[1])
+                multiple = of_device(ROW_MULTIPLE, h.device)
+                size = max(1, of_device(BLOCK_ELEMENTS, h.device) // h.shape[1] // multiple) * multiple
                 for part, columns in zip(d_weight.split(size), gradient.split(size, dim=1), strict=True):
                     part.add_(torch.mm(columns.t(), scaled))  # chunks are summed in float32
         if d_bias is not None:

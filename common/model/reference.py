@@ -47,6 +47,16 @@ class Reference:
             with at_start(self.model.lm):
                 return self.model(batch, **options)
 
+    def sums(self, batch: Batch) -> Tensor:
+        """The log-probability of each sequence, summed over its trained tokens: (S,), no gradient."""
+        return segment_sum(self(batch).logps, batch["cu_seqlens"]) if self.model is not None else batch["ref_logps"]
+
+    def precompute(self, args: CommonArgs, *data: Shuffled | Examples) -> None:
+        """Score all sequences of these data once, keep that on disk, and drop the model: only `sums` is left."""
+        for examples in data:
+            precompute_ref_logps(args, self.accelerator, self, examples)
+        self.model = None
+
     @torch.no_grad()
     def logits(self, batch: Batch, temperature: float = 1.0) -> Callable[[Tensor], Tensor]:
         """f(rows (n,)) -> (n, V) float32: what a frozen model says of targets of the batch, divided by the temperature.
@@ -130,7 +140,7 @@ def _score(args: CommonArgs, accelerator: Accelerator, reference: Reference, exa
     for start in range(0, len(mine), args.per_device_eval_batch_size):
         members = mine[start : start + args.per_device_eval_batch_size]
         batch = flat_batch([examples[i] for i in members], accelerator.device)
-        sums = segment_sum(reference(batch).logps, batch["cu_seqlens"])
+        sums = reference.sums(batch)
         found += zip(members, sums.view(len(members), -1).tolist(), strict=True)
     return np.array([values for _, values in sorted(gather_lists(accelerator, found))], np.float32).flatten()
 

@@ -101,7 +101,8 @@ def _merged(lm: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(plain, name):
             delattr(plain, name)
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model has no name here
         twin = import_peft("--use_peft").get_peft_model(type(inner)(plain), config, adapter_name=TRAINED)
     twin.load_state_dict({name: w.detach().cpu() for name, w in weights.items()}, strict=False, assign=True)
     try:

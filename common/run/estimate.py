@@ -22,9 +22,11 @@ from common.model.flat_model import FlatModel, base_lm
 from common.model.lm_head import head_bytes, weight_of
 from common.model.optimizer import moments_bytes
 from common.model.quantised import scales
+from common.run.gpu_memory import gathered_layers, processes_of_a_copy, varlen_workspace, whole_gradients
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,6 +57,7 @@ def estimate(
     accumulation: int = 1,
     reference: bool = False,
     shards: int = 1,
+    fsdp: bool = False,
     ddp: bool = False,
     optim: str = "adamw",
 ) -> dict[str, float]:
@@ -66,14 +69,18 @@ def estimate(
     tokens, targets: of a micro-batch, and how many of them are trained; lengths: its sequences (None: one sequence).
     device: where training takes place (None: where the model is); mixed_precision: as Accelerate names it;
     accumulation: micro-batches per step, of which all but the first find gradients there already; reference: a second,
-    frozen model stays beside this one; shards: processes that share weights, gradients and optimizer state (FSDP);
-    ddp: the buckets of DistributedDataParallel, a second copy of the gradients; optim: as in --optim.
+    frozen model stays beside this one; shards: processes that share weights, gradients and optimizer state (FSDP2, ZeRO);
+    fsdp: FSDP2, which shares gradients at the end of a step only, and keeps them whole until then; ddp: the buckets of
+    DistributedDataParallel, a second copy of the gradients; optim: as in --optim.
     """
     device = device or next(model.parameters()).device
     lengths = lengths or [tokens]
     trained = [p for p in model.parameters() if p.requires_grad]
     tensors = [*model.parameters(), *model.buffers(), *scales(model.parameters())]
+    autocast = _autocast_dtype(mixed_precision)
     weights, gradients = nbytes(tensors) / shards, nbytes(trained) / shards
+    if fsdp and accumulation > 1:
+        gradients = whole_gradients(trained, autocast)
     output = weight_of(base_lm(model.lm).get_output_embeddings())
     tied = output is weight_of(base_lm(model.lm).get_input_embeddings())
 
@@ -98,7 +105,7 @@ def estimate(
     activations = max(forward, *backward)
 
     grad_head = nbytes([output]) if output.requires_grad else 0
-    head = head_bytes(base_lm(model.lm), targets, device, _autocast_dtype(mixed_precision))
+    head = head_bytes(base_lm(model.lm), targets, device, autocast)
 
     # All at once: on the way back gradients come as activations go; a later micro-batch finds all of them there. Where
     # input and output embedding are one, the gradients of both and their sum exist at the end.
@@ -120,10 +127,10 @@ def estimate(
     }
     if reference:
         parts["reference model"] = weights
-    if shards > 1:  # what lies outside the blocks stays gathered; one block is at work, the next on its way, and of one
-        # the whole gradients wait to be shared out
-        blocks = [nbytes(block.parameters()) for block in _blocks(model)]
-        parts["gathered layers"] = nbytes(model.parameters()) - sum(blocks) + 3 * max(blocks, default=0)
+    if shards > 1:
+        parts["gathered layers"] = gathered_layers(model, _blocks(model), autocast)
+    if device.type == "cuda" and (workspace := varlen_workspace(model, lengths, autocast)):
+        parts["attention workspace"] = workspace
     if device.type == "cpu":
         if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
             made = of_the_run(*(run.forward.made for run in runs))
@@ -163,7 +170,8 @@ def needs(
         "mixed_precision": accelerator.mixed_precision,
         "accumulation": pieces * accelerator.gradient_accumulation_steps,
         "reference": reference,
-        "shards": accelerator.num_processes if sharded else 1,
+        "shards": processes_of_a_copy(accelerator),
+        "fsdp": accelerator.distributed_type == DistributedType.FSDP,
         "ddp": accelerator.num_processes > 1 and not sharded,
         "optim": optim,
     }
@@ -231,7 +239,7 @@ def savings(
         found.append(("QLoRA (--load_in_4bit)", (nbytes(wide) - sum(w.numel() for w in wide) * (4 + 8 / 64) / 8) / GIB))
     if (options.get("device") or next(model.parameters()).device).type != "cpu":
         shards = 2 * options.get("shards", 1)
-        found.append((f"FSDP over {shards} processes", saved(tokens, targets, lengths, shards=shards)))
+        found.append((f"FSDP over {shards} processes", saved(tokens, targets, lengths, shards=shards, fsdp=True)))
     if "heap loss" in parts:
         found.append(("MALLOC_MMAP_THRESHOLD_=1048576 in the environment (slower)", parts["heap loss"]))
     return sorted(((name, size) for name, size in found if size > 0), key=lambda saving: -saving[1])

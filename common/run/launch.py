@@ -62,6 +62,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
     if (precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in PRECISIONS:  # Accelerate lets it pass
         raise UserError(f"ACCELERATE_MIXED_PRECISION={precision}: one of {', '.join(PRECISIONS)}")
+    refuse_too_many_processes()
     try:
         accelerator = Accelerator(
             # sync_with_dataloader=False: a window is whole, whatever the length of an epoch.
@@ -160,6 +161,17 @@ def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:
     unset_hf_deepspeed_config()
 
 
+def refuse_too_many_processes() -> None:
+    """Process i would get GPU i modulo their number, and NCCL would say, minutes later, that two share one."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes, cpu = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("ACCELERATE_USE_CPU", "false")
+    if 0 < gpus < processes and cpu.lower() not in ("true", "1", "yes"):
+        raise UserError(
+            f"launched as {processes} processes on a machine that has {gpus} GPU{'s' * (gpus > 1)}: accelerate launch "
+            f"--num_processes {gpus} (of several machines, those of all), or num_processes in the accelerate config"
+        )
+
+
 def _refuse_false_launches(accelerator: Accelerator) -> None:
     """Launches that Accelerate accepts in silence and runs as something else."""
     env = os.environ
@@ -173,6 +185,13 @@ def _refuse_false_launches(accelerator: Accelerator) -> None:
             "accelerate launch was asked for several CPU processes and started one: "
             "use accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
         )
+    sizes = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size"):  # whose processes share micro-batches; here each has its own
+        if sizes is not None and getattr(sizes, name, 1) > 1:
+            raise UserError(
+                f"the accelerate config asks for {name} {getattr(sizes, name)}: of its parallelism_config, only "
+                "dp_replicate_size and dp_shard_size are supported (accelerate_configs/hsdp.yaml)"
+            )
     for variable, kind in (("FSDP", DistributedType.FSDP), ("DEEPSPEED", DistributedType.DEEPSPEED)):
         if env.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true" and accelerator.distributed_type != kind:
             raise UserError(f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}")

@@ -17,7 +17,7 @@ from typing import Any
 from common.args import CommonArgs
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
-from common.errors import LAST_WORDS, UserError, is_first, printable, say
+from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printable, say
 from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
@@ -98,7 +98,7 @@ class Run:
         self.tokenizer, self.windows = tokenizer, windows
         state = resume(accelerator, self.checkpoint, self.optimizer)
         self.base_dtype = state.get("base_dtype", base_dtype(model))
-        self.first_step = state["step"]
+        self.first_step = self.saved_step = state["step"]
         # What was evaluated and saved up to here is not done again.
         self.resumed_at = self.first_step if self.checkpoint else -1
         self.metrics = Metrics(accelerator, args, flops)
@@ -146,7 +146,7 @@ class Run:
             mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines where the output is a file
             dynamic_ncols=True,
         )
-        LAST_WORDS.append(self._note_death)
+        LAST_WORDS.extend([self._note_death, self._save_before_the_end])  # the last one is called first
         for step in self.bar:
             self.step = step
             self.alerts.watch(step)
@@ -156,6 +156,11 @@ class Run:
     def _note_death(self, error: BaseException) -> None:
         self.metrics.event("stopped", self.step, f"died: {error if isinstance(error, UserError) else repr(error)}")
         self.metrics.write_report()
+
+    def _save_before_the_end(self, error: BaseException) -> None:
+        """All processes are here, between two rollouts."""
+        if isinstance(error, OutsideError) and self.step > self.saved_step:
+            self.save(self.step)
 
     def _run_suite(self, step: int) -> None:
         """Where --regression_suite is due, answer it, and note whether it is the best time."""
@@ -205,7 +210,7 @@ class Run:
             card = partial(make_card, self.args.output_dir, self.args, self.script, self.public, step=step)
             self.push.save(Path(self.args.output_dir, f"checkpoint-{step}"), card)
         self.signals.saved()
-        self.save_wanted = False
+        self.save_wanted, self.saved_step = False, step
 
     def ends(self, step: int) -> bool:
         """After the last step, or without a better evaluation for long; a run that was told to stop leaves here, with exit

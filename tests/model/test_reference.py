@@ -100,6 +100,16 @@ def test_they_are_found_again_by_content(pairs, accelerator, tmp_path, monkeypat
         array[3] ^= 1
 
 
+def test_a_reference_that_has_scored_everything_drops_its_model(pairs, accelerator, tmp_path):
+    model, _ = tiny_pair("llama")
+    reference = Reference(accelerator, model.eval())
+    batch = flat_batch([pairs[i] for i in range(5)], accelerator.device)
+    sums = reference.sums(batch)
+    reference.precompute(CommonArgs(dataset_cache_dir=str(tmp_path)), SimpleNamespace(data=pairs))
+    assert reference.model is None
+    torch.testing.assert_close(reference.sums(flat_batch([pairs[i] for i in range(5)], accelerator.device)), sums)
+
+
 def test_the_training_data_made_of_the_pairs_may_be_given(pairs, accelerator, tmp_path):
     precompute_ref_logps(
         CommonArgs(dataset_cache_dir=str(tmp_path)),

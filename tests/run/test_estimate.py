@@ -3,14 +3,17 @@
 import copy
 import json
 import sys
+from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.types import whole
+from common.model.flat_model import FlatModel
 from common.model.load import enable_gradient_checkpointing
 from common.model.lora import add_lora
 from common.model.wrap import wrap
 from common.run.estimate import _Live, estimate, nbytes, savings, show_memory, show_size
+from common.run.gpu_memory import processes_of_a_copy, varlen_workspace
 from tests.conftest import run_script
 from tests.tiny import SIZE, tiny_pair
 
@@ -18,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate.utils import DistributedType, ParallelismConfig
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -146,8 +150,61 @@ def test_processes_share_or_copy():
     assert ddp["gradients"] == 2 * alone["gradients"]
     assert all(shared[name] == alone[name] / 4 for name in ("weights", "gradients", "optimizer"))
     blocks = sum(4 * p.numel() for name, p in model.named_parameters() if ".layers." in name)
-    assert shared["gathered layers"] == pytest.approx(alone["weights"] - blocks / GIB + 3 * blocks / 2 / GIB, rel=0.01)
+    assert shared["gathered layers"] == pytest.approx(alone["weights"] - blocks / GIB + 4 * blocks / 2 / GIB, rel=0.01)
+    half = parts_of(model, [64], shards=4, mixed_precision="bf16")[
+        "gathered layers"
+    ]  # 2 bytes a weight; of a block 2 + 2 and
+    assert half == pytest.approx(
+        (alone["weights"] - blocks / GIB) / 2 + 10 / 4 * blocks / 2 / GIB, rel=0.01
+    )  # gradients 2 + 4
     assert parts_of(model, [64], reference=True)["reference model"] == alone["weights"]
+
+
+@pytest.mark.parametrize(("mixed_precision", "bytes_of_each"), [("no", 4), ("bf16", 4)])
+def test_fsdp_keeps_whole_gradients_between_micro_batches(mixed_precision, bytes_of_each):
+    """tests/run/test_fsdp.py sees them on two processes."""
+    model, options = tiny(), {"shards": 4, "mixed_precision": mixed_precision}
+    numbers = sum(p.numel() for p in model.parameters())
+    whole = parts_of(model, [64], accumulation=2, fsdp=True, **options)
+    assert whole["gradients"] == bytes_of_each * numbers / GIB
+    for other in ({"accumulation": 1, "fsdp": True}, {"accumulation": 2}):  # ZeRO shares them after each micro-batch
+        parts = parts_of(model, [64], **options | other)
+        assert parts["gradients"] == numbers / GIB
+        assert parts["total"] < whole["total"]
+
+
+def test_the_workspace_of_varlen_attention_is_what_its_sources_allocate():
+    """Worked by hand for Llama-3.1-8B's attention: 4,096 tokens in 4 sequences, 32 heads of 128, 8 of keys."""
+    config = transformers.LlamaConfig(**SIZE | {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8})
+    config.head_dim = 128
+    with torch.device("meta"):
+        model = FlatModel(transformers.LlamaForCausalLM(config))
+    rows = 4096 + 128 * 4
+    by_hand = rows * 32 * 128 * 4 + rows * 32 * 4 + 2 * 4096 * 32 * 128 * 2
+    assert varlen_workspace(model, [1024] * 4, torch.bfloat16) == by_hand == 143196160
+    model.config.num_key_value_heads = 32  # nothing is expanded
+    assert varlen_workspace(model, [1024] * 4, torch.bfloat16) == by_hand - 2 * 4096 * 32 * 128 * 2
+    model.config.head_dim = 160  # rounded up to 192
+    assert varlen_workspace(model, [1024] * 4, torch.bfloat16) == rows * 32 * (192 + 1) * 4
+    assert varlen_workspace(model, [1024] * 4, None) == 0  # float32 has no such kernel
+    model.config.head_dim = 100
+    assert varlen_workspace(model, [1024] * 4, torch.bfloat16) == 0
+
+
+def test_a_gpu_is_told_of_the_workspace_and_a_cpu_is_not():
+    for device, kind in (("cuda", "bf16"), ("cuda", "no"), ("cpu", "bf16")):
+        parts = parts_of(tiny(), [64], device=torch.device(device), mixed_precision=kind)
+        assert ("attention workspace" in parts) == ((device, kind) == ("cuda", "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "expected"),
+    [("FSDP", None, 16), ("DEEPSPEED", None, 16), ("FSDP", (2, 8), 8), ("MULTI_GPU", None, 1), ("NO", None, 1)],
+)
+def test_the_processes_of_a_copy(kind, sizes, expected):
+    sizes = sizes and ParallelismConfig(dp_replicate_size=sizes[0], dp_shard_size=sizes[1])
+    run = SimpleNamespace(distributed_type=DistributedType[kind], num_processes=16, parallelism_config=sizes)
+    assert processes_of_a_copy(run) == expected
 
 
 def test_a_gpu_is_estimated_without_one():

@@ -30,8 +30,11 @@ from common.command_line import launch
 import common.model.fused_head, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-config = yaml.safe_load(open("accelerate_configs/fsdp2.yaml"))
-os.environ |= {name.upper(): str(value) for name, value in config["fsdp_config"].items()}
+config = yaml.safe_load(open(f"accelerate_configs/{os.environ['CONFIG']}.yaml"))
+sizes = config.get("parallelism_config", {}) and {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+assert sizes.keys() == config.get("parallelism_config", {}).keys()
+os.environ |= {name.upper(): str(value) for name, value in (config["fsdp_config"] | sizes).items()}
+os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sizes)).lower()
 os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": sys.argv[2]}
 os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(sys.argv[1] == "dpo")  # either way; with it Accelerate unties weights
 PartialState(cpu=True)
@@ -68,15 +71,19 @@ def words(tmp_path):
 
 @pytest.fixture
 def sharded(tmp_path, token_cache):
-    """sharded(stage, *arguments): train_<stage>.py under FSDP2, two conversations and two micro-batches on each process."""
+    """sharded(stage, *arguments): train_<stage>.py under FSDP2, two micro-batches on each process, of two conversations; or
+    under HSDP, two copies on two processes each, of one."""
 
-    def launch(stage, *argv, output="sharded", mixed_precision="no", first=""):
+    def launch(stage, *argv, output="sharded", mixed_precision="no", first="", config="fsdp2"):
         launcher = tmp_path / "launcher.py"
         launcher.write_text(LAUNCHER)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+        processes = 4 if config == "hsdp" else 2
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+        command += ["--master_port", str(free_port())]
         command += [str(launcher), stage, mixed_precision, *argv, "--output_dir", str(tmp_path / output)]
-        command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
-        run = run_script([*command, "--dataset_cache_dir", str(token_cache)], timeout=100, FIRST=first)
+        command += ["--per_device_train_batch_size", str(4 // processes), "--gradient_accumulation_steps", "2"]
+        command += ["--dataset_cache_dir", str(token_cache)]
+        run = run_script(command, timeout=100 * processes // 2, FIRST=first, CONFIG=config)
         assert run.returncode == 0, run.stderr[-6000:]
         return tmp_path / output
 
@@ -120,6 +127,90 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, la
     if stage in ("grpo", "ppo", "distill", "tools"):
         tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
+
+
+GRADIENTS = """
+import torch
+from common.run.nonfinite import NonFinite
+check, seen = NonFinite.check, []
+def keep(self, loss, grad_norm, step, window):
+    model = KEPT_MODEL[0]
+    whole = {n: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, p in model.named_parameters() if (g := p.grad) is not None}
+    shapes = {n: list(p.grad.to_local().shape) for n, p in model.named_parameters() if hasattr(p.grad, "to_local")}
+    if int(os.environ.get("RANK", "0")) == 0 and not seen:
+        seen.append(torch.save((whole, shapes), os.environ["SEEN"]))
+    return check(self, loss, grad_norm, step, window)
+NonFinite.check = keep
+KEPT_MODEL = []
+from common.run.run import Run
+prepare = Run.prepare
+def kept(self, model, *more):
+    found = prepare(self, model, *more)
+    KEPT_MODEL.append(self.accelerator.unwrap_model(model))
+    return found
+Run.prepare = kept
+"""
+
+
+def test_two_copies_on_two_processes_each_are_one_process(launch, sharded, words, tmp_path, monkeypatch):
+    """HSDP: gradients, losses, samples, checkpoints, and a run that goes on from one."""
+    one = launch("sft", *words("sft"), "--per_device_train_batch_size", "8", output="one")
+    monkeypatch.setenv("SEEN", str(tmp_path / "hsdp.pt"))
+    four = sharded("sft", *words("sft"), config="hsdp", first=GRADIENTS)
+    monkeypatch.setenv("SEEN", str(tmp_path / "fsdp.pt"))
+    two = sharded("sft", *words("sft"), output="two", first=GRADIENTS)
+    (a, halves), (b, as_well) = (torch.load(tmp_path / f"{name}.pt") for name in ("hsdp", "fsdp"))
+    assert halves == as_well and a.keys() == b.keys() and len(a) > 10  # half of a weight on each process of a copy
+    for name in a:
+        assert (a[name] - b[name]).abs().max() <= 1e-5 * b[name].abs().max() + 1e-9, name
+    for run in (two, four):
+        assert_same(losses(one), losses(run))
+        for x, y in zip(evaluations(one), evaluations(run), strict=True):
+            assert x == pytest.approx(y, rel=1e-3, abs=1e-5)
+        assert lines(one / "samples.jsonl") == lines(run / "samples.jsonl")
+        for folder in ("", "checkpoint-2"):
+            assert_same_model(one / folder, run / folder)
+    shutil.copytree(four, tmp_path / "again")
+    for name in ("summary.json", "model.safetensors"):
+        (tmp_path / "again" / name).unlink()
+    again = sharded("sft", *words("sft"), output="again", config="hsdp")
+    ours, theirs = weights(four)[0], weights(again)[0]
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_rollouts_on_two_copies_are_those_of_one_process(launch, sharded, words):
+    one = launch("grpo", *words("grpo"), "--per_device_train_batch_size", "8", output="one")
+    four = sharded("grpo", *words("grpo"), config="hsdp")
+    assert_same(losses(one), losses(four))
+    tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, four)]
+    assert tokens[0] == tokens[1]
+    assert_same_model(one, four)
+
+
+WHOLE = """
+import json
+from accelerate import Accelerator
+from torch.distributed.fsdp import FSDPModule
+original = Accelerator.backward
+held = []
+def watch(self, loss, **options):
+    original(self, loss, **options)
+    params = [p for part in self._models[0].modules() if isinstance(part, FSDPModule)
+              for group in [part._get_fsdp_state()._fsdp_param_group] if group for p in group.fsdp_params]
+    grads = [g for p in params for g in (p.unsharded_accumulated_grad, getattr(getattr(p, "_unsharded_param", None), "grad", None)) if g is not None]
+    held.append(sum(g.numel() * g.element_size() for g in grads))
+    open(os.environ["SEEN"], "w").write(json.dumps([held, sum(p.numel() for p in self._models[0].parameters())]))
+Accelerator.backward = watch
+"""
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_whole_gradients_are_held_until_the_last_micro_batch(mixed_precision, sharded, words, tmp_path, monkeypatch):
+    """4 bytes for each parameter on each process: what `estimate` counts (tests/run/test_estimate.py)."""
+    monkeypatch.setenv("SEEN", str(tmp_path / "held"))
+    sharded("sft", *words("sft"), mixed_precision=mixed_precision, first=WHOLE)
+    held, numbers = json.loads((tmp_path / "held").read_text())
+    assert held[0] == 4 * numbers and held[1] == 0 and held[:2] * 3 == held  # two micro-batches in each window
 
 
 def test_an_evaluation_that_samples_nothing_leaves_weights_that_can_be_saved(launch, sharded):

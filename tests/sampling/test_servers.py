@@ -23,6 +23,10 @@ KEYS = [(3, 0, i) for i in range(len(PROMPTS))]
 STOPS = [1]
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def accelerator():
     return Accelerator(cpu=True)
@@ -97,7 +101,7 @@ def one_line(error):
 # --- what is right --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drawing", [{}, {"temperature": 0.7}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("drawing", [{}, slow({"temperature": 0.7}), {"temperature": 0.0}], ids=str)
 def test_what_is_sampled_is_what_the_own_sampler_samples(drawing, connect, fake, model):
     server = fake(keys={request_seed(key): key for key in KEYS})
     found = connect(server, **drawing)
@@ -158,12 +162,12 @@ def test_a_prompt_goes_to_one_server_and_so_do_the_turns_of_a_completion(connect
     [
         ("processed_logprobs", {"temperature": 0.7}, True),
         ("processed_logprobs", {"top_k": 5}, False),
-        ("processed_logprobs", {"top_p": 0.9, "temperature": 0.7}, False),
-        ("processed_logprobs", {"top_k": 5, "temperature": 0.0}, True),
-        ("raw_logprobs", {}, True),
+        slow("processed_logprobs", {"top_p": 0.9, "temperature": 0.7}, False),
+        slow("processed_logprobs", {"top_k": 5, "temperature": 0.0}, True),
+        slow("raw_logprobs", {}, True),
         ("raw_logprobs", {"top_k": 5, "top_p": 0.9}, True),
         ("raw_logprobs", {"temperature": 0.7}, False),
-        ("raw_logprobs", {"temperature": 0.0}, True),
+        slow("raw_logprobs", {"temperature": 0.0}, True),
     ],
 )
 def test_log_probabilities_are_those_of_the_whole_distribution_or_none(mode, drawing, known, connect, fake, model):
@@ -183,7 +187,7 @@ def test_the_command_starts_what_fits():
     wanted = Wanted("outputs/my model", 61, 640, Drawing(0.7), False, "cuda")
     command = start_command("http://node7:8001", wanted)
     assert command == (
-        "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model 'outputs/my model' --host 0.0.0.0 "
+        "VLLM_SERVER_DEV_MODE=1 vllm serve 'outputs/my model' --host 0.0.0.0 "
         "--port 8001 --max-model-len 640 --generation-config vllm --logprobs-mode processed_logprobs"
     )
     on_cpu = start_command("http://127.0.0.1:8001", wanted._replace(device="cpu", drawing=Drawing(1.0, 5)))
@@ -255,7 +259,9 @@ def test_a_server_that_a_killed_run_left_paused_goes_on(connect, fake, capsys):
 # --- weights --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("play", ["dies in a reload", "refuses a reload", "half a reload", "old weights", "old cache"])
+@pytest.mark.parametrize(
+    "play", ["old cache", *map(slow, ("dies in a reload", "refuses a reload", "half a reload", "old weights"))]
+)
 def test_a_server_without_the_weights_is_dropped_for_good(play, connect, fake, model, capsys):
     good, bad = fake(), fake(play=play)
     found = connect(bad, good)
@@ -341,7 +347,7 @@ def test_servers_in_bfloat16_get_weights_in_bfloat16(connect, fake, model, monke
 # --- faults in a rollout --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("play", ["dies in a rollout", "hangs", "500", "aborts", "garbage", "restarts"])
+@pytest.mark.parametrize("play", ["restarts", *map(slow, ("dies in a rollout", "hangs", "500", "aborts", "garbage"))])
 def test_others_take_over_and_draw_the_same(play, connect, fake, model, capsys):
     alone = connect(fake())
     alone.sync(0)
@@ -355,6 +361,7 @@ def test_others_take_over_and_draw_the_same(play, connect, fake, model, capsys):
     assert len(told) == 1 and "the other servers take over, with the same seeds" in told[0]
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_relieved_by_the_other(connect, fake, monkeypatch):
     slow, quick = fake(play="slow"), fake()
     found = connect(slow, quick)
@@ -384,6 +391,7 @@ def test_a_server_that_is_back_is_checked_and_taken_back(connect, fake, model, c
     agree(model, found.begin(PROMPTS, KEYS).result())
 
 
+@pytest.mark.slow
 def test_one_that_fails_in_every_rollout_is_dropped(connect, fake):
     good, bad = fake(), fake(play="500")
     found = connect(good, bad)

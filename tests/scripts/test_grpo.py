@@ -4,6 +4,7 @@ What was sampled comes from a reward function, which is given the token ids; the
 """
 
 import contextlib
+import importlib
 import json
 import math
 import statistics
@@ -17,6 +18,7 @@ from common.sampling import Sampled, sample
 from common.sampling.rollout import rollout_metrics
 from common.sampling.sampler import OwnSampler
 from common.sampling.schedule import RolloutSchedule
+from tests.conftest import module_of
 from tests.scripts.one_step import (
     ADAMW,
     BASE,
@@ -766,6 +768,33 @@ def test_the_evaluation_completes_held_out_prompts_and_weighs_their_rewards(laun
     assert len(run.evals) == 2
     for row in run.evals:
         assert_metrics(row, {"eval_count": count, "eval_rest": rest, "eval_reward": count - 0.25 * rest})
+
+
+@pytest.mark.parametrize("stage", ["grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distill"))])
+def test_prompts_of_a_file_are_made_as_those_of_training(stage, launch, model, tmp_path, monkeypatch):
+    """Of --eval_prompts, with the system prompt, and within the length."""
+    script, seen = importlib.import_module(module_of(stage)), []
+    monkeypatch.setattr(script, "complete_prompts", lambda *args: seen.extend(args[-1].rows) or ({}, []))
+    rows = [{"prompt": "Hi"}, {"prompt": turns("Sing.", "Hi")}, {"prompt": "word " * 99}]
+    words = ["--dataset_name", write_rows(tmp_path / "train.jsonl", text_rows()), "--max_prompt_length", 60]
+    words += ["--eval_prompts", write_rows(tmp_path / "prompts.jsonl", rows), "--system_prompt", "Be short."]
+    words += ["--reward_funcs", "length:4"] if stage != "distill" else ["--teacher_model_name_or_path", model]
+    words += ["--num_generations", 2] if stage == "grpo" else []
+    watched(
+        launch,
+        stage,
+        model,
+        *words,
+        "--max_completion_length",
+        2,
+        "--max_steps",
+        1,
+        "--eval_steps",
+        5,
+        extra=4 * (stage == "ppo"),
+    )
+    assert [row["prompt"] for row in seen[:2]] == [turns("Be short.", "Hi"), turns("Sing.", "Hi")]
+    assert [row["prompt_ids"] for row in seen[:2]] == [prompt_ids(row["prompt"]) for row in seen[:2]] and len(seen) % 2 == 0
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------

@@ -107,6 +107,17 @@ def test_a_loss_is_that_of_its_paper(name, launch, data, model):
     assert name == "apo" or max(kls) > 0.01, "the KL term was never seen at work"
 
 
+@pytest.mark.parametrize("way", ["packed", pytest.param("streamed", marks=pytest.mark.slow)])
+def test_rows_may_be_packed_or_streamed(way, launch, data, model):
+    """All rows are one window: packed into one micro-batch, or in the stream's order."""
+    flags = {"packed": ["--packing", "--per_device_train_batch_size", 1], "streamed": ["--dataset_streaming"]}[way]
+    run = kto(launch, data, model, "--per_device_train_batch_size", 5, "--max_steps", 1, *flags)
+    start = exact(run.model)
+    loss, logged = window(start, start, parts_of(ROWS), beta=0.1)
+    assert_metrics(run.rows[0], logged, rel=2e-4, abs=3e-5)
+    assert_gradient(run.grads[0], gradient_of(start, loss))
+
+
 def test_an_evaluation_has_the_kl_of_the_held_out_rows(launch, data, model):
     flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 2, "--max_steps", 3, "--beta", "0.4"]
     run = kto(launch, data, model, "--per_device_train_batch_size", 5, "--per_device_eval_batch_size", 2, *flags)
@@ -130,6 +141,13 @@ def test_rows_of_another_kind_are_one_line(launch, data, model, tmp_path, capsys
     assert "two rows" in refused(launch, model, data / "rows.jsonl", "--per_device_train_batch_size", 1)
     one = write_rows(tmp_path / "one.jsonl", as_rows(ROWS[:1]))  # it would be its own mismatched pair
     assert "more rows" in refused(launch, model, one, "--eval_fraction", 0)
+    assert "more rows" in refused(launch, model, one, "--dataset_streaming", "--max_steps", 1)
+    two = [("Hi", "Yes", True), ("Hi", "No", False)]
+    size = max(len(before + answer) for before, answer, _ in parts_of(two))  # a row fills a micro-batch
+    two = write_rows(tmp_path / "two.jsonl", as_rows(two))
+    assert "two rows" in refused(launch, model, two, "--max_tokens_per_batch", size + 2)
+    both = write_rows(tmp_path / "both.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b", "label": True}])
+    assert "pairs are for DPO" in refused(launch, model, both)
     some = as_rows(ROWS) + [{**as_rows(ROWS)[0], "label": "good"}, {**as_rows(ROWS)[0], "completion": ""}]
     kto(launch, tmp_path, model, "--max_steps", 1, "--dataset_name", write_rows(tmp_path / "some.jsonl", some))
     said = capsys.readouterr().out

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -280,10 +281,9 @@ def test_two_launchers_are_two_machines(tmp_path):
 def test_the_slurm_job_hands_on_machines_ranks_and_addresses(tmp_path):
     """With stand-ins for SLURM's commands, which write down what they are called with."""
     for name, body in {
-        "scontrol": 'printf "node07\\nnode08\\n"',
+        "scontrol": f'[ $1 = show ] && printf "node07\\nnode08\\n" || echo "$@" >> {tmp_path}/again',
         "srun": 'shift; for rank in 0 1; do SLURM_NODEID=$rank "$@"; done',
-        "accelerate": f'echo "$@" >> {tmp_path}/calls; [ ! -e {tmp_path}/fails ]',
-        "sbatch": f'echo "$@" >> {tmp_path}/again',
+        "accelerate": f'echo "$@" >> {tmp_path}/calls; [ ! -e {tmp_path}/fails ] || {{ mkdir -p $(cat {tmp_path}/fails); false; }}',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -297,10 +297,25 @@ def test_the_slurm_job_hands_on_machines_ranks_and_addresses(tmp_path):
         "--num_machines 2 --num_processes 8 --machine_rank 0 --main_process_ip node07 --main_process_port 20005 train_sft.py"
     )
     assert wanted in calls[0] and calls[0].endswith("--system_prompt two words") and not (tmp_path / "again").exists()
-    (tmp_path / "fails").touch()
-    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
-    assert subprocess.run(command, cwd=ROOT, env=env).returncode != 0
-    assert "train_sft.py" in (tmp_path / "again").read_text()
+    env["OUTPUT_DIR"] = str(tmp_path / "out")
+    for step, again in ((3, 1), (12, 2), (12, 2)):  # the last time it has not got on: not for ever
+        (tmp_path / "fails").write_text(f"{tmp_path}/out/checkpoint-{step}")
+        assert subprocess.run(command, cwd=ROOT, env=env).returncode != 0
+        assert (tmp_path / "again").read_text().splitlines() == ["requeue 5"] * again
+    (tmp_path / "calls").unlink()
+    (tmp_path / "fails").unlink()
+    env["CONFIG"] = "accelerate_configs/hsdp.yaml"
+    assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
+    sizes = (
+        "--num_processes 8 --parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 4 --machine_rank 0"
+    )
+    assert sizes in (tmp_path / "calls").read_text().splitlines()[0]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_the_slurm_job_passes_shellcheck():
+    done = subprocess.run(["shellcheck", "accelerate_configs/slurm.sh"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 # --- the notebook -------------------------------------------------------------------------------------------------------

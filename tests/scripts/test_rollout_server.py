@@ -75,10 +75,10 @@ def texts(output):
     "stage", ["grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distill", "tools"))]
 )
 def test_a_run_with_a_server_is_the_run_that_samples_itself(stage, launch, fake):
-    if stage == "grpo":  # fast: two steps of one rollout
-        more = "--max_steps 2 --save_steps 0"
-    else:
-        more = ""
+    more = (
+        "--max_steps 2 --save_steps 0 --per_device_train_batch_size 8 --max_completion_length 8 --num_iterations 1 --beta 0"
+    )
+    more = more if stage == "grpo" else ""  # that one is in the fast suite
     own = launch(stage, *words(stage, more=more), output="own")
     server = fake()
     theirs = launch(stage, *words(stage, server.url, more=more), output="theirs")
@@ -112,7 +112,7 @@ def test_a_run_that_was_killed_pushes_its_weights_and_goes_on_bit_for_bit(more, 
     assert step < 20
     before = server.reloads
     resumed = launch("grpo", *words("grpo", server.url, more=more), output="killed")
-    assert server.reloads == before + 20 - step - (1 if "ahead" in more else 0) * 0
+    assert server.reloads == before + 20 - step
     assert read_metrics(resumed) == read_metrics(whole)
     assert_same_model(whole, resumed)
 
@@ -152,7 +152,8 @@ def test_two_processes_are_as_one(how, more, launch, fake, tmp_path, token_cache
 
 @pytest.mark.slow
 def test_with_no_server_left_a_run_of_two_processes_ends_in_one_line_and_goes_on(launch, fake, tmp_path, token_cache):
-    one = launch("grpo", *words("grpo", fake().url), output="one")
+    more = "--save_steps 0"
+    one = launch("grpo", *words("grpo", fake().url, more=more), output="one")
     server = fake()
     launcher = tmp_path / "launcher.py"
     launcher.write_text(
@@ -163,7 +164,8 @@ def test_with_no_server_left_a_run_of_two_processes_ends_in_one_line_and_goes_on
     )
 
     def start():
-        both = [*words("grpo", server.url, more="--per_device_train_batch_size 8"), "--output_dir", str(tmp_path / "two")]
+        both = [*words("grpo", server.url, more=more + " --per_device_train_batch_size 8")]
+        both += ["--output_dir", str(tmp_path / "two")]
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
         return run_script([*command, str(launcher), *both, "--dataset_cache_dir", str(token_cache)], timeout=200)
 
@@ -177,7 +179,8 @@ def test_with_no_server_left_a_run_of_two_processes_ends_in_one_line_and_goes_on
     server.answer = die_at_the_second_push
     run = start()
     told = [line for line in run.stderr.splitlines() if "error: " in line and "rollout_server" in line]
-    assert run.returncode == 1 and told and "none is left" in told[0] and "Traceback" not in run.stderr
+    assert run.returncode == 1 and told and "none is left" in told[0] and 'train_grpo.py", line' not in run.stderr
+    assert [path.name for path in checkpoints(tmp_path / "two")] == ["checkpoint-2"]  # where there is nothing to save else
     port = int(server.url.rsplit(":", 1)[1])
     server.die()
     time.sleep(0.3)

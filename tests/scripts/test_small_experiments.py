@@ -89,6 +89,7 @@ def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, tmp_
     """Each once, finished, in the order of the prompts; a run that goes on does not sample again."""
     model = make_model(tmp_path / "model", stops=5.0)
     rows = [{"prompt": [{"role": "user", "content": q}], "kind": q[0]} for q, _ in CHATS]
+    rows[1]["tools"] = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
     code = "def short(completion_ids, kind, **_):\n    return [None if k == 'W' else len(ids) / 9 for k, ids in zip(kind, completion_ids)]"
     (tmp_path / "rewards.py").write_text(code)
     words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
@@ -97,11 +98,14 @@ def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, tmp_
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         output = launch("rft", *words)
-        accepted = [(row["prompt"], row["completion"][0]["content"]) for row in read_rows(output / "accepted.jsonl")]
+        written = read_rows(output / "accepted.jsonl")
+        accepted = [(row["prompt"], row["completion"][0]["content"]) for row in written]
+        assert any("tools" in row for row in written)  # what the chat template has shown while they were sampled
+        assert all(row.get("tools") == (rows[1]["tools"] if row["prompt"] == rows[1]["prompt"] else None) for row in written)
         assert f"{len(accepted)} distinct answers to 2 of 3 prompts are accepted" in capsys.readouterr().out
         launch("rft", *words, "--max_steps", 3)
         assert "are accepted" not in capsys.readouterr().out
-        with pytest.raises(UserError, match="no answer has a reward of 9 or more"):
+        with pytest.raises(UserError, match="no answer has at most 20 tokens and a reward of 9 or more"):
             launch("rft", *words, "--reward_threshold", "9", output="none")
     # The same draws by the sampler: what it gives for these keys is tested in tests/sampling.
     lm = wrap(AutoModelForCausalLM.from_pretrained(model))

@@ -36,7 +36,7 @@ script = importlib.import_module("experiments.train_tools")
 END = 2  # <|im_end|>
 CHATS = ["What is 3+4?", "Hi", "Eva has 10 figs. She loses 4. How many figs now?", "Which number comes before 14?"]
 ENVIRONMENTS = '''
-import json, random
+import functools, json, random
 from pathlib import Path
 
 
@@ -86,9 +86,51 @@ class Broken(Counter):
 
 
 class Odd(Counter):
+    table = {"a": "b"}
+
     @property
     def price(self):
         raise ValueError("no price yet")
+
+    @staticmethod
+    def add(one: str) -> str:
+        """
+        Add to it.
+
+        Args:
+            one: a number
+        """
+        return one + "+"
+
+    @classmethod
+    def name(cls, of: str) -> str:
+        """
+        Name it.
+
+        Args:
+            of: what
+        """
+        return cls.__name__ + of
+
+    @functools.lru_cache
+    def twice(self, word: str) -> str:
+        """
+        Say it twice.
+
+        Args:
+            word: what
+        """
+        return word * 2
+
+    @staticmethod
+    def _helper():
+        pass
+
+
+class Bare(Counter):
+    @staticmethod
+    def helper(x):
+        return x
 
 
 class Idle:
@@ -272,7 +314,7 @@ class Slow:
 def test_what_goes_wrong_in_a_tool_is_told_to_the_model():
     slow = Slow()
     tools = describe_tools([slow.wait, slow.later, slow.leave, slow.repeat], tokenizer())
-    c = script.Completion({}, slow)
+    c = script.Completion({}, [], [], False, "", [], True, environment=slow)
     args = SimpleNamespace(tool_timeout=0.2, max_completion_length=2)
     for name, arguments, said in (
         ("wait", {"seconds": "0"}, "? done"),
@@ -290,6 +332,18 @@ def test_what_goes_wrong_in_a_tool_is_told_to_the_model():
         assert script.answer(args, tools, c, {"name": name, "arguments": arguments}) == said
     assert script.answer(args, tools, c, {"name": "wait", "arguments": {}, "error": "unreadable"}) == "error: unreadable"
     assert (c.calls, c.failures) == (12, 8)
+
+
+def test_static_methods_methods_of_the_class_and_decorated_ones_are_tools_and_properties_are_not_read(flags, tmp_path):
+    args = SimpleNamespace(tool_timeout=9, reward_timeout=9, reward_funcs=[])
+    args.environment_factory, args.max_completion_length = f"{tmp_path}/environments.py:Odd", 9
+    environment = script.load_environment(args, tokenizer())
+    assert environment.tools.arguments == {"add": ["one"], "count": ["word"], "name": ["of"], "twice": ["word"]}
+    c = SimpleNamespace(environment=environment.make(), calls=0, failures=0)
+    calls = (("add", {"one": "1"}, "1+"), ("name", {"of": "x"}, "Oddx"), ("twice", {"word": "ab"}, "abab"))
+    for name, arguments, said in calls:
+        assert script.answer(args, environment.tools, c, {"name": name, "arguments": arguments}) == said
+    assert (c.calls, c.failures) == (3, 0)
 
 
 def test_a_game_with_a_state_is_played_over_several_turns(launch, model, monkeypatch, tmp_path, completions):
@@ -371,8 +425,8 @@ def test_mistakes_are_one_line(launch, model, flags, tmp_path):
         (["--environment_factory", ""], "name the class, file.py:Class"),
         (["--environment_factory", "missing.py:A"], "there is no file missing.py"),
         (["--environment_factory", file], f"name the class: {file}:Counter or {file}:Lazy"),
-        (["--environment_factory", f"{file}:Odd"], "reading its methods raised ValueError: no price yet"),
-        (["--eval_prompts", text], "--eval_prompts: tools need chats"),
+        (["--environment_factory", f"{file}:Bare"], "Bare.helper cannot be described to a model"),
+        (["--eval_prompts", text], "prompts of --eval_prompts can be used: tools need chats"),
         (["--environment_factory", f"{file}:Missing"], "has no class Missing"),
         (["--environment_factory", f"{file}:Idle"], "needs a method reset"),
         (["--environment_factory", f"{file}:Lazy"], "get_reward() or else --reward_funcs"),

@@ -1,0 +1,128 @@
+"""The files of accelerate_configs/: what Accelerate's launcher makes of each, key by key, and launches of them on CPU processes."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+from common.errors import UserError
+from common.run.launch import _refuse_false_launches, refuse_too_many_processes
+from tests.conftest import ROOT, run_script
+from tests.scripts.test_equivalence import free_port
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+FOLDER = ROOT / "accelerate_configs"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+def launched(path, *words):
+    """(arguments of the launcher, the environment of the processes) for a config file."""
+    parser = launch_command_parser()
+    command = ["--config_file", str(path), *words, "train_sft.py"]
+    args, _, _ = _validate_launch_command(parser.parse_args(command))
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""
+        return args, prepare_deepspeed_cmd_env(args)[1]
+    if args.use_fsdp or args.multi_gpu:
+        return args, prepare_multi_gpu_env(args)
+    return args, prepare_simple_launcher_cmd_env(args)[1]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_key_of_a_config_is_one_that_the_launcher_reads(path):
+    """Unknown keys of a part are taken in silence."""
+    known = vars(launch_command_parser().parse_args(["train_sft.py"])).keys()
+    settings = yaml.safe_load(path.read_text())
+    args, env = launched(path)
+    for name, part in settings.items():
+        for key, value in part.items() if isinstance(part, dict) else []:
+            assert key in known, f"{name}: {key}"
+            assert getattr(args, key) == value
+    assert args.num_processes == settings["num_processes"] and args.num_machines == settings["num_machines"]
+    assert env["ACCELERATE_MIXED_PRECISION"] == settings["mixed_precision"]
+    assert args.use_cpu == settings.get("use_cpu", False) == ("cpu" in path.stem)
+    if settings["num_machines"] > 1:
+        assert (args.machine_rank, args.main_process_port, args.rdzv_backend) == (0, 29500, "static")
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp"])
+def test_fsdp_is_set_up_as_its_config_says(name, monkeypatch):
+    for key, value in launched(FOLDER / f"{name}.yaml")[1].items():
+        if key.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_")):
+            monkeypatch.setenv(key, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT" and plugin.cpu_ram_efficient_loading is False
+    assert (
+        not plugin.activation_checkpointing and type(plugin.cpu_offload).__name__ == "OffloadPolicy"
+    )  # not CPUOffloadPolicy
+    if name == "hsdp":
+        sizes = ParallelismConfig()
+        assert (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.total_size) == (2, 8, 16)
+        assert sizes.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_deepspeed_is_set_up_as_its_config_says(zero):
+    _, env = launched(FOLDER / f"deepspeed_zero{zero}.yaml")
+    assert env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == str(zero)
+    assert float(env["ACCELERATE_GRADIENT_CLIPPING"]) == 1e6
+    assert env["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == env["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] == "none"
+    assert zero == 2 or env["ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"].lower() == "true"
+
+
+def test_other_numbers_are_given_on_the_command_line():
+    """As the comments of the files, docs/parallel.md and slurm.sh say."""
+    words = "--num_machines 4 --num_processes 32 --machine_rank 3 --main_process_ip node07 --main_process_port 20005"
+    args, env = launched(FOLDER / "hsdp.yaml", *words.split(), "--parallelism_config_dp_replicate_size", "4")
+    assert (args.num_processes, args.num_machines, args.machine_rank) == (32, 4, 3)
+    assert (args.main_process_ip, args.main_process_port) == ("node07", 20005)
+    sizes = [env[f"PARALLELISM_CONFIG_DP_{kind}_SIZE"] for kind in ("REPLICATE", "SHARD")]
+    assert sizes == ["4", "8"]
+    for name, count in (("multi_gpu", 1), ("multi_gpu", 2), ("fsdp2", 2), ("deepspeed_zero2", 2)):
+        assert launched(FOLDER / f"{name}.yaml", "--num_processes", str(count))[0].num_processes == count
+
+
+def test_more_processes_than_gpus_are_refused_before_two_share_one(monkeypatch):
+    """Accelerate gives process i the GPU i modulo their number, and NCCL says `Duplicate GPU detected`, minutes later."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    for local, fine in (("2", True), ("1", True), ("8", False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        if fine:
+            refuse_too_many_processes()
+        else:
+            with pytest.raises(UserError, match="8 processes .* has 2 GPUs.*--num_processes 2"):
+                refuse_too_many_processes()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    refuse_too_many_processes()
+
+
+def test_processes_that_share_a_micro_batch_are_refused():
+    """Tensor and context parallelism: each process would train on micro-batches of its own, as parts of one model."""
+    sizes = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    launched = SimpleNamespace(num_processes=1, distributed_type="NO", parallelism_config=sizes)
+    with pytest.raises(UserError, match="tp_size"):
+        _refuse_false_launches(launched)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["single_gpu", "multi_gpu", "cpu", "cpu_ddp"])
+def test_a_config_launches_a_run_on_the_cpu(name, tmp_path):
+    """As it stands, but for the CPU in place of the GPUs, and two of them in place of eight."""
+    several = name in ("multi_gpu", "cpu_ddp")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{name}.yaml"]
+    command += ["--num_processes", "2", "--main_process_port", str(free_port())] if several else []
+    words = "--max_steps 2 --max_train_samples 20 --num_samples 0 --eval_steps 0 --save_steps 0"
+    command += ["train_sft.py", *words.split(), "--dataset_name", "data/sft", "--model_name_or_path", "data/base_model"]
+    done = run_script([*command, "--output_dir", str(tmp_path)], timeout=200, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    precision = "bf16" if "gpu" in name else "no"
+    assert f"mixed precision {precision}" in done.stdout
+    assert json.loads((tmp_path / "summary.json").read_text())["processes"] == (2 if several else 1)
