@@ -103,8 +103,8 @@ def test_a_run_that_was_killed_pushes_its_weights_and_goes_on_bit_for_bit(more, 
     command = [sys.executable, *words_of("grpo"), *words("grpo", server.url, more=more)]
     command += ["--output_dir", str(tmp_path / "killed")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
-    deadline = time.monotonic() + 120
-    while len(checkpoints(tmp_path / "killed")) < 2 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 400
+    while len(checkpoints(tmp_path / "killed")) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
