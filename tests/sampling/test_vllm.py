@@ -201,7 +201,9 @@ def test_sharded_weights_are_gathered_for_the_push(one_run, files, server, tmp_p
     words = arguments(files, 3, "--output_dir", tmp_path / "sharded", "--rollout_server", server.url)
     words[words.index("--per_device_train_batch_size") + 1] = "32"
     launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    done = run_script([sys.executable, "-m", *launcher, str(tmp_path / "launcher.py"), "grpo", "no", *words], timeout=600)
+    done = run_script(
+        [sys.executable, "-m", *launcher, str(tmp_path / "launcher.py"), "grpo", "no", *words], timeout=600, CONFIG="fsdp2"
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same_start(tmp_path / "sharded", one_run)
     assert max(column(tmp_path / "sharded", "sampling/logp_difference")) < 1e-3
