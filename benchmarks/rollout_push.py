@@ -27,7 +27,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-SIZES = {"4M": (256, 4), "19M": (512, 6), "67M": (768, 8)}  # hidden size, layers
+SIZES = ((256, 4), (512, 6), (768, 8))  # hidden size, layers
 PARTS = ("_write", "_load_all", "_score")
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     disable_progress_bar()
     print("| parameters | | folder, MB | written, s | loaded and probed, s | scored, s | in all, s |")
     print("|---|---|---|---|---|---|---|")
-    for hidden, layers in SIZES.values():
+    for hidden, layers in SIZES:
         sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
         sizes |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "vocab_size": 8192}
         for lora in (False, True):

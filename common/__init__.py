@@ -22,11 +22,13 @@ gc.set_threshold(100_000, 20, 100)
 
 
 def _leave_quietly(kind: type[BaseException], error: BaseException, traceback: object) -> None:
-    """Ctrl-C while libraries are imported: nothing is lost, and a traceback would say nothing."""
+    """Ctrl-C while libraries are imported, or in a tool: nothing is lost, and a traceback would say nothing."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return
-    print("stopped before the first step: there is nothing to save", file=sys.stderr, flush=True)
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    is_tool = spec is not None and spec.name.startswith("tools.")
+    print("stopped" if is_tool else "stopped before the first step: there is nothing to save", file=sys.stderr, flush=True)
     os._exit(130)
 
 

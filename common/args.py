@@ -253,6 +253,9 @@ class EvalArgs:
         help="write one, too, when the last is more than this many minutes ago", within="(0, 1e9]"
     )
     save_total_limit: int = arg(2, help="checkpoints to keep; 0: all", within="[0, 1e6]")
+    sharded_checkpoints: bool = arg(
+        False, help="each process writes its part; tools.consolidate makes a model folder of one (docs/scale.md)"
+    )
     save_best: str | None = arg(
         help="a metric of the evaluations (min:NAME, max:NAME): its best checkpoint is kept and exported",
         may_change="course",

@@ -39,14 +39,24 @@ def quoted(value: Any, limit: int = 120, form: Any = repr) -> str:
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
+SECRETS: list[str] = []  # what no message may show, whoever wrote it: a reward function that fails at it, say
+
+
+def hidden(text: str) -> str:
+    for secret in SECRETS:
+        text = text.replace(secret, "(secret)")
+    return text
+
+
 # Control characters but for line breaks and tabs, and marks that turn the direction of writing: on a terminal they could
 # clear it, hide a line, or set its title.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Text of data, of models or of file names, as a terminal may get it: control characters are spelled out."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    """Text of data, of models or of file names, as a terminal may get it: control characters are spelled out, secrets left
+    out."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), hidden(text))
 
 
 def is_first() -> bool:
@@ -62,6 +72,22 @@ def show_and_exit(error: UserError) -> None:
     # A rank that failed alone must not wait for the others at interpreter exit: leave at once.
     sys.stdout.flush()
     os._exit(1)
+
+
+def as_command(main: Callable[[], int | None]) -> None:
+    """Call a tool's `main` as a program, and end it: a UserError is one line, Ctrl-C a word, and a reader that has left
+    (`| head`) no error."""
+    keep_talking()
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    try:
+        code = main()
+    except UserError as error:
+        show_and_exit(error)
+    except KeyboardInterrupt:
+        say("stopped")
+        code = 130
+    sys.exit(code)
 
 
 def last_words(error: BaseException) -> None:

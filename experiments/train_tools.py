@@ -174,7 +174,9 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
     try:
         make = from_file(args.environment_factory, args.tool_timeout, "class")
         made = must("making one", make, args.tool_timeout)
-        methods = dict(inspect.getmembers(type(made), inspect.isroutine))  # static ones, too, and those of the class
+        # Static ones, too, and those of the class, but not what a built-in base brings along.
+        members = inspect.getmembers(type(made), callable)
+        methods = [name for name, m in members if inspect.isfunction(inspect.unwrap(m)) or inspect.ismethod(m)]
         names = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
         tools = describe_tools([getattr(made, name) for name in names], tokenizer)
     except UserError as error:

@@ -14,12 +14,16 @@ With --prompt, one answer, and the end: its text is all that is printed.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, printable, show_and_exit
+from common.errors import UserError, as_command, printable, quoted
+from common.memory import is_oom
+from common.model.checks import hub_errors
 from common.model.lora import import_peft
+from common.model.shards import refuse_shards
 
 import torch
 
@@ -35,8 +39,9 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    refuse_shards(name)
     options = {"dtype": "auto", "trust_remote_code": trust_remote_code}
-    try:
+    with hub_errors("model", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         if Path(name, "adapter_config.json").exists():
             peft = import_peft(f"the adapter {name}")
@@ -44,12 +49,9 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
                 options["generation_config"] = transformers.GenerationConfig.from_pretrained(name)
             model = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options)
         else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
-    except UserError:
-        raise
-    except Exception as error:  # what lies in a folder may be anything
-        hint = "" if Path(name).exists() else " (no such folder; is it a Hub name, and the Hub reachable?)"
-        raise UserError(f"cannot load {name}{hint}: {type(error).__name__}: {error}"[:400]) from None
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **options, output_loading_info=True)
+            if lacking := sorted(info["missing_keys"]):  # of a classifier, say: they would be random
+                raise UserError(f"cannot load {name}: its files lack {len(lacking)} tensors ({lacking[0]})")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.eval().to(device), tokenizer
 
@@ -65,16 +67,13 @@ class Chat:
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     def ask(self, question: str) -> None:
-        before = [*self.messages]
-        self.messages.append({"role": "user", "content": question})
-        try:
-            self.answer()
-        except UserError:
-            self.messages = before
-            raise
+        self.answer([*self.messages, {"role": "user", "content": question}])
 
-    def answer(self) -> None:
-        """Write the next answer to the screen and to the messages. Ctrl-C ends it where it is."""
+    def answer(self, messages: list[dict[str, str]]) -> None:
+        """Write the answer to the screen; these messages and the answer are the chat then. Ctrl-C ends it where it is.
+
+        Raises UserError where there can be none, KeyboardInterrupt where it had not begun: the chat is as before then.
+        """
         from transformers import TextStreamer
 
         written: list[str] = []
@@ -84,12 +83,7 @@ class Chat:
                 written.append(text)
                 print(printable(text), end="\n" if stream_end else "", flush=True)
 
-        if self.tokenizer.chat_template:
-            inputs = self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        else:  # a base model goes on with the text
-            inputs = self.tokenizer("".join(message["content"] for message in self.messages), return_tensors="pt")
+        inputs = self.tokens(messages)
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         most = self.max_new_tokens if room is None else min(self.max_new_tokens, room - inputs["input_ids"].shape[1])
         if most < 1:
@@ -102,7 +96,28 @@ class Chat:
                 self.model.generate(**inputs, max_new_tokens=most, streamer=screen, top_k=0, top_p=1.0, **drawn)
         except KeyboardInterrupt:
             screen.end()
-        self.messages.append({"role": "assistant", "content": "".join(written).strip()})
+            if not "".join(written).strip():
+                raise
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom(error):
+                raise
+            raise UserError("out of memory: /system begins anew") from None
+        self.messages = [*messages, {"role": "assistant", "content": "".join(written).strip()}]
+
+    def tokens(self, messages: list[dict[str, str]]) -> Any:
+        """What the model is given, {"input_ids", "attention_mask"} of shape (1, length): a base model, without a template,
+        the text. Raises UserError."""
+        try:
+            if self.tokenizer.chat_template:
+                options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+                inputs = self.tokenizer.apply_chat_template(messages, **options)
+            else:
+                inputs = self.tokenizer("".join(message["content"] for message in messages), return_tensors="pt")
+        except Exception as error:  # some templates know no system message, and raise what they like
+            raise UserError(f"the chat template refuses it: {type(error).__name__}: {quoted(error, 300, str)}") from None
+        if not inputs["input_ids"].shape[1]:
+            raise UserError("there is no text that the model could go on with")
+        return inputs
 
     def command(self, line: str) -> None:
         """One of COMMANDS but /quit. Raises UserError where it makes no sense."""
@@ -113,21 +128,29 @@ class Chat:
         elif name == "/retry":
             if not self.messages or self.messages[-1]["role"] != "assistant":
                 raise UserError("/retry: there is no answer yet")
-            self.messages.pop()
-            self.answer()
+            self.answer(self.messages[:-1])
         elif name == "/temperature":
             self.temperature = as_temperature(rest)
         elif name == "/save":
             if not rest or not any(message["role"] == "assistant" for message in self.messages):
                 raise UserError("/save FILE, after an answer")
             try:
-                with open(rest, "a", encoding="utf-8") as file:
+                with open(os.path.expanduser(rest), "a", encoding="utf-8") as file:
                     file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
                 raise UserError(f"/save {rest}: {error}") from None
             print(f"saved to {printable(rest)}")
         else:
             raise UserError(f"{name}: one of {', '.join(COMMANDS)}")
+
+
+def as_text(words: str) -> str:
+    """Words of the command line or of a pipe. Raises UserError for bytes that are no text."""
+    try:
+        words.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError("what was written is not valid UTF-8") from None
+    return words
 
 
 def as_temperature(text: str) -> float:
@@ -153,34 +176,41 @@ def main(argv: list[str] | None = None) -> None:
     temperature = as_temperature(args.temperature)
     if args.max_new_tokens < 1:
         raise UserError("--max_new_tokens: at least 1")
+    system, prompt = as_text(args.system), as_text(args.prompt or "")
     model, tokenizer = load(args.model, trust_remote_code=args.trust_remote_code)
     torch.manual_seed(args.seed)
-    chat = Chat(model, tokenizer, system=args.system, temperature=temperature, max_new_tokens=args.max_new_tokens)
+    chat = Chat(model, tokenizer, system=system, temperature=temperature, max_new_tokens=args.max_new_tokens)
     if args.prompt is not None:
-        chat.ask(args.prompt)
+        chat.ask(prompt)
         return
     print(f"{args.model}: write, and press Enter. {' '.join(COMMANDS)}")
+    leaving = False
     while True:
         try:
             line = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             print()
             return
+        except KeyboardInterrupt:
+            print()
+            if leaving:
+                return
+            leaving = True
+            print("once more Ctrl-C, or Ctrl-D, to leave; /save FILE keeps the chat")
+            continue
+        leaving = False
         if line == "/quit":
             return
-        if not line:
-            continue
         try:
             if line.startswith("/"):
-                chat.command(line)
-            else:
-                chat.ask(line)
+                chat.command(as_text(line))
+            elif line:
+                chat.ask(as_text(line))
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
+        except KeyboardInterrupt:  # before the answer had begun
+            print()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        show_and_exit(error)
+    as_command(main)

@@ -8,11 +8,10 @@ import argparse
 import importlib
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, quoted, show_and_exit
+from common.errors import UserError, as_command, quoted
 from tools.chat import load
 
 
@@ -35,6 +34,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", help="file for all results, as JSON")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the model brings along")
     args = parser.parse_args(argv)
+    if (
+        args.batch_size < 1 or (args.num_fewshot or 0) < 0 or (args.limit is not None and not args.limit > 0)
+    ):  # lm-eval takes it
+        raise UserError("--batch_size is at least 1, --num_fewshot from 0 on, --limit above 0")
+    if args.output and not Path(args.output).resolve().parent.is_dir():
+        raise UserError(f"--output {args.output}: there is no such folder")
     lm_eval = harness()
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -67,8 +72,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.stdout.flush()
-        show_and_exit(error)
+    as_command(main)

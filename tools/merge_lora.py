@@ -1,13 +1,16 @@
 """Merge a finished LoRA adapter into its base: `python -m tools.merge_lora outputs/sft merged`.
 
 The base is the one that the adapter names, loaded in its own dtype; the result is a model that needs no peft. The merged
-folder holds the tokenizer, generation_config.json and extra.safetensors of the adapter's.
+folder holds the tokenizer, generation_config.json and extra.safetensors of the adapter's, and a model card.
 """
 
 import argparse
+from pathlib import Path
 
-from common.errors import UserError, show_and_exit
+from common.errors import as_command
 from common.model.merge import merge_adapter
+from common.run.card import merged_card
+from common.run.output_dir import CARD
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -17,11 +20,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--base", help="base model, where it is no longer where the adapter says")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the base brings along")
     args = parser.parse_args(argv)
-    merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code)
+
+    def write_card(folder: Path, dtype: str) -> None:
+        (folder / CARD).write_text(merged_card(args.adapter, folder, args.base, dtype), encoding="utf-8")
+
+    merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code, also=write_card)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        show_and_exit(error)
+    as_command(main)

@@ -7,8 +7,8 @@ if there is one. What is not: optimizer, logs, samples, anything else.
 import argparse
 from pathlib import Path
 
-from common.errors import UserError, quoted, show_and_exit
-from common.run.hub import check_repo, read_card, upload
+from common.errors import UserError, as_command
+from common.run.hub import check_repo, read_card, reason_of, upload
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,14 +26,9 @@ def main(argv: list[str] | None = None) -> None:
     except UserError:
         raise
     except Exception as error:  # the network, or what the Hub says
-        raise UserError(
-            f"{folder} was not sent to {args.hub_model_id} ({type(error).__name__}: {quoted(error, 300, str)})"
-        ) from None
+        raise UserError(f"{folder} was not sent to {args.hub_model_id} ({reason_of(error)})") from None
     print(f"{args.hub_model_id}: {folder} is there")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        show_and_exit(error)
+    as_command(main)

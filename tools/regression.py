@@ -7,12 +7,11 @@ fallen by more than chance: McNemar's exact test, one-sided, on the cases that b
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.errors import UserError, printable, say, show_and_exit
+from common.errors import UserError, as_command, printable, say
 from common.model import load_model, load_tokenizer
 from common.model.flat_model import check_positions
 from common.sampling.suite import (
@@ -150,7 +149,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        show_and_exit(error)
+    as_command(main)

@@ -8,7 +8,7 @@ python -m tools.report outputs/* --to pages/all.html
 import argparse
 from pathlib import Path
 
-from common.errors import UserError, say, show_and_exit
+from common.errors import UserError, as_command, say
 from common.run.report import write_report
 
 MOST = 8  # runs on a page: there are no more colours that one can tell apart
@@ -34,7 +34,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        show_and_exit(error)
+    as_command(main)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, say
 from common.memory import is_oom
+from common.model.shards import refuse_shards
 
 import torch
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def hub_errors(kind: str, name: str) -> Iterator[None]:
     """Loading without progress bars and reports, and errors of transformers (often ten lines) as one."""
+    if kind == "model":
+        refuse_shards(name)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
@@ -122,6 +125,12 @@ def _damage(name: str) -> str | None:
                 pass
         except Exception as error:  # SafetensorError, OSError
             return f"{file} is no whole safetensors file ({error})"
+    if Path(name).is_dir() and not any(Path(name).glob("*config.json")):
+        inside = [p for p in Path(name).glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
+        if inside:
+            newest = max(inside, key=lambda p: int(p.name.removeprefix("checkpoint-")))
+            return f"its run has not come to its end, and left no final model there; its newest checkpoint is {newest}"
+        return "there is no config.json in it: it is not the folder of a model"
     return None
 
 

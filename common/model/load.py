@@ -15,6 +15,7 @@ from common.model.experts import add_experts
 from common.model.flat_model import FlatModel, base_lm
 from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
 from common.model.quantised import is_quantised, quantisation, use_plain_arithmetic
+from common.model.shards import empty_model, holds_shards, read_record
 from common.model.wrap import wrap
 
 import torch
@@ -70,12 +71,15 @@ def load_model(
     """The model to train: from the checkpoint, else args.model_name_or_path, else new by the configuration.
 
     With LoRA the checkpoint holds the adapters only; the base is args.model_name_or_path, or what that adapter stands on.
+    The weights of a sharded checkpoint follow when the run is prepared (common/run/sharded.py).
     Gradient checkpointing, compilation and the precision of the weights are those of args. On the accelerator's device, but
     for a dry run or sharded weights, which `accelerator.prepare` puts there piece by piece.
     """
     name = checkpoint or args.model_name_or_path
     if args.use_peft:
         model = _load_adapted(args, tokenizer, checkpoint, torch.device("cpu") if args.dry_run else accelerator.device)
+    elif checkpoint and holds_shards(checkpoint):
+        model = _load_frame(args, checkpoint)
     elif name:
         model = load_pretrained(args, name, len(tokenizer))
         if is_quantised(model):
@@ -94,6 +98,16 @@ def load_model(
     if not args.dry_run and accelerator.distributed_type not in SHARDED:
         align(model.to(accelerator.device))
     return model
+
+
+def _load_frame(args: CommonArgs, checkpoint: str | Path) -> FlatModel:
+    """The model of a sharded checkpoint, without the values of its weights."""
+    with hub_errors("sharded checkpoint", str(checkpoint)):
+        lm = empty_model(checkpoint, trust_remote_code=args.trust_remote_code)
+        check_numbers(str(checkpoint), lm)
+    lm.base_dtype, lm.left_out = _dtype_of(lm.config), ""
+    _freeze_all_but_text(lm)
+    return wrap(lm, read_record(checkpoint))
 
 
 def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:

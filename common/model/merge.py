@@ -1,6 +1,7 @@
 """A finished adapter, merged into its base in the base's own dtype."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,8 +69,15 @@ def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, 
     return str(lm.dtype).removeprefix("torch.")
 
 
-def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False) -> None:
-    """Write that model to the folder `out`, whole or not at all."""
+def merge_adapter(
+    adapter: str,
+    out: str,
+    base: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    also: Callable[[Path, str], None] | None = None,
+) -> None:
+    """Write that model to the folder `out`, whole or not at all. also(folder, dtype): writes more there."""
     if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
         raise UserError(f"{out} is there already: name a folder that is not")
     temporary = Path(out).with_name(f".{Path(out).name}.tmp")
@@ -77,6 +85,8 @@ def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remo
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         dtype = write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
+        if also is not None:
+            also(temporary, dtype)
         if Path(out).exists():
             Path(out).rmdir()
         temporary.rename(out)

@@ -45,13 +45,16 @@ def model_writer(
     return write
 
 
-def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+def save_model(
+    lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None, max_shard_size: str = "50GB"
+) -> None:
     """A model, or the adapter that is trained, as from_pretrained reads it, with its generation_config.json.
 
-    weights: by name, where the model does not hold them itself.
+    weights: by name, where the model does not hold them itself. max_shard_size: of a file, which is in memory when it is
+    written.
     """
     if not hasattr(lm, "peft_config"):
-        lm.save_pretrained(folder, state_dict=weights)
+        lm.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
         return
     rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # all that there is new in the embedding
     options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if rows else "auto"}
@@ -80,7 +83,8 @@ def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype
             written = _merged(lm, every | dequantised_layers(lm))
             found = _part(written, written.state_dict(), "")
         if dtype is not None:
-            found = {name: w.to(dtype) if w.is_floating_point() and w.dim() > 1 else w for name, w in found.items()}
+            small = {name for name, w in found.items() if not w.is_floating_point() or w.dim() < 2}
+            found = {name: w if name in small else w.to(dtype).cpu() for name, w in found.items()}
         written.save_pretrained(folder, state_dict=found)
 
     return write

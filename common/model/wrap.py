@@ -3,13 +3,14 @@
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from common.collators import Batch
 from common.errors import UserError, say
 from common.model import attention
 from common.model.attention import FLAT, first_occurrences
 from common.model.flat_model import FlatModel
-from common.model.fused_layers import use_fused_layers
+from common.model.fused_layers import fuse_again, use_fused_layers
 from common.model.lm_head import logits_of
 from common.model.mixers import deal_out
 from common.model.rope import follow_lengths
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|attention_chunk_size")  # attributes with its size
 
 
-def wrap(lm: nn.Module) -> FlatModel:
+def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
     """Make a causal language model of transformers callable on flat rows.
+
+    known: what was found before, where its weights arrive later (shards.read_record).
 
     On a few tokens the logits must be those that the model gives each sequence alone, and must not depend on the other
     sequences of the row. A model that fails is called on padded batches. Raises UserError where that fails, too.
@@ -35,6 +38,12 @@ def wrap(lm: nn.Module) -> FlatModel:
     follow_lengths(lm)
     model = FlatModel(lm)
     implementation = lm.stock_attention = lm.config._attn_implementation
+    if known is not None:
+        fuse_again(lm, known["fused"])
+        model.padded = known["padded"]
+        if not model.padded:
+            lm.set_attn_implementation(FLAT)
+        return model
     if any(p.is_meta for p in lm.parameters()):
         lm.set_attn_implementation(FLAT)  # weights arrive later (FSDP's efficient loading): nothing to check with
         return model

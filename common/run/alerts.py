@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from common.args import CommonArgs
-from common.errors import LAST_WORDS, UserError, is_first, say
+from common.errors import LAST_WORDS, SECRETS, UserError, hidden, is_first, say
 from common.run import post as last_will
 from common.run.post import BYE, post
 
@@ -41,6 +42,7 @@ class Alerts:
         self.run = args.run_name or Path(args.output_dir).name
         self._url = check_address(address) if address else ""
         if self._url:
+            SECRETS.append(address)
             hide(sys.argv, address)
             hide(sys.orig_argv, address)
         if args.dry_run or not is_first():
@@ -109,7 +111,7 @@ class Alerts:
         self.close("died", f"at step {self._step}: {kind}{error}")
 
     def _alert(self, event: str, text: str) -> dict[str, Any]:
-        text = text.replace(self._url, HIDDEN)[:LONGEST]
+        text = hidden(text)[:LONGEST]
         alert = {"title": f"{self.run}: {event}", "text": text, "level": LEVELS.get(event, "warn"), "event": event}
         return alert | {"run": self.run, "step": self._step, "time": round(time.time(), 3)}
 
@@ -195,5 +197,10 @@ def check_address(address: str) -> str:
 
 
 def hide(words: list[str], secret: str) -> None:
-    """Take a secret out of a list of words, in place: trackers write down sys.argv."""
-    words[:] = [word.replace(secret, HIDDEN) for word in words]
+    """Take a secret out of a list of words, in place: trackers write down sys.argv. So is each value of --alert_webhook: of
+    two the last one is the address, and the other no less secret."""
+    flag = re.compile(r"--alert[_-]webhook(=?)")
+    for i, word in enumerate(words):
+        before = flag.fullmatch(words[i - 1]) if i else None
+        own = flag.match(word)
+        words[i] = HIDDEN if before else f"{own[0]}{HIDDEN}" if own and own[1] else word.replace(secret, HIDDEN)

@@ -4,85 +4,47 @@ It tells what a model was trained from, on what, how, and what came of it, from 
 is not in it: paths, the names of local files and models, user names, anything that looks like a secret.
 """
 
-import dataclasses
-import getpass
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
-from common.args import CommonArgs, first_definition
+from common.args import CommonArgs
 from common.errors import say
-from common.run.output_dir import CARD, is_sealed, replace_text, seal
+from common.model.save import EXTRA
+from common.run.output_dir import CARD, CLASSIFIER, is_sealed, replace_text, seal
+from common.run.public import (
+    ROOT,
+    flags_of,
+    is_hub_name,
+    is_shipped,
+    launched_as,
+    names_one,
+    path_of,
+    private_names,
+    without_places,
+)
 
 import yaml
 
-SHIPPED = (
-    "data/base_model",
-    "data/pretrain",
-    "data/sft",
-    "data/dpo",
-    "data/grpo",
-    "data/grpo_zero",
-    "data/prompts",
-    "data/style.py",
-)
 STAGES = {"pretrain": "pretraining", "sft": "supervised fine-tuning", "dpo": "preference optimisation (DPO)"}
 STAGES |= {"grpo": "reinforcement learning from rewards (GRPO)"}
-# Of this machine, or of how a run was carried out, and not of the model.
-NOT_SHOWN = re.compile(
-    r"output_dir|overwrite_output_dir|accept_changes|resume_from_checkpoint|dataset_cache_dir|dataset_num_proc|dry_run|run_name"
-    r"|report_to|push_to_hub|hub_.*|alert_.*|.*(webhook|token|secret|password).*"
-)
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-FILE_NAME = re.compile(r"\.(jsonl?|txt|csv|tsv|parquet|arrow|gz|bz2|xz|zst|py|ya?ml|jinja)(:\w+)?$", re.I)
-LOCAL = re.compile(r"(^|[\s=:,'\"({\[])(~|\.{1,2}|[A-Za-z]:)?[/\\]{1,2}\S|://|\b(hf_|sk-|ghp_|xox)\w{8,}", re.I)
 
 
-def public_names(args: CommonArgs) -> set[str]:
-    """The words among the arguments that name something on the Hub, or something that ships with this project.
-
-    Called at the start of a run: a file that is gone later would look like a name of the Hub.
-    """
-    found = set()
-    for field in dataclasses.fields(args):
-        if NOT_SHOWN.fullmatch(field.name) or not first_definition(type(args), field.name)[1].metadata.get("is_path"):
-            continue
-        value = getattr(args, field.name)
-        for word in value if isinstance(value, list) else [value]:
-            name = _path_of(word) if isinstance(word, str) else None
-            if name and (is_shipped(name) or _is_hub_name(name)):
-                found.add(name)
-    return found
-
-
-def is_shipped(name: str) -> bool:
-    place = re.sub(r"\.py:\w+$", ".py", name)
-    return any(place == known or place.startswith(f"{known}/") for known in SHIPPED) and ".." not in place
-
-
-def _is_hub_name(name: str) -> bool:
-    return bool(HUB_NAME.fullmatch(name)) and not FILE_NAME.search(name) and not Path(name).expanduser().exists()
-
-
-def _path_of(word: str) -> str:
-    """What a word of --dataset_name names: a source with settings is a mapping, as JSON."""
-    if word.lstrip().startswith("{"):
-        try:
-            return str(json.loads(word)["path"])
-        except (ValueError, KeyError, TypeError):
-            return ""
-    return word
-
-
-def write_card(folder: str | Path, args: CommonArgs, script: str, public: set[str], best_step: int | None = None) -> None:
+def write_card(
+    folder: str | Path,
+    args: CommonArgs,
+    script: str,
+    public: set[str],
+    best_step: int | None = None,
+    summary: dict[str, Any] | None = None,
+) -> None:
     """Write README.md of an output folder, unless one lies there that is not, or no longer, as a run has written it."""
     path = Path(folder, CARD)
     if path.exists() and not is_sealed(path):
         say(f"{path} is not of a run, or was edited: it stays as it is, and no model card is written")
         return
-    replace_text(path, make_card(folder, args, script, public, best_step))
+    replace_text(path, make_card(folder, args, script, public, best_step, summary=summary))
 
 
 def make_card(
@@ -92,67 +54,118 @@ def make_card(
     public: set[str],
     best_step: int | None = None,
     step: int | None = None,
+    summary: dict[str, Any] | None = None,
 ) -> str:
-    """The card as text, from dataset.json, metrics.jsonl and summary.json of a run.
+    """The card as text, from dataset.json and metrics.jsonl of a run.
 
     public: see public_names. best_step: that of the evaluation whose checkpoint is exported. step: of a run that goes on.
+    summary: what summary.json will hold, which is written last.
     """
-    folder = Path(folder)
-    facts, summary = _read(folder / "dataset.json"), {} if step is not None else _read(folder / "summary.json")
-    name = Path(script).stem.removeprefix("train_")
+    folder, summary = Path(folder), summary or {}
+    facts, name = _read(folder / "dataset.json"), Path(script).stem.removeprefix("train_")
     adapter = args.use_peft and not args.merge_lora
-    base, words = _origin(args, public, adapter)
-    datasets = [found for word in args.dataset_name or [] if (found := _path_of(word)) in public and not is_shipped(found)]
-    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "pipeline_tag": "text-generation"}
+    is_reward = (folder / CLASSIFIER).is_dir() and (folder / EXTRA).exists()
+    private = private_names(args, facts, public)
+    start = args.model_name_or_path
+    base, words = _origin(start, start in public, args.model_revision, adapter)
+    datasets = [found for word in args.dataset_name or [] if (found := path_of(word)) in public and not is_shipped(found)]
+    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    head["pipeline_tag"] = "text-classification" if is_reward else "text-generation"
     if base:
         head |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     if datasets:
         head["datasets"] = sorted(set(datasets))
     head["tags"] = ["plainloop", name] + (["lora"] if args.use_peft else [])
-    title = f"A language model, after {STAGES.get(name, name)}"
-    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False).strip()}\n---", f"# {title}"]
+    title = "A reward model" if is_reward else f"A language model, after {STAGES.get(name, name)}"
+    parts = [_front(head), f"# {title}"]
     if step is not None:
         parts.append(f"Training goes on: this is step {step}.")
     parts += [f"## What it is\n\n{_what(args, facts, words, adapter)}", f"## Data\n\n{_data(facts, public)}"]
     parts += [f"## Training\n\n{_training(args, facts, summary, folder, name)}"]
-    parts += [f"## Results\n\n{_results(folder, facts, public, best_step)}"]
-    parts += [f"## Use\n\n{_use(adapter, facts)}", f"## Limits\n\n{_limits(facts)}"]
-    command = f"accelerate launch {Path(script).name} {' '.join(_flags(args, public))}".strip()
+    parts += [f"## Results\n\n{_results(folder, private, best_step)}"]
+    chat = bool(facts.get("model", {}).get("chat_template"))
+    parts.append(f"## Use\n\n{_use_reward() if is_reward else _use(adapter, chat)}")
+    parts.append(f"## Limits\n\n{_limits(args, facts)}")
+    command = f"accelerate launch {launched_as(script)} {' '.join(flags_of(args, public, private))}".strip()
     parts.append(f"## The command\n\n```bash\n{command}\n```\n\nNames in capitals stand for local files or models.")
     if versions := summary.get("versions"):
         listed = ", ".join(f"{library} {version}" for library, version in versions.items())
         parts.append(f"Python {summary['python']}, {listed}; trained with Plainloop.")
-    return seal(_without_places("\n\n".join(parts)))
+    return seal(without_places("\n\n".join(parts)))
+
+
+def merged_card(adapter: str | Path, folder: str | Path, base: str | None, dtype: str) -> str:
+    """The card of the model in a folder that an adapter was merged into. base: as the user has named it; dtype: of its
+    weights. What the adapter was trained on, and how, is told as in its own card, where that is as a run has written it."""
+    config, own = _read(Path(adapter, "adapter_config.json")), {}
+    if is_sealed(Path(adapter, CARD)):
+        own = _sections(Path(adapter, CARD))
+    start = base or str(config.get("base_model_name_or_path") or "")
+    revision = None if base else config.get("revision")
+    origin, words = _origin(start, is_hub_name(start), revision, adapter=False)
+    words = words if base else own.get("from") or words  # with the stages between
+    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if origin:
+        head |= {"base_model": origin, "base_model_relation": "finetune"}
+    if datasets := own.get("head", {}).get("datasets"):
+        head["datasets"] = datasets
+    head["tags"] = own.get("head", {}).get("tags") or ["plainloop", "lora"]
+    rank = f"rank {config.get('r')}, alpha {config.get('lora_alpha')}"
+    lines = [f"- Trained from: {words}, by a LoRA adapter ({rank}) that was merged into it"]
+    lines.append(f"- How merged: W + {_scale(config)} · B A for each adapted matrix, summed in float32, kept in {dtype}")
+    lines += [
+        line for line in own.get("What it is", "").split("\n") if line.startswith(("- Architecture", "- An answer ends"))
+    ]
+    parts = [_front(head), "# A language model, with its adapter merged", "## What it is\n\n" + "\n".join(lines)]
+    for title in ("Data", "Training", "Results"):
+        told = own.get(title) or "Not told by the adapter's folder."
+        if title == "Results" and own:
+            told = told.replace(", which is this model:", ":") + " The adapter was not merged then: rounding differs."
+        parts.append(f"## {title}\n\n{told}")
+    chat = Path(folder, "chat_template.jinja").exists()
+    parts.append(f"## Use\n\n{_use(False, chat)}")
+    parts += [f"## {title}\n\n{own[title]}" for title in ("Limits", "The command") if title in own]
+    return seal(without_places("\n\n".join(parts)))
+
+
+def _scale(config: dict[str, Any]) -> str:
+    over = "√r" if config.get("use_rslora") else "r"
+    return f"alpha / {over}" + (" (DoRA: and its rows' lengths)" if config.get("use_dora") else "")
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------
 
 
-def _origin(args: CommonArgs, public: set[str], adapter: bool) -> tuple[str | None, str]:
-    """(the name on the Hub of what the model was made of, the same in words). A local model is followed to its own start."""
-    name = args.model_name_or_path
+def _origin(name: str | None, known: bool, revision: str | None, adapter: bool) -> tuple[str | None, str]:
+    """(the name on the Hub of what the model was made of, the same in words). A local model is followed to its own start.
+
+    known: whether the name is one that a card may tell.
+    """
     if not name:
         return None, "a new model, from random weights"
-    steps, revision = [], f" (revision {args.model_revision})" if args.model_revision else ""
-    known = name in public
+    steps = []
+    revised = f" (revision {revision})" if revision else ""
     for _ in range(8):
-        if known and not is_shipped(name):
-            after = f", after {', then '.join(reversed(steps))}" if steps else ""
-            # An adapter belongs on the model that it was trained on, not on that one's base.
-            return (None if adapter and steps else name), f"[{name}](https://huggingface.co/{name}){revision}{after}"
-        if known or is_shipped(name):
-            after = f", after {', then '.join(reversed(steps))}" if steps else ""
+        after = f", after {', then '.join(reversed(steps))}" if steps else ""
+        if Path(name).resolve() == ROOT / "data" / "base_model":
             return None, f"the small base model that ships with Plainloop{after}"
-        before = _settings(Path(name, "args.yaml"))
-        script = Path(str(before.get("output_dir") or "")).name
-        origin = before.get("model_name_or_path")
+        if known:
+            # An adapter belongs on the model that it was trained on, not on that one's base.
+            return (None if adapter and steps else name), f"[{name}](https://huggingface.co/{name}){revised}{after}"
+        before, inputs = _settings(Path(name, "args.yaml")), _read(Path(name, "inputs.json"))
         if "output_dir" not in before:
+            if is_sealed(Path(name, CARD)) and (told := _sections(Path(name, CARD))["from"]):  # merged by tools.merge_lora
+                base = _sections(Path(name, CARD))["head"].get("base_model")
+                return (None if adapter else base), told + after
             break
+        script = Path(str(before["output_dir"] or "")).name
+        origin, revised = before.get("model_name_or_path"), ""
         steps.append(f"an earlier stage ({script})" if script in STAGES else "an earlier stage")
         if not isinstance(origin, str):
             return None, f"a new model, after {', then '.join(reversed(steps))}"
-        name, known = origin, _is_hub_name(origin)
-    return None, "a local model"
+        # A folder of then that is gone now would look like a name of the Hub; inputs.json has the hash of its files.
+        name, known = origin, is_hub_name(origin) and str(Path(origin)) not in inputs.get("files", {origin: ""})
+    return None, f"a local model{after}"
 
 
 def _what(args: CommonArgs, facts: dict[str, Any], origin: str, adapter: bool) -> str:
@@ -213,26 +226,26 @@ def _training(args: CommonArgs, facts: dict[str, Any], summary: dict[str, Any], 
     return "\n".join(lines)
 
 
-def _results(folder: Path, facts: dict[str, Any], public: set[str], best_step: int | None) -> str:
-    rows = [row for row in _lines(folder / "metrics.jsonl") if any(key.startswith("eval_") for key in row)]
+def _results(folder: Path, private: set[str], best_step: int | None) -> str:
+    rows: dict[int, dict[str, Any]] = {}  # an evaluation and a regression suite are lines of their own
+    for row in _lines(folder / "metrics.jsonl"):
+        if found := {key: value for key, value in row.items() if key.startswith("eval_")}:
+            rows.setdefault(row["step"], {}).update(found)
     if not rows:
         return "Nothing was evaluated."
-    private = [f["source"] for f in facts.get("eval_sources", []) + facts.get("sources", []) if f.get("path") not in public]
-    first, last = rows[0], next((row for row in rows if row["step"] == best_step), rows[-1])
-    lines = [f"On held-out data, at step {first['step']} and at step {last['step']}, which is this model:", ""]
-    lines = lines if last is not first else [f"On held-out data, at step {last['step']}:", ""]
+    first, last = min(rows), best_step if best_step in rows else max(rows)
+    lines = [f"On held-out data, at step {first} and at step {last}, which is this model:", ""]
+    lines = lines if last != first else [f"On held-out data, at step {last}:", ""]
     lines += ["| metric | before | after |", "|---|---|---|"]
-    for key, value in last.items():
-        number, before = _number(value), _number(first.get(key))
-        named = any(key.startswith(f"eval_{label}_") or key.endswith(f"/{label}") for label in private)
-        if key.startswith("eval_") and number and not named:
+    for key, value in rows[last].items():
+        number, before = _number(value), _number(rows[first].get(key))
+        if number and not names_one(key, private):
             lines.append(f"| {key.removeprefix('eval_')} | {before or '-'} | {number} |")
     return "\n".join(lines) + "\n\nThey were measured by the run itself; no public benchmark was run."
 
 
-def _use(adapter: bool, facts: dict[str, Any]) -> str:
+def _use(adapter: bool, chat: bool) -> str:
     cls, package = ("AutoPeftModelForCausalLM", "peft") if adapter else ("AutoModelForCausalLM", "transformers")
-    chat = facts.get("model", {}).get("chat_template")
     lines = (
         [f"from {package} import {cls}", "from transformers import AutoTokenizer, GenerationConfig", ""] if adapter else []
     )
@@ -249,62 +262,40 @@ def _use(adapter: bool, facts: dict[str, Any]) -> str:
     return "```python\n" + "\n".join(lines) + "\n```"
 
 
-def _limits(facts: dict[str, Any]) -> str:
+def _use_reward() -> str:
+    cls = "AutoModelForSequenceClassification"
+    lines = [f"from transformers import {cls}, AutoTokenizer", ""]
+    lines.append('name = "..."  # this repository, or the folder that this file lies in')
+    lines.append(f'model = {cls}.from_pretrained(name, subfolder="{CLASSIFIER}")')
+    lines.append(f'tokenizer = AutoTokenizer.from_pretrained(name, subfolder="{CLASSIFIER}")')
+    lines.append('chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]')
+    lines.append('inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)')
+    lines.append("print(model(**inputs).logits)  # one number: higher is better")
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _limits(args: CommonArgs, facts: dict[str, Any]) -> str:
     lines = ["- What is not in the table above was not measured: among that truthfulness, safety and bias."]
     lines.append(
         "- It says what its data makes probable, and has the faults of its data and of the model that it was made of."
     )
-    if longest := facts.get("lengths", {}).get("max"):
-        lines.append(f"- Nothing that it was trained on was longer than {longest:,} tokens.")
+    longest, example = facts.get("lengths", {}).get("max"), facts.get("example", "example")
+    if longest and not args.dataset_streaming:  # of a stream the first block is known
+        lines.append(f"- No {example} that it was trained on was longer than {longest:,} tokens.")
     lines.append("- The license follows from those of the data and of the model that it was made of: see there.")
     return "\n".join(lines)
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
+def _front(head: dict[str, Any]) -> str:
+    return f"---\n{yaml.safe_dump(head, sort_keys=False).strip()}\n---"
 
 
-def _flags(args: CommonArgs, public: set[str]) -> list[str]:
-    """What was set to another value than its default, as on the command line; what is local is named in capitals."""
-    words = []
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        if NOT_SHOWN.fullmatch(field.name) or value is None or value == default:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{field.name}" if value else f"--{field.name} false")
-            continue
-        is_path = first_definition(type(args), field.name)[1].metadata.get("is_path")
-        items = [_shown(field.name, item, public, is_path) for item in (value if isinstance(value, list) else [value])]
-        words.append(" ".join([f"--{field.name}", *map(shlex.quote, items)]))
-    return words
-
-
-def _shown(flag: str, value: Any, public: set[str], is_path: bool) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    text, place = str(value), re.sub(r"_(name|name_or_path|or_path)$", "", flag).upper()
-    if not isinstance(value, str):
-        return text
-    if is_path and not text.startswith(("regex:", "length:", "exact_number")):
-        name = _path_of(text)
-        if name in public:
-            return text if name == text else json.dumps({k: v for k, v in json.loads(text).items() if k != "data_files"})
-        return place
-    return place if LOCAL.search(text) or Path(text[:200]).exists() or FILE_NAME.search(text) else text
-
-
-def _without_places(text: str) -> str:
-    """The last look: what must not leave this machine does not, wherever it has come from."""
-    places = [str(Path.cwd()), str(Path.home())]
-    text = re.sub(r"(?<![\w/.:])/(home|Users|root|mnt|data|scratch|tmp|work)/[^\s`'\"|)]*", "...", text)
-    for place in places:
-        text = text.replace(place, "...") if len(place) > 3 else text
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError, ImportError):  # nobody, or a system that does not say
-        return text
-    return re.sub(rf"(?<=[/\\]){re.escape(user)}(?=[/\\])", "...", text) if len(user) > 2 else text
+def _sections(card: Path) -> dict[str, Any]:
+    """A card that a run has written, in parts: "head", what the model was trained "from", and each section by its title."""
+    text = card.read_text(encoding="utf-8")
+    told = re.search(r"^- Trained from: (.+)$", text, re.M)
+    found = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)\s*(?=^## |^<!-- )", text, re.S | re.M))
+    return found | {"head": yaml.safe_load(text.split("---")[1]), "from": told[1] if told else ""}
 
 
 def _number(value: Any) -> str:

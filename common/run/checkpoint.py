@@ -1,9 +1,9 @@
 """Checkpoints: written whole or not at all, gone on from, and loadable with from_pretrained.
 
 A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the optimizer, the
-run's `args.yaml`, and `trainer_state.json`. It is written under another name, flushed to the disk, listed in
-`manifest.json` with sizes and hashes, and only then renamed; older ones are deleted after that. A kill at any moment, or a
-full disk, leaves the last whole one usable.
+run's `args.yaml`, and `trainer_state.json`; with --sharded_checkpoints weights and optimizer are in shards (sharded.py). It
+is written under another name, flushed to the disk, listed in `manifest.json` with sizes and hashes, and only then renamed;
+older ones are deleted after that. A kill at any moment, or a full disk, leaves the last whole one usable.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,29 @@ from common.model.flat_model import FlatModel, gathered
 from common.model.merge import write_merged
 from common.model.quantised import is_quantised
 from common.model.save import EXTRA, model_writer
+from common.model.shards import FOLDER, holds_shards
+from common.processes import gather_lists, on_main_process
 from common.run.best import Best
+from common.run.consolidate import consolidate, final_writer, frame_writer, model_copier
 from common.run.export_dtype import cast_weights
-from common.run.inputs import FILE, copy_inputs
-from common.run.output_dir import CARD, WEIGHTS, checkpoints, find_damage, flush, read_state, step_of, write_manifest
+from common.run.inputs import copy_inputs
+from common.run.output_dir import (
+    GATHERED,
+    WEIGHTS,
+    checkpoints,
+    find_damage,
+    flush,
+    read_state,
+    step_of,
+    write_manifest,
+)
+from common.run.sharded import hash_shards, load_shards, save_shards
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
-OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml", FILE)  # what a checkpoint has beside the model
 DISK_ERROR = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 
 
@@ -54,15 +67,17 @@ def save_checkpoint(
     """
     output_dir = args.output_dir
     final, temporary = Path(output_dir, f"checkpoint-{step}"), Path(output_dir, f".checkpoint-{step}.tmp")
-    sharded = accelerator.distributed_type in SHARDED
-    write_model = model_writer(accelerator, model, tokenizer)
+    sharded, shards = accelerator.distributed_type in SHARDED, args.sharded_checkpoints
+    wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
+    write_model = (frame_writer if shards else model_writer)(accelerator, model, tokenizer)
+    hashes: dict[str, tuple[int, str]] = {}
 
     def write() -> None:
         for left in Path(output_dir).glob(".checkpoint-*.tmp"):  # of a save that was killed
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         write_model(temporary)
-        if not sharded:
+        if not sharded and not shards:
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
 
     def complete() -> None:
@@ -71,13 +86,19 @@ def save_checkpoint(
         if Path(output_dir, "args.yaml").exists():
             shutil.copy(Path(output_dir, "args.yaml"), temporary)
         copy_inputs(Path(output_dir), temporary)
-        write_manifest(temporary)
+        write_manifest(temporary, hashes)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
         flush(final.parent)
 
     problem = _attempt(accelerator, write)
-    if sharded and not problem:
+    if shards and not problem:
+        problem = _attempt(accelerator, lambda: save_shards(wrapper, optimizer, temporary), everyone=True)
+        problem = problem or _attempt(
+            accelerator, lambda: hashes.update(hash_shards(temporary, accelerator.process_index)), everyone=True
+        )
+        hashes = dict(gather_lists(accelerator, list(hashes.items())))
+    elif sharded and not problem:
         problem = _attempt(accelerator, lambda: accelerator.save_state(str(temporary / "state")), everyone=True)
     problem = problem or _attempt(accelerator, complete)
     if problem:
@@ -109,17 +130,20 @@ def export(
     """
     output_dir = args.output_dir
     wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
-    if best is not None and (problem := find_damage(best)) is not None:
+    if best is not None and (problem := on_main_process(accelerator, lambda: find_damage(best))) is not None:
         say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
         best = None
     if args.merge_lora and is_quantised(wrapper):
         write_model = _merger_into_the_base(
-            args, _model_copier(best) if best else model_writer(accelerator, model, tokenizer)
+            args, model_copier(best) if best else model_writer(accelerator, model, tokenizer)
         )
     elif args.merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
-        write_model = model_writer(accelerator, model, tokenizer, _merge_adapter(accelerator, wrapper, best))
+        merged = _merge_adapter(accelerator, wrapper, best)
+        write_model = final_writer(args, accelerator, model, tokenizer, merged)
+    elif best is not None and holds_shards(best):
+        write_model = partial(consolidate, best, trust_remote_code=args.trust_remote_code)
     else:
-        write_model = _model_copier(best) if best else model_writer(accelerator, model, tokenizer)
+        write_model = model_copier(best) if best else final_writer(args, accelerator, model, tokenizer)
 
     def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -143,9 +167,11 @@ def export(
         if also is not None:
             also()
 
-    if problem := _attempt(accelerator, write):
-        if accelerator.is_main_process:
-            shutil.rmtree(temporary, ignore_errors=True)
+    problem = _attempt(accelerator, write)
+    if accelerator.is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)
+        Path(output_dir, GATHERED).unlink(missing_ok=True)
+    if problem:
         saved = checkpoints(output_dir)
         again = f"the same command goes on from {saved[-1].name}" if saved else "no checkpoint was kept (--save_steps)"
         raise UserError(f"the final model could not be written to {output_dir} ({problem}): make room; {again}")
@@ -153,15 +179,20 @@ def export(
         say(f"the final model is that of {best}, the best one")
 
 
-def resume(accelerator: Accelerator, checkpoint: Path | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def resume(
+    accelerator: Accelerator, checkpoint: Path | None, optimizer: torch.optim.Optimizer, model: nn.Module | None = None
+) -> dict[str, Any]:
     """Bring back the optimizer; returns trainer_state.json ({"step": 0} without a checkpoint).
 
-    The weights are not loaded here: the model was created from the checkpoint's folder. Nothing in the files is executed.
+    The weights are loaded here only where they are in shards: else the model was created from the checkpoint's folder.
+    Nothing in the files is executed.
     """
     if checkpoint is None:
         return {"step": 0}
     settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    if accelerator.distributed_type in SHARDED:
+    if (checkpoint / FOLDER).is_dir():
+        load_shards(accelerator.unwrap_model(model, keep_torch_compile=False), optimizer, checkpoint)
+    elif accelerator.distributed_type in SHARDED:
         accelerator.load_state(str(checkpoint / "state"))
     else:
         file = checkpoint / "optimizer.pt"
@@ -181,7 +212,7 @@ def resume(accelerator: Accelerator, checkpoint: Path | None, optimizer: torch.o
 
 def load_extra(model: FlatModel, checkpoint: Path | None) -> None:
     """Bring back the modules that the script has put into `model.extra`, before Accelerate prepares the model."""
-    if checkpoint is None or not len(model.extra):
+    if checkpoint is None or not len(model.extra) or holds_shards(checkpoint):
         return
     file = checkpoint / EXTRA
     try:
@@ -233,17 +264,6 @@ def _merger_into_the_base(args: CommonArgs, write_adapter: Callable[[Path], None
         write_adapter(adapter)
         write_merged(adapter, folder, trust_remote_code=args.trust_remote_code)
         shutil.rmtree(adapter)
-
-    return write
-
-
-def _model_copier(checkpoint: Path) -> Callable[[Path], None]:
-    """What copies the model and tokenizer out of a checkpoint."""
-
-    def write(folder: Path) -> None:
-        for path in checkpoint.iterdir():
-            if path.is_file() and path.name not in (*OURS, CARD) and path.suffix != ".py":
-                shutil.copy(path, folder)
 
     return write
 

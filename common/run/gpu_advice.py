@@ -1,5 +1,7 @@
 """What a run on a GPU says where it could be several times faster."""
 
+import os
+
 from common.args import CommonArgs
 from common.errors import say
 from common.model.experts import routing_size
@@ -15,8 +17,20 @@ def advise(args: CommonArgs, accelerator: Accelerator, model: FlatModel) -> None
         return
     capability = torch.cuda.get_device_capability(accelerator.device)
     experts = routing_size(base_lm(model.lm)) is not None
-    for line in slow_settings(capability, accelerator.mixed_precision, args.dtype, experts):
+    lines = slow_settings(capability, accelerator.mixed_precision, args.dtype, experts)
+    lines += idle_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
+    for line in lines:
         say(line)
+
+
+def idle_gpus(processes: int, gpus: int) -> list[str]:
+    """processes: of this machine, each of which has a GPU."""
+    if processes >= gpus:
+        return []
+    return [
+        f"GPUs: {processes} of {gpus} in use; all: accelerate launch --config_file accelerate_configs/multi_gpu.yaml "
+        f"--num_processes {gpus}, with gradient_accumulation_steps divided by as much for the same window"
+    ]
 
 
 def slow_settings(capability: tuple[int, int], mixed_precision: str, dtype: str, experts: bool) -> list[str]:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import threading
 from collections.abc import Callable
@@ -17,9 +16,10 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, quoted, say
-from common.run.output_dir import CARD, MODEL, WEIGHTS
+from common.model.save import EXTRA
+from common.model.shards import refuse_shards
+from common.run.output_dir import CARD, CLASSIFIER, MODEL, WEIGHTS, push_command
 
-REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TIMEOUT = 300  # seconds that the Hub may be silent
 
 
@@ -34,9 +34,16 @@ def check_push(args: CommonArgs) -> None:
 
 def check_repo(name: str | None) -> None:
     from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if not name or not REPO.fullmatch(name) or ".." in name:
-        raise UserError(f"--hub_model_id {name or ''}: expected OWNER/NAME, where the model is to lie on the Hub")
+    try:
+        validate_repo_id(name or "")
+        if (name or "").count("/") != 1:
+            raise HFValidationError("")
+    except HFValidationError as error:
+        raise UserError(
+            f"--hub_model_id {name or ''}: expected OWNER/NAME, where the model is to lie on the Hub. {error}"
+        ) from None
     if constants.HF_HUB_OFFLINE:
         raise UserError("the Hub is switched off by HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE): nothing can be sent there")
     if not get_token():
@@ -46,6 +53,9 @@ def check_repo(name: str | None) -> None:
 def files_to_push(folder: Path) -> dict[str, Path]:
     """{name: path} of what belongs to the model in a folder, its own code (auto_map of config.json) included."""
     found = {path.name: path for pattern in (*WEIGHTS, *MODEL) for path in folder.glob(pattern) if path.is_file()}
+    if EXTRA in found:  # with which train_reward.py makes a classifier of it
+        beside = [path for pattern in (*WEIGHTS, *MODEL) for path in (folder / CLASSIFIER).glob(pattern)]
+        found |= {f"{CLASSIFIER}/{path.name}": path for path in beside}
     for word in re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', json.dumps(_json(folder / "config.json").get("auto_map", {}))):
         if (folder / f"{word}.py").is_file():
             found[f"{word}.py"] = folder / f"{word}.py"
@@ -69,7 +79,8 @@ def _clean(value: Any, key: str = "") -> Any:
         return [_clean(part) for part in value]
     if not isinstance(value, str) or key in ("content", "chat_template") or "\n" in value:
         return value
-    named = key.endswith(("name_or_path", "_file", "_name")) and Path(value).exists()
+    is_here = Path(value).exists() or value.count("/") > 1 or value.startswith((".", "~"))  # or was, where it was written
+    named = key.endswith(("name_or_path", "_file", "_name")) and is_here
     return Path(value).name if named or re.match(r"(/|~|[A-Za-z]:[\\/]).*[\\/]", value) else value
 
 
@@ -86,11 +97,14 @@ def upload(folder: Path, repo: str, private: bool, card: str | None, message: st
 
     with contextlib.suppress(AttributeError):
         get_session().timeout = TIMEOUT  # else one that hangs is waited for without end
+    refuse_shards(folder)
     files = files_to_push(folder)
     if not any(path.match(pattern) for path in files.values() for pattern in WEIGHTS):
         raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
     api = HfApi()
     api.create_repo(repo, private=private or None, exist_ok=True)
+    if private and not api.repo_info(repo).private:
+        raise UserError(f"{repo} is there already, and public: change that on the Hub, or leave out --hub_private_repo")
     operations: list[Any] = [
         CommitOperationAdd(name, without_places(path) or str(path)) for name, path in sorted(files.items())
     ]
@@ -102,14 +116,26 @@ def upload(folder: Path, repo: str, private: bool, card: str | None, message: st
     api.create_commit(repo, operations, commit_message=message)
 
 
+def reason_of(error: Exception) -> str:
+    """Why an upload has failed, in a line: what stands behind it, too, and what to do about a token."""
+    said = f"{type(error).__name__}: {quoted(error, 250, str)}"
+    if error.__cause__ is not None and not isinstance(error, UserError):  # "Error while uploading" alone says nothing
+        error = error.__cause__
+        said += f" {type(error).__name__}: {quoted(error, 250, str)}"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    said += {401: " (the Hub does not know this token: hf auth login)", 403: " (may this token write there?)"}.get(
+        status, ""
+    )
+    return " ".join(re.sub(r"(https?://[^\s'?]+)\?[^\s']+", r"\1", said).split())  # a signed address is a secret
+
+
 class Push:
     """What --push_to_hub asks for. On the main process alone; the others have nothing to do with it."""
 
     def __init__(self, args: CommonArgs):
         self.args, self.thread = args, None
         self.staged = Path(args.output_dir, ".push.tmp")
-        self.again = f"python -m tools.push {shlex.quote(args.output_dir)} --hub_model_id {args.hub_model_id}"
-        self.again += " --hub_private_repo" if args.hub_private_repo else ""
+        self.again = push_command(args)
 
     def save(self, checkpoint: Path, make_card: Callable[[], str]) -> None:
         """With --hub_strategy every_save: send the model of a checkpoint while training goes on. While one is under way
@@ -154,9 +180,8 @@ class Push:
                 if done:
                     say(done)
             except Exception as error:  # the network, the Hub, the disk: nothing of these is worth a run
-                reason = quoted(error, 200, str).replace("\n", " ")
                 rest = f"what repeats it: {self.again}" if done else "training goes on, and the next save tries again"
-                say(f"the upload to {self.args.hub_model_id} failed ({type(error).__name__}: {reason}); {rest}")
+                say(f"the upload to {self.args.hub_model_id} failed ({reason_of(error)}); {rest}")
 
         self.thread = threading.Thread(target=work, name="push", daemon=True)
         self.thread.start()

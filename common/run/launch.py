@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import os
+import platform
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
 from common.model.quantised import check_quantisation
-from common.processes import on_main_process
+from common.processes import gather_lists, on_main_process
 from common.run.hub import check_push
 from common.run.inputs import compare_script, inputs_of, keep
 from common.run.metrics import check_tracker
@@ -25,6 +27,7 @@ from common.run.output_dir import (
     refuse_what_is_not_ours,
     writing,
 )
+from common.run.sharded import check_sharded
 
 import torch
 from accelerate import Accelerator
@@ -114,6 +117,11 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         except OSError as error:
             raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
     accelerator.wait_for_everyone()
+    if not args.dry_run:
+        named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # of another run
+        seen = checkpoint if named else output_dir / (checkpoint.name if checkpoint else "args.yaml")
+        refuse_a_disk_of_its_own(accelerator, seen, needed=checkpoint is not None)
+    check_sharded(args, accelerator)
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
@@ -123,6 +131,27 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         f"mixed precision {accelerator.mixed_precision}, output in {output_dir}"
     )
     return accelerator, checkpoint
+
+
+def refuse_a_disk_of_its_own(accelerator: Accelerator, path: Path, needed: bool, patience: float = 30.0) -> None:
+    """Raise UserError on all processes where a machine does not see what the main process has written, and has to: to go on
+    from it, or to write its shards beside it. Else it is said. Called on every process.
+
+    patience: seconds, as a network's file system may show new files late.
+    """
+    if accelerator.num_processes == int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)):
+        return  # one machine
+    end, seen = time.monotonic() + patience, path.exists()
+    while not seen and time.monotonic() < end:
+        time.sleep(0.5)
+        seen = path.exists()
+    blind = gather_lists(accelerator, [] if seen else [platform.node()])
+    if not blind:
+        return
+    machines = ", ".join(sorted(set(blind)))
+    if needed or accelerator.distributed_type in SHARDED:
+        raise UserError(f"{path} is not there on {machines}: --output_dir has to be on a disk that all machines share")
+    say(f"{path} is not there on {machines}: to go on from a checkpoint, --output_dir has to be on a disk that all share")
 
 
 def leave_settings(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.errors import UserError, quoted, say
+from common.errors import UserError, hidden, quoted, say
 from common.memory import finest_dtype, memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
@@ -289,7 +289,8 @@ class Metrics:
     def event(self, kind: str, step: int, text: str, **more: Any) -> None:
         """Note in events.jsonl that something happened: what report.html shows on its line of time. Lines stay there when a
         run goes on from a checkpoint before them."""
-        self.append("events.jsonl", [{"step": step, "time": round(time.time(), 1), "kind": kind, "text": text, **more}])
+        row = {"step": step, "time": round(time.time(), 1), "kind": kind, "text": hidden(text), **more}
+        self.append("events.jsonl", [row])
 
     def append(self, file: str, rows: list[dict[str, Any]]) -> None:
         """Add rows to a JSON-lines file of the run (main process).
@@ -320,9 +321,9 @@ class Metrics:
         if self.report:
             self.report.write(summary)
 
-    def finish(self, best: dict[str, Any] | None = None) -> None:
-        """curves.png, report.html, and summary.json, which stands for a complete run. best: what is known of the best
-        evaluation."""
+    def finish(self, best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """curves.png, report.html, what `also` writes with the summary, and last summary.json, which stands for a complete
+        run. best: what is known of the best evaluation."""
         self.flush()
         if not self.accelerator.is_main_process:
             return
@@ -339,7 +340,7 @@ class Metrics:
             "bad_steps": self.bad_steps,
             "loss_spikes": self.spikes,
             "lost_lines": self.lost_lines,
-            "seconds": round(time.perf_counter() - self.started, 1),
+            "seconds": round(self.seconds(), 1),
             "peak_memory_gib": memory(self.accelerator.device).peak,
             "memory_limit_gib": memory(self.accelerator.device).limit,
             "processes": self.accelerator.num_processes,
@@ -349,6 +350,8 @@ class Metrics:
         }
         self.write_report(summary)
         with writing(self.output_dir):
+            if also is not None:
+                also(summary)
             replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
 
     def _write(self, step: int, values: dict[str, float]) -> None:

@@ -10,10 +10,12 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,7 +33,10 @@ MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*"
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and what lies beside them, by the kind of tokenizer
 NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "events.jsonl", "curves.png")
 NOTES += ("report.html",)
+CLASSIFIER = "classifier"  # a reward model
 CARD, SEAL = "README.md", "<!-- written by a run of Plainloop; one that was edited stays as it is: {} -->\n"
+GATHERED = ".export.weights.tmp"  # the weights of sharded processes, on their way to the final model
+READERS = 8  # threads that hash the files of a checkpoint
 _LOCKS: dict[Path, TextIO] = {}  # that this process holds, kept open: to close any handle of a file lets go of its lock
 
 
@@ -54,12 +59,17 @@ def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None if each file has the size and hash of the manifest."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        for name, (size, digest) in files.items():
+        for name, (size, _) in files.items():
             path = checkpoint / name
             if not path.is_file():
                 return f"{name} is missing"
-            if path.stat().st_size != size or _hash(path) != digest:
+            if path.stat().st_size != size:
                 return f"{name} is damaged"
+        with ThreadPoolExecutor(READERS) as pool:  # shards are many large files
+            digests = pool.map(lambda name: file_hash(checkpoint / name), files)
+            for name, digest in zip(files, digests, strict=True):
+                if files[name][1] != digest:
+                    return f"{name} is damaged"
         return None if "trainer_state.json" in files else "manifest.json does not list trainer_state.json"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"manifest.json cannot be read ({type(error).__name__})"
@@ -114,11 +124,19 @@ def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, p
                     f"{output_dir} holds a complete run ({shown}): a larger --max_steps goes on with it; {again}"
                 )
             say(f"{output_dir} holds this very run, complete: {again}")
+            if args["push_to_hub"]:
+                say(f"to send it to the Hub: {push_command(arguments)}")
             raise SystemExit(0)
         if checkpoint is None:
             raise UserError(f"{output_dir} holds a complete run, and no checkpoint to go on from: {again}")
         _compare(args, allowed, before, checkpoint, processes, again)
     return checkpoint
+
+
+def push_command(args: CommonArgs) -> str:
+    """What sends the model of a finished run to the Hub."""
+    private = " --hub_private_repo" if args.hub_private_repo else ""
+    return f"python -m tools.push {shlex.quote(args.output_dir)} --hub_model_id {args.hub_model_id}{private}"
 
 
 def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | None, script: str = "") -> None:
@@ -204,6 +222,23 @@ def is_held(output_dir: Path) -> bool:
         return False
 
 
+def is_over(output_dir: Path) -> bool:
+    """Whether the run that had the folder last has ended, whatever it says: its lock is free, and was taken on this machine.
+    Another machine's lock is not always seen here."""
+    path = output_dir.resolve() / ".lock"
+    if path in _LOCKS:  # to close another handle of it would let go of it
+        return False
+    try:
+        import fcntl
+
+        with open(path, encoding="utf-8") as file:
+            here = f" on {socket.gethostname()}, since" in file.read(400)
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (ImportError, OSError, ValueError):
+        return False
+    return here
+
+
 def delete_run(output_dir: Path) -> None:
     """Delete what a run has left in its folder, and nothing else that may lie there."""
     for folder in [
@@ -213,6 +248,7 @@ def delete_run(output_dir: Path) -> None:
         *output_dir.glob(".push.tmp"),
     ]:
         shutil.rmtree(folder)
+    (output_dir / GATHERED).unlink(missing_ok=True)
     for pattern in (*LINES, *NOTES, *WEIGHTS):
         for file in output_dir.glob(pattern):
             file.unlink()
@@ -220,12 +256,19 @@ def delete_run(output_dir: Path) -> None:
         (output_dir / CARD).unlink()
 
 
-def write_manifest(folder: Path) -> None:
-    """Flush every file to the disk and list it in manifest.json."""
-    files, manifest = {}, folder / "manifest.json"
+def write_manifest(folder: Path, known: Mapping[str, tuple[int, str]] | None = None) -> None:
+    """Flush every file to the disk and list it in manifest.json.
+
+    known: size and hash of those that other processes have flushed. Raises OSError where one of them is not here.
+    """
+    files, manifest = dict(known or {}), folder / "manifest.json"
+    for name, (size, _) in files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            raise OSError(errno.ENOENT, "what another process has written is not seen here (a disk of its own?)", name)
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != manifest):
-        flush(path)
-        files[str(path.relative_to(folder))] = (path.stat().st_size, _hash(path))
+        if (name := path.relative_to(folder).as_posix()) not in files:
+            flush(path)
+            files[name] = (path.stat().st_size, file_hash(path))
     manifest.write_text(json.dumps({"files": files}, indent=1))
     flush(manifest)
     for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
@@ -296,7 +339,12 @@ def _compare(
 
 
 def _changed(args: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    return [name for name in args if args[name] != before.get(name)]
+    return [name for name in args if args[name] != _as_it_is_now(before.get(name), args[name])]
+
+
+def _as_it_is_now(before: Any, now: Any) -> Any:
+    """A flag that takes several values now may have taken one when a run was begun."""
+    return [before] if isinstance(now, list) and before is not None and not isinstance(before, list) else before
 
 
 def _shown(args: dict[str, Any], before: dict[str, Any], names: list[str]) -> str:
@@ -333,6 +381,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def _hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,6 +6,7 @@ kernel kills a process for its memory. It stands alone, so that it costs 15 MB a
 
 import contextlib
 import json
+import signal
 import sys
 import time
 import urllib.request
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 TIMEOUT = 10.0  # seconds that the address may take to connect, or between two parts of its answer
 MARKS = {"info": "🟢", "warn": "🟠", "error": "🔴"}
 BYE = "bye"
+LONGEST = 60  # seconds that the last will takes
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -55,6 +57,8 @@ def wait_for_the_end() -> None:
     if last == BYE:
         return
     alert = given["alert"] | {"step": int(last or 0), "time": round(time.time(), 3)}
+    if hasattr(signal, "alarm"):
+        signal.alarm(LONGEST)  # an address that answers a byte now and then would keep this process for ever
     alert["text"] = f"after step {last or 0}: the process ended without a word: it was killed, perhaps for its memory"
     for wait in (0.0, 2.0, 10.0):
         time.sleep(wait)

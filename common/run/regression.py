@@ -5,7 +5,7 @@ regression.jsonl has a line for each time:
     {"step", "samples", "pass_at", "temperature", "max_new_tokens",
      "groups": {group: {"passed", "total", "rate", "low", "high"}},
      "turned": {"since_last": {"step", "fell", "rose"}, "since_base": {"step", "fell", "rose"}},
-     "failed": {id: {"why", "completion"}}, "cases": {id: {"rate", "digest"}}}
+     "failed": {id: {"why", "completion"}}, "cases": {id: {"rate", "digest", "group"}}}
 
 groups holds "all", too; low and high are the 95 % interval of the rate. since_* is null where there is nothing to compare.
 """

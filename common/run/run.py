@@ -23,7 +23,7 @@ from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.run.alerts import Alerts
 from common.run.best import Best
-from common.run.card import make_card, public_names, write_card
+from common.run.card import make_card, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
@@ -33,6 +33,7 @@ from common.run.launch import KEPT, hold_on, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
 from common.run.output_dir import writing
+from common.run.public import public_names
 from common.run.regression import Regression
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
@@ -96,7 +97,7 @@ class Run:
         load_extra(model, self.checkpoint)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         self.tokenizer, self.windows = tokenizer, windows
-        state = resume(accelerator, self.checkpoint, self.optimizer)
+        state = resume(accelerator, self.checkpoint, self.optimizer, self.model)
         self.base_dtype = state.get("base_dtype", base_dtype(model))
         self.first_step = self.saved_step = state["step"]
         # What was evaluated and saved up to here is not done again.
@@ -279,10 +280,8 @@ class Run:
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
-        metrics.finish(best.state() if best.step else None)
-        if self.accelerator.is_main_process:
-            with writing(args.output_dir):
-                write_card(args.output_dir, args, self.script, self.public, best.step)
+        card = partial(write_card, args.output_dir, args, self.script, self.public, best.step)
+        metrics.finish(best.state() if best.step else None, also=card)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         if both:
             say("\nbefore -> after, held out:")

@@ -32,8 +32,9 @@ CHECKS = ("equals", "contains", "not_contains", "regex", "number", "max_tokens",
 FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 ALL = "all"  # the group of all cases
 PASSES = 0.5  # a case counts as passed from this share of its answers on, and an answer from this reward on
+LARGEST = 1e300  # of a number that an answer may have to be: a larger one may be no float
 ALPHA = 0.05  # a fall that chance brings less often than this is one
-Known = dict[str, dict[str, Any]]  # {id: {"rate", "digest"}}: how the cases of an earlier time went
+Known = dict[str, dict[str, Any]]  # {id: {"rate", "digest", "group"}}: how the cases of an earlier time went
 
 
 @dataclass
@@ -179,8 +180,9 @@ def _problem(name: str, value: Any) -> str:
     if name in ("regex", "reward"):
         return "" if isinstance(value, str) and value else "expected text"
     if name == "number":
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return "" if number else "expected a number"
+        if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+            return "expected a number"
+        return "" if abs(value) <= LARGEST else f"expected a number of at most {LARGEST:g} in size"
     if name == "max_tokens":
         return (
             ""
@@ -277,7 +279,7 @@ def _judge(case: Case, text: str, finished: bool, reward: float | None, timeout:
 
 def known(results: list[Result]) -> Known:
     """What a later time needs of these."""
-    return {r.case.id: {"rate": round(r.rate, 6), "digest": r.case.digest} for r in results}
+    return {r.case.id: {"rate": round(r.rate, 6), "digest": r.case.digest, "group": r.case.group} for r in results}
 
 
 def by_group(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:

@@ -233,6 +233,32 @@ def test_only_the_main_process_sends_and_a_dry_run_does_not(monkeypatch):
     assert len(server.got) == 1
 
 
+def test_of_two_addresses_on_a_command_line_none_stays(monkeypatch):
+    words = ["--alert_webhook", "http://h/one", "--alert-webhook=http://h/two", "--alert_webhook", "http://h/three", "x"]
+    monkeypatch.setattr(sys, "argv", [*words])
+    alerts_to("http://h/three")
+    assert sys.argv == ["--alert_webhook", "(secret)", "--alert-webhook=(secret)", "--alert_webhook", "(secret)", "x"]
+
+
+def test_an_error_of_somebody_elses_code_does_not_name_the_address(launch, tmp_path, monkeypatch, capsys):
+    """A reward function that calls it by itself, and fails."""
+    server = Server()
+    (tmp_path / "own.py").write_text(
+        "import os\ndef f(prompts, completions, **_):\n    raise OSError(os.environ['PLAINLOOP_ALERT_WEBHOOK'])\n"
+    )
+    monkeypatch.setenv("PLAINLOOP_ALERT_WEBHOOK", server.url)
+    row = {"id": "a", "group": "g", "prompt": "x", "reward": f"{tmp_path / 'own.py'}:f"}
+    (tmp_path / "suite.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["--model_name_or_path", "data/base_model", *SMALL, "--alert_webhook", server.url]
+    with pytest.raises(UserError, match="raised OSError") as error:
+        launch("sft", *words, "--regression_suite", str(tmp_path / "suite.jsonl"))
+    assert TOKEN in str(error.value) and TOKEN not in errors.printable(str(error.value))
+    last_words(error.value)
+    assert [got["event"] for got in server.got] == ["died"] and TOKEN not in json.dumps(server.got)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert files and not [path for path in files if TOKEN.encode() in path.read_bytes()]
+
+
 def test_an_error_that_ends_the_run_is_told_before_the_process_ends():
     server = Server()
     alerts = alerts_to(server.url)

@@ -5,6 +5,8 @@ import sys
 from types import SimpleNamespace
 
 from common.errors import UserError
+from common.run import launch
+from common.run.gpu_advice import idle_gpus
 from common.run.launch import _refuse_false_launches, refuse_too_many_processes
 from tests.conftest import ROOT, run_script
 from tests.scripts.test_equivalence import free_port
@@ -13,7 +15,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 FOLDER = ROOT / "accelerate_configs"
@@ -110,6 +112,44 @@ def test_processes_that_share_a_micro_batch_are_refused():
     launched = SimpleNamespace(num_processes=1, distributed_type="NO", parallelism_config=sizes)
     with pytest.raises(UserError, match="tp_size"):
         _refuse_false_launches(launched)
+
+
+def test_gpus_that_have_nothing_to_do_are_named():
+    assert idle_gpus(1, 1) == idle_gpus(8, 8) == []
+    (line,) = idle_gpus(1, 8)
+    assert "1 of 8" in line and "--num_processes 8" in line
+
+
+class Two:
+    """Two machines with one process each, of which the other sees what `other` says."""
+
+    num_processes, distributed_type = 2, DistributedType.MULTI_GPU
+
+    def __init__(self, other):
+        self.other = other
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP"])
+def test_machines_that_do_not_share_a_disk(kind, tmp_path, monkeypatch, capsys):
+    """It is said, and refused where a checkpoint or shards have to be there."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(launch, "gather_lists", lambda accelerator, mine: mine + accelerator.other)
+    path = tmp_path / "args.yaml"
+    for there, other in ((True, []), (False, []), (True, ["node08"])):
+        path.touch() if there else path.unlink(missing_ok=True)
+        run = Two(other)
+        run.distributed_type = DistributedType[kind]
+        if there and not other:
+            launch.refuse_a_disk_of_its_own(run, path, needed=True, patience=0.0)
+        for needed in (True, False) if other or not there else ():
+            if needed or kind == "FSDP":
+                with pytest.raises(UserError, match="a disk that all machines share"):
+                    launch.refuse_a_disk_of_its_own(run, path, needed, patience=0.0)
+            else:
+                launch.refuse_a_disk_of_its_own(run, path, needed, patience=0.0)
+                assert "is not there on" in capsys.readouterr().out
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # one machine: nobody is asked
+    launch.refuse_a_disk_of_its_own(Two(["node08"]), tmp_path / "nowhere", needed=True)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ MAY_CHANGE = {
 }
 EXECUTION = (  # and precompute_ref_log_probs of DPO, generation_batch_size, rollout_server of GRPO
     "eval_steps per_device_eval_batch_size num_samples logging_steps save_steps save_total_limit report_to run_name output_dir "
-    "overwrite_output_dir dry_run resume_from_checkpoint dataset_cache_dir dataset_num_proc strict_data trust_remote_code "
+    "sharded_checkpoints overwrite_output_dir dry_run resume_from_checkpoint dataset_cache_dir dataset_num_proc strict_data trust_remote_code "
     "auto_micro_batch max_bad_steps max_hours save_minutes reward_timeout merge_lora gradient_checkpointing "
     "activation_offloading torch_compile accept_changes export_dtype regression_steps empty_cache_above "
     "alert_webhook alert_memory_above alert_stall_minutes push_to_hub hub_model_id hub_private_repo hub_strategy"
@@ -71,6 +71,22 @@ def test_for_each_flag_it_is_decided_whether_it_may_change(stage):
     assert set(EXECUTION.split()) <= execution and len(execution) == len(EXECUTION.split()) + {"dpo": 1, "grpo": 2}.get(
         stage, 0
     )
+
+
+def test_a_value_where_several_may_stand_now_is_the_list_of_it(tmp_path, capsys):
+    """A run that was begun when a flag took one value, which takes several now, goes on."""
+    args = folder_of_a_run(tmp_path, dataset_name="data/sft", eval_temperatures=0.0)
+    now = args | {"dataset_name": ["data/sft"], "eval_temperatures": [0.0]}
+    assert claim(now).name == "checkpoint-6" and "->" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="is of another run"):
+        claim(now | {"dataset_name": ["data/sft", "data/dpo"]})
+
+
+def test_a_complete_run_that_was_to_be_sent_says_what_sends_it(tmp_path, capsys):
+    args = folder_of_a_run(tmp_path, complete=True)
+    with pytest.raises(SystemExit):
+        claim(args | {"push_to_hub": True, "hub_model_id": "a/b", "hub_private_repo": True})
+    assert f"python -m tools.push {tmp_path / 'out'} --hub_model_id a/b --hub_private_repo" in capsys.readouterr().out
 
 
 def folder_of_a_run(tmp_path, *, steps=(3, 6), complete=False, processes=1, **changed):

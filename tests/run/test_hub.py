@@ -4,6 +4,8 @@ import getpass
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,9 +14,10 @@ import train_grpo
 import train_sft
 from common.command_line import parse_args
 from common.errors import UserError
-from common.run.card import make_card, public_names
-from common.run.hub import Push, files_to_push, without_places
+from common.run.card import make_card, merged_card
+from common.run.hub import Push, check_repo, files_to_push, reason_of, without_places
 from common.run.output_dir import is_sealed, seal
+from common.run.public import public_names
 from tests.conftest import ROOT, demo, run_script
 from tests.run.hub_stand_in import Hub
 from tools import push
@@ -131,6 +134,8 @@ def test_a_local_model_is_followed_to_where_it_came_from(tmp_path):
         (tmp_path / folder).mkdir()
         settings = {"output_dir": f"outputs/{folder}", "model_name_or_path": origin}
         (tmp_path / folder / "args.yaml").write_text(yaml.safe_dump(settings))
+        files = {origin: "hash"} if folder == "dpo" else {}
+        (tmp_path / folder / "inputs.json").write_text(json.dumps({"files": files}))
 
     def card_of(*words):
         words = ["--model_name_or_path", str(tmp_path / "dpo"), "--dataset_name", "c/d", *words]
@@ -141,6 +146,104 @@ def test_a_local_model_is_followed_to_where_it_came_from(tmp_path):
     assert head(card)["base_model"] == "Qwen/Qwen3-0.6B" and head(card)["base_model_relation"] == "finetune"
     assert "after an earlier stage (sft), then an earlier stage (dpo)" in card and str(tmp_path) not in card
     assert "base_model" not in head(card_of("--use_peft"))
+    # A folder that lay here when the first stage began is none of the Hub's names, though it is gone now.
+    (tmp_path / "sft" / "inputs.json").write_text(json.dumps({"files": {"Qwen/Qwen3-0.6B": "hash"}}))
+    assert "base_model" not in head(card_of()) and "Qwen" not in card_of().split("## The command")[0]
+
+
+def sft_args(tmp_path, *words):
+    return parse_args(train_sft.Args, demo("sft"), None, [*words, "--output_dir", str(tmp_path)])
+
+
+def test_a_card_has_all_that_was_measured_of_its_model(tmp_path):
+    """An evaluation and a suite are lines of their own; what is of another step is not of this model."""
+    lines = [
+        {"step": 0, "eval_regression/all": 0.1},
+        {"step": 0, "eval_loss": 4.0, "eval_loss_of_all": 1.0},
+        {"step": 2, "eval_loss": 3.0},
+        {"step": 4, "eval_regression/all": 0.3},
+        {"step": 4, "eval_loss": 3.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = sft_args(tmp_path, "--model_name_or_path", "a/b", "--dataset_name", "c/d")
+    card = make_card(tmp_path, args, "train_sft.py", set())
+    assert "at step 0 and at step 4" in card and "| loss | 4 | 3.5 |" in card and "| regression/all | 0.1 | 0.3 |" in card
+    card = make_card(tmp_path, args, "train_sft.py", set(), best_step=2)
+    assert "| loss | 4 | 3 |" in card and "regression/all" not in card
+
+
+def test_what_is_private_is_not_told_by_the_way(tmp_path, monkeypatch):
+    """By a metric that is named after a file, as a file in a folder of the demo's, in words, by the environment."""
+    monkeypatch.setenv("ACME_API_KEY", "hunter2hunter2")
+    monkeypatch.setattr(getpass, "getuser", lambda: "annette")
+    words = ["--model_name_or_path", "a/b", "--dataset_name", "data/sft/acme.jsonl", "/srv/meetings.jsonl", "data/sft"]
+    words += ["--save_best", "min:eval_meetings_loss", "--eval_reward_funcs", "/srv/acme_judge", "exact_number"]
+    words += ["--dataset_format", "Annette's own", "--dataset_train_split", "hunter2hunter2"]
+    args = sft_args(tmp_path, *words, "--lora_target_modules", "sk-proj-abcdefgh")
+    public = public_names(args)
+    assert public == {"a/b", "data/sft", "exact_number"}
+    sources = [{"source": "meetings", "path": "/srv/meetings.jsonl"}, {"source": "acme", "path": "data/sft/acme.jsonl"}]
+    (tmp_path / "dataset.json").write_text(json.dumps({"sources": sources, "eval_sources": sources}))
+    line = {"step": 1, "eval_loss": 2.0, "eval_meetings_loss": 2.0, "eval_acme_loss": 2.0, "eval_acme_judge_t0.7": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line))
+    card = make_card(tmp_path, args, "train_sft.py", public)
+    for word in ("acme", "meetings", "Annette", "hunter2", "sk-proj", "srv"):
+        assert word not in card, word
+    assert "| loss | 2 | 2 |" in card and "--save_best SAVE_BEST" in card
+    monkeypatch.chdir(tmp_path)  # another project has a data/sft, too
+    (tmp_path / "data" / "sft").mkdir(parents=True)
+    assert not public_names(sft_args(tmp_path, "--model_name_or_path", "a/b", "--dataset_name", "data/sft")) - {"a/b"}
+
+
+def test_a_run_without_its_card_is_not_complete(launch, tmp_path, monkeypatch):
+    """A kill between the card and summary.json lets the next start write both."""
+    import common.run.metrics
+
+    replace = common.run.metrics.replace_text
+
+    def killed(path, text):
+        raise KeyboardInterrupt if path.name == "summary.json" else replace(path, text)
+
+    monkeypatch.setattr(common.run.metrics, "replace_text", killed)
+    with pytest.raises((KeyboardInterrupt, TypeError)):
+        launch("sft", "--config", "data/configs/sft.yaml", *SMALL, "--eval_steps", "0", "--max_train_samples", "8")
+    assert is_sealed(tmp_path / "out" / "README.md") and not (tmp_path / "out" / "summary.json").exists()
+
+
+def test_the_card_of_a_merged_adapter(launch, tmp_path):
+    """What it was merged from, and how; the rest as the adapter's own card has it, where no hand was at it."""
+    args = sft_args(tmp_path, "--model_name_or_path", "Qwen/Qwen3-0.6B", "--dataset_name", "c/d", "--use_peft")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 4.0}\n{"step": 3, "eval_loss": 3.5}\n')
+    own = make_card(tmp_path, args, "train_sft.py", public_names(args))
+    (tmp_path / "README.md").write_text(own)
+    known = {"base_model_name_or_path": "Qwen/Qwen3-0.6B", "r": 16, "lora_alpha": 32, "use_rslora": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(known))
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    card = merged_card(tmp_path, merged, None, "bfloat16")
+    assert head(card) == head(own) | {"library_name": "transformers", "base_model_relation": "finetune"}
+    assert "(https://huggingface.co/Qwen/Qwen3-0.6B), by a LoRA adapter (rank 16, alpha 32) that was merged into it" in card
+    assert "W + alpha / √r · B A" in card and "kept in bfloat16" in card and "| loss | 4 | 3.5 |" in card
+    assert "which is this model" not in card and "AutoPeft" not in card and "--use_peft" in card
+    (merged / "README.md").write_text(card)
+    assert is_sealed(merged / "README.md")
+    after = sft_args(tmp_path, "--model_name_or_path", str(merged), "--dataset_name", "c/d")
+    assert head(make_card(tmp_path, after, "train_sft.py", set()))["base_model"] == "Qwen/Qwen3-0.6B"
+    (tmp_path / "README.md").write_text(own.replace("Qwen", "Acme"))
+    card = merged_card(tmp_path, merged, str(tmp_path), "float32")
+    assert "a local model, by a LoRA" in card and "Acme" not in card and "| loss" not in card and str(tmp_path) not in card
+
+
+@pytest.mark.slow
+def test_the_card_of_a_reward_model_uses_it_and_its_command_is_that_of_an_experiment(hub, launch):
+    words = [*SMALL, "--dataset_name", "data/dpo", "--max_train_samples", "20", "--push_to_hub", "--hub_model_id", NAME]
+    output = launch("reward", *words)
+    card = (output / "README.md").read_text()
+    assert head(card)["pipeline_tag"] == "text-classification" and "launch -m experiments.train_reward --model" in card
+    code = card.split("```python\n")[1].split("```")[0]
+    done = run_script([sys.executable, "-c", code.replace('"..."', repr(str(output)))])
+    assert done.returncode == 0 and "tensor([[" in done.stdout, done.stderr[-2000:]
+    assert hub.repos[NAME]["classifier/model.safetensors"] == (output / "classifier" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
@@ -251,6 +354,30 @@ def test_what_cannot_be_sent_is_said_before_anything_is_trained(hub, launch, tmp
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("name", ["ö/模型", "a/b--c", "a/b.git", "a/b.", "a/b/c", "a", f"a/{'b' * 99}", "", None])
+def test_a_name_that_the_hub_would_refuse_is_refused_here(name, hub):
+    with pytest.raises(UserError, match="expected OWNER/NAME"):
+        check_repo(name)
+    check_repo("some-one/a_model.v1")
+
+
+def test_what_was_to_be_private_is_not_sent_where_all_can_read_it(hub):
+    hub.repos[NAME], hub.private[NAME] = {}, False
+    with pytest.raises(UserError, match="there already, and public: change that on the Hub, or leave out"):
+        push.main(["data/base_model", "--hub_model_id", NAME, "--hub_private_repo"])
+    assert not hub.repos[NAME] and not hub.commits
+    hub.private[NAME] = True
+    push.main(["data/base_model", "--hub_model_id", NAME, "--hub_private_repo"])
+    assert hub.commits
+
+
+def test_the_reason_of_a_failure_is_told_and_a_signed_address_is_not():
+    error = RuntimeError("Error while uploading")
+    error.__cause__ = OSError("403 for url 'https://s3.example/model?X-Signature=abc&Key=def'\nfull")
+    said = reason_of(error)
+    assert said == "RuntimeError: Error while uploading OSError: 403 for url 'https://s3.example/model' full"
+
+
 def test_a_folder_without_a_model_is_not_sent(hub, tmp_path):
     (tmp_path / "notes.txt").write_text("a")
     with pytest.raises(UserError, match="holds no model"):
@@ -272,7 +399,10 @@ def test_code_of_a_model_goes_with_it_and_paths_in_its_settings_do_not(tmp_path)
     assert "modeling_mine.py" in files and "train_sft.py" not in files
     assert json.loads(without_places(files["config.json"])) == config | {"_name_or_path": "base"}
     assert json.loads(without_places(files["adapter_config.json"])) == {"base_model_name_or_path": "base_model", "r": 8}
-    assert without_places(files["tokenizer_config.json"]) is None
+    (base / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "gone/acme/base"}))
+    assert json.loads(without_places(files["adapter_config.json"])) == {"base_model_name_or_path": "base"}
+    (base / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
+    assert without_places(files["adapter_config.json"]) is None and without_places(files["tokenizer_config.json"]) is None
 
 
 @pytest.mark.slow
@@ -294,4 +424,12 @@ def test_as_a_user_runs_it(tmp_path):
     done = run_script(again, **env | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert done.returncode == 1 and done.stderr.count("\n") <= 8 and "was not sent" in done.stderr, done.stderr
     assert time.time() - start < 120
+    hub.gate.clear()
+    known = len(hub.calls)
+    process = subprocess.Popen(again, cwd=ROOT, env=os.environ | env, stderr=subprocess.PIPE, text=True)
+    while len(hub.calls) == known and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1].splitlines()[-1] == "stopped" and process.returncode == 130
+    hub.gate.set()
     hub.close()

@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
 import random
 import re
+import signal
 
 from common.args import CommonArgs
 from common.run.curves import draw_curves, frame_of, frames_of, is_logarithmic
 from common.run.metrics import Metrics, _main
+from common.run.output_dir import _lock
 from common.run.report import Report, embedded, page, write_report
 from common.run.report.compare import mcnemar, two_proportions, wilson
 from common.run.report.describe import command_of, defaults_of, describe_run
@@ -132,6 +135,46 @@ def test_a_log_of_100000_steps_gives_a_page_below_2_mb_with_its_peak(tmp_path):
     )
 
 
+def test_many_metrics_and_heavy_characters_give_a_page_below_2_mb_with_every_peak(tmp_path):
+    """Every curve is as fine as all of them allow; a text costs what it takes in the page."""
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 1001):
+            row = {f"metric_{k}": math.sin(step * k) * 1.2345678e-5 for k in range(1, 100)} | {"peak": float(step == 777)}
+            file.write(json.dumps({"step": step} | row) + "\n")
+    text = "<\0😀" * 1000
+    rows = [
+        {"step": s, "prompt": f"{i}{text}", "completion": f"{s} {i}{text}", "temperature": 0.0}
+        for s in range(4)
+        for i in range(99)
+    ]
+    write_lines(tmp_path / "samples.jsonl", rows)
+    write_lines(tmp_path / "completions.jsonl", [row | {"prompt": row["prompt"][:1] + text, "reward": 1.0} for row in rows])
+    write_report([tmp_path], tmp_path / "report.html")
+    shown = data_of((tmp_path / "report.html").read_text())["runs"][0]
+    assert (tmp_path / "report.html").stat().st_size < 2_000_000
+    peak = next(curve for curve in shown["curves"] if curve["name"] == "peak")
+    assert len(shown["curves"]) == 100 and max(peak["high"]) == 1 and len(peak["y"]) == 250
+    assert shown["x"][0][peak["y"].index(max(peak["y"]))] == pytest.approx(777, abs=20) and peak["size"] == 4
+    assert shown["samples"]["prompts"] and shown["completions"][-1]["step"] == 3
+
+
+@pytest.mark.parametrize("length, most", [(9, 4), (64, 10), (801, 800), (1000, 7)])
+def test_a_table_of_fewer_points_keeps_all_values_in_their_ranges(length, most):
+    values = np.random.default_rng(length).normal(size=length)
+    curve = Curve(2000)
+    for step, value in enumerate(values):
+        curve.add(step, value)
+    table = curve.table(most)
+    assert most / 2 <= len(table["y"]) <= most and 3 * len(table["y"]) == curve.numbers(most)
+    bounds = range(0, length, table["size"])
+    assert len(bounds) == len(table["y"])
+    for k, start in enumerate(bounds):
+        part = values[start : start + table["size"]]
+        expected = (part.mean(), part.min(), part.max())
+        assert (table["y"][k], table["low"][k], table["high"][k]) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert len(curve.table()["y"]) == len(curve.buckets) > most, "the curve itself is as it was"
+
+
 def test_lines_that_are_damaged_or_not_whole_are_passed_over(tmp_path):
     file = tmp_path / "lines.jsonl"
     file.write_bytes(b'{"step": 1}\n{"ste\n[1]\n{"step": "x"}\n{"step": true}\n\xff\n{"step": 2}\n{"step": 3}')
@@ -163,6 +206,42 @@ def test_a_text_that_stayed_the_same_stands_there_once(tmp_path):
     assert samples["prompts"][0]["texts"] == ["answer 0 at 0", 0]
     assert samples["prompts"][1]["texts"] == ["answer 1 at 0", "answer 1 at 40"]
     assert samples["prompts"][1]["scores"] == {"right": [0, 1]}
+
+
+def test_counts_that_are_none_are_left_out_of_a_comparison(tmp_path):
+    good = {"passed": 1, "total": 2}
+    for name, bad in (("one", {"passed": 5, "total": 2}), ("two", {"passed": 10**400, "total": 10**401})):
+        worse = {"passed": -1, "total": -2}
+        write_lines(
+            a_run(tmp_path / name) / "regression.jsonl", [{"step": 1, "groups": {"good": good, "bad": bad, "worse": worse}}]
+        )
+    write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html")
+    compared = data_of((tmp_path / "both.html").read_text())["compared"]
+    assert [rate["name"] for rate in compared["rates"] if rate["name"].startswith("suite")] == ["suite: good"]
+
+
+def test_a_run_that_was_killed_is_not_said_to_go_on(tmp_path):
+    """While it lives its lock is held; after kill -9 nobody holds it, and nothing has been written of its end."""
+    folder = a_run(tmp_path / "run")
+    events = (folder / "events.jsonl").read_text().splitlines()
+    (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in events if "finished" not in line))
+
+    def state():
+        write_report([folder], folder / "report.html")
+        return data_of((folder / "report.html").read_text())["runs"][0]["state"]
+
+    assert state() == "running", "who knows: it left no lock"
+    told, tells = os.pipe()
+    if not (child := os.fork()):
+        os.write(tells, str(_lock(folder)).encode())
+        signal.pause()
+    assert os.read(told, 99) == b"None" and state() == "running"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert state() == "killed"
+    lock = folder / ".lock"
+    lock.write_text(lock.read_text().replace(" on ", " on another-"))
+    assert state() == "running", "a machine whose locks may not be seen here"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\x00", "a: &a [*a]", '{"runs": NaN}'])
@@ -324,6 +403,27 @@ def test_runs_are_compared_by_settings_and_by_the_prompts_that_both_were_given(t
     assert rate["name"] == "right" and [row["passed"] for row in rate["runs"]] == [8, 14]
     assert rate["runs"][1]["test"].startswith("McNemar") and rate["runs"][1]["p"] == pytest.approx(2 / 2**6)
     assert (rate["runs"][1]["gained"], rate["runs"][1]["lost"]) == (6, 0)
+
+
+def test_suites_of_two_runs_are_compared_case_by_case(tmp_path):
+    """7 of 9 that failed pass now, none fell: McNemar's exact p is 2 / 2^7. A case that was edited is not the same."""
+    for name, right in (("one", 1), ("two", 8)):
+        cases = {
+            f"c{i}": {"rate": float(i < right), "digest": "x" if i else name, "group": "easy" if i else "edited"}
+            for i in range(10)
+        }
+        cases["c9"]["group"] = "hard"
+        groups = {
+            group: {"passed": sum(c["rate"] for c in own), "total": len(own)}
+            for group in ("easy", "hard", "edited")
+            if (own := [case for case in cases.values() if case["group"] == group])
+        }
+        write_lines(a_run(tmp_path / name) / "regression.jsonl", [{"step": 1, "groups": groups, "cases": cases}])
+    write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html")
+    rates = data_of((tmp_path / "both.html").read_text())["compared"]["rates"]
+    second = {rate["name"]: rate["runs"][1] for rate in rates}
+    assert second["suite: easy"]["test"] == "McNemar, exact" and second["suite: easy"]["p"] == 2 / 2**7
+    assert second["suite: hard"]["p"] == 1 and second["suite: edited"]["test"] == "two proportions"
 
 
 def test_a_suite_that_was_tested_is_shown_and_compared(tmp_path):

@@ -100,6 +100,7 @@ GOOD = {"id": "a", "group": "g", "prompt": "x", "contains": "y"}
         ({"regex": 3}, "regex", "expected text"),
         ({"number": "8"}, "number", "expected a number, found '8'"),
         ({"number": True}, "number", "expected a number"),
+        ({"number": 10**400}, "number", "expected a number of at most 1e.300 in size"),
         ({"max_tokens": 0}, "max_tokens", "expected a whole number"),
         ({"max_tokens": 2.5}, "max_tokens", "expected a whole number"),
         ({"reward": "nowhere.py:f"}, "reward", "there is no file nowhere.py"),

@@ -11,7 +11,7 @@ import sys
 import textwrap
 
 from common.errors import UserError
-from tests.conftest import ROOT, demo, run_script
+from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, teacher
 from tests.scripts.test_equivalence import free_port
 from tests.scripts.test_readme import local  # noqa: F401
 
@@ -69,11 +69,16 @@ def explained() -> set[str]:
 def test_every_metric_that_a_script_writes_is_explained(launch, tmp_path):
     runs = {"grpo_several": ["--beta", "0.1", "--num_iterations", "2", "--eval_temperatures", "0", "0.7"]}
     runs |= {"pretrain_moe": ["--num_experts", "4", "--hidden_size", "64"], "sft_two": []}
-    patterns = [re.escape(name).replace("<function>", r"[\w.]+").replace("<source>", r"[\w.-]+") for name in explained()]
+    functions, sources = r"(exact_number|regex|polite|reward)", r"(train|validation|sft)"  # of these runs, and no other word
+    patterns = [re.escape(name).replace("<function>", functions).replace("<source>", sources) for name in explained()]
     patterns = [re.sub(r"<T>", r"[\\d.]+", pattern) for pattern in patterns]
+    runs |= {name: ["--model_name_or_path", "data/base_model"] for name in EXPERIMENTS}
+    runs["distill"] = [*runs["distill"], "--lmbda", "0.5", "--teacher_model_name_or_path", teacher()]
     for name in (*STAGES, *runs):
-        stage = name.split("_")[0]
-        words = ["--config", demo(stage), *SMALL[stage], *runs.get(name, [])]
+        stage = name if name in EXPERIMENTS else name.split("_")[0]
+        words = ["--config", demo(stage), *SMALL.get(stage, TINY), *runs.get(name, [])]
+        if stage in ("ppo", "rft", "tools", "distill"):
+            words += ["--max_completion_length", "8"]
         if name == "sft_two":
             words += ["--dataset_name", "data/sft/train.jsonl", "data/sft/validation.jsonl", "--eval_fraction", "0.2"]
         output = launch(stage, *words, output=name)
@@ -86,7 +91,8 @@ def test_every_metric_that_a_script_writes_is_explained(launch, tmp_path):
 
 
 def test_the_names_of_metrics_in_the_page_are_in_the_code():
-    code = "".join(path.read_text() for path in [*ROOT.glob("common/**/*.py"), *(ROOT / f"train_{s}.py" for s in STAGES)])
+    kinds = ("common/**/*.py", "train_*.py", "experiments/*.py")
+    code = "".join(path.read_text() for kind in kinds for path in ROOT.glob(kind))
     for name in explained():
         plain = name.removeprefix("eval_")
         for part in re.split(r"<\w+>", plain):
@@ -186,6 +192,14 @@ def test_a_missing_harness_is_one_line(monkeypatch):
         lm_eval.main(["data/base_model", "arc_easy"])
 
 
+@pytest.mark.parametrize("words", ["--limit -1", "--num_fewshot -3", "--batch_size 0", "--output gone/x.json"])
+def test_what_the_harness_would_take_in_silence_is_refused(words):
+    from tools import lm_eval
+
+    with pytest.raises(UserError, match="--limit above 0|no such folder"):
+        lm_eval.main(["data/base_model", "arc_easy", *words.split()])
+
+
 @pytest.mark.slow
 def test_a_task_of_local_rows_is_evaluated(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
@@ -242,40 +256,60 @@ def test_the_commands_of_a_page_run_as_they_stand(name, local):  # noqa: F811
     assert done >= 1
 
 
+@pytest.mark.slow
+def test_the_benchmarks_that_the_pages_name_start():
+    pages = "".join(
+        path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"))
+    )
+    scripts = sorted(set(re.findall(r"python (benchmarks/\w+\.py)", pages)))
+    assert len(scripts) > 5
+    for script in scripts:
+        done = run_script([sys.executable, script, "--help"])
+        assert done.returncode == 0, (script, done.stderr[-2000:])
+
+
 # --- several machines ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_two_launchers_are_two_machines(tmp_path):
+def two_machines(tmp_path, outputs, *words):
     """The command of docs/parallel.md with multi_node.yaml, here with one CPU process on each of two "machines"."""
-    config = (
-        (ROOT / "accelerate_configs" / "multi_node.yaml")
-        .read_text()
-        .replace("mixed_precision: bf16", "mixed_precision: 'no'")
-    )
+    config = (ROOT / "accelerate_configs" / "multi_node.yaml").read_text()
+    config = config.replace("mixed_precision: bf16", "mixed_precision: 'no'")
     (tmp_path / "config.yaml").write_text(config + "use_cpu: true\n")
     port = free_port()
 
     def launcher(rank):
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "config.yaml")]
-        command += [
-            "--num_machines",
-            "2",
-            "--num_processes",
-            "2",
-            "--machine_rank",
-            str(rank),
-            "--main_process_ip",
-            "127.0.0.1",
-        ]
-        command += ["--main_process_port", str(port), "train_sft.py", *SMALL["sft"], "--dataset_name", "data/sft"]
-        return [*command, "--output_dir", str(tmp_path / "out"), "--dataset_cache_dir", str(tmp_path / "cache")]
+        command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", str(rank)]
+        command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+        command += ["train_sft.py", *SMALL["sft"], "--dataset_name", "data/sft", *words]
+        return [*command, "--output_dir", str(outputs[rank]), "--dataset_cache_dir", str(tmp_path / "cache")]
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first, second = pool.map(lambda rank: run_script(launcher(rank)), range(2))
+        return list(pool.map(lambda rank: run_script(launcher(rank)), range(2)))
+
+
+@pytest.mark.slow
+def test_two_launchers_are_two_machines(tmp_path):
+    first, second = two_machines(tmp_path, [tmp_path / "out"] * 2)
     assert first.returncode == second.returncode == 0, (first.stderr[-2000:], second.stderr[-2000:])
     assert "2 process(es) on cpu" in first.stdout and "process(es)" not in second.stdout
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["processes"] == 2
+
+
+@pytest.mark.slow
+def test_two_machines_that_share_no_disk(tmp_path):
+    """A run trains and says it; the run that would go on from its checkpoint is refused, on both."""
+    outputs = [tmp_path / "one", tmp_path / "other"]
+    first, second = two_machines(tmp_path, outputs, "--save_steps", "1")
+    assert first.returncode == second.returncode == 0, (first.stderr[-2000:], second.stderr[-2000:])
+    assert "args.yaml is not there on" in first.stdout and (outputs[0] / "summary.json").exists()
+    (outputs[0] / "summary.json").unlink()
+    runs = two_machines(tmp_path, outputs, "--save_steps", "1")
+    assert all(run.returncode for run in runs)
+    assert all(
+        "checkpoint-2 is not there on" in run.stderr and "Traceback" not in run.stderr.split("error:")[0] for run in runs
+    )
 
 
 def test_the_slurm_job_hands_on_machines_ranks_and_addresses(tmp_path):

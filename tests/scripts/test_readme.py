@@ -105,6 +105,8 @@ def test_the_chain_of_lora_and_the_lines_that_use_its_result_run_as_written(loca
         assert done.returncode == 0, (command, done.stderr[-2000:])
         assert "Warning" not in done.stderr, done.stderr
     assert done.stdout.strip()
+    card = open("outputs/merged/README.md").read()
+    assert "after an earlier stage, by a LoRA adapter (rank 16, alpha 32)" in card and "- Method: preference" in card
     shutil.copytree("outputs/merged", "outputs/sft")
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
         done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=300)

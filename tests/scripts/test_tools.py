@@ -127,6 +127,10 @@ class Odd(Counter):
         pass
 
 
+class Kept(dict, Counter):
+    pass
+
+
 class Bare(Counter):
     @staticmethod
     def helper(x):
@@ -344,6 +348,8 @@ def test_static_methods_methods_of_the_class_and_decorated_ones_are_tools_and_pr
     for name, arguments, said in calls:
         assert script.answer(args, environment.tools, c, {"name": name, "arguments": arguments}) == said
     assert (c.calls, c.failures) == (3, 0)
+    args.environment_factory = f"{tmp_path}/environments.py:Kept"
+    assert script.load_environment(args, tokenizer()).tools.arguments == {"count": ["word"]}  # and not dict.pop
 
 
 def test_a_game_with_a_state_is_played_over_several_turns(launch, model, monkeypatch, tmp_path, completions):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import quoted, say
-from common.run.output_dir import is_held
+from common.run.output_dir import is_held, is_over
 from common.run.report.compare import compare_runs
 from common.run.report.describe import describe_run
 from common.run.report.read import Folder
@@ -50,10 +50,18 @@ class Report:
 def write_report(folders: list[str | Path], file: Path) -> None:
     """One page of one or several output folders."""
     read = [Folder(folder) for folder in folders]
-    runs = [describe_run(folder) for folder in read]
+    runs = [_from_outside(describe_run(folder), folder.path) for folder in read]
     if len({run["name"] for run in runs}) < len(runs):  # each is in a folder of its own
         runs = [run | {"name": run["folder"]} for run in runs]
     write_page(file, page(runs, compare_runs(runs, read) if len(runs) > 1 else None))
+
+
+def _from_outside(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A run that may be under way in another process: when it was last heard of, and whether it was killed."""
+    metrics = folder / "metrics.jsonl"
+    if metrics.is_file():
+        run["news"] = round(metrics.stat().st_mtime)
+    return run | {"state": "killed"} if run["state"] == "running" and is_over(folder) else run
 
 
 def page(runs: list[dict[str, Any]], compared: dict[str, Any] | None = None) -> str:

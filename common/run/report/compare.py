@@ -26,10 +26,11 @@ def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
 def rates(runs: list[dict[str, Any]], folders: list[Folder]) -> list[dict[str, Any]]:
     """Of each score that is passed or not: the rate of each run, with its interval, and the tests against the first run.
 
-    Where two runs were given the same prompts, those on which they differ decide (McNemar, exact); else two proportions.
+    Where two runs were given the same prompts, or cases, those on which they differ decide (McNemar, exact); else two
+    proportions.
     """
     tables = [run["rates"] | suite(run["regression"]) for run in runs]
-    outcomes = [outcomes_of(folder.samples()[-1:]) for folder in folders]
+    outcomes = [outcomes_of(folder.samples()[-1:]) | suite_outcomes(folder.regression[-1:]) for folder in folders]
     found = []
     for name in dict.fromkeys(name for table in tables for name in table):
         rows = []
@@ -42,7 +43,7 @@ def rates(runs: list[dict[str, Any]], folders: list[Folder]) -> list[dict[str, A
             if k and name in tables[0]:
                 row |= {"p": two_proportions(tables[0][name], rate), "test": "two proportions"}
                 first, here = outcomes[0].get(name, {}), outcomes[k].get(name, {})
-                if first and first.keys() == here.keys():
+                if first and first.keys() == here.keys() and len(first) == min(rate["of"], tables[0][name]["of"]):
                     gained = sum(here[key] > first[key] for key in first)
                     lost = sum(here[key] < first[key] for key in first)
                     row |= {"p": mcnemar(gained, lost), "test": "McNemar, exact", "gained": gained, "lost": lost}
@@ -66,6 +67,17 @@ def outcomes_of(last: list[list[Row]]) -> dict[str, dict[Any, float]]:
             for name, value in row["scores"].items():
                 if value is not None:
                     found.setdefault(name, {})[row["key"]] = value
+    return found
+
+
+def suite_outcomes(last: list[Row]) -> dict[str, dict[Any, float]]:
+    """{rate of `suite`: {case as it was worded: 0 or 1}} of the last evaluation of a suite. Nothing is asked of it."""
+    cases = last[0].get("cases") if last else {}
+    found: dict[str, dict[Any, float]] = {}
+    for name, case in cases.items() if isinstance(cases, dict) else ():
+        if isinstance(case, dict) and case.get("rate") in (0, 1) and isinstance(case.get("digest"), str):
+            for group in ("all", str(case.get("group"))):
+                found.setdefault(f"suite: {group}", {})[name, case["digest"]] = float(case["rate"])
     return found
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from common.args import CommonArgs, first_definition
 from common.run.curves import MACHINE, frame_of, frames_of, is_logarithmic
-from common.run.report.read import Folder, Row, cut, time_of
-from common.run.report.thin import short
+from common.run.report.read import POINTS, Folder, Row, cut, is_number, time_of
+from common.run.report.thin import short, weight
 
-SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # characters of a page
+SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # bytes of a page
+NUMBERS = 110_000  # of all curves of a page, of some ten bytes each
 GROUPS = 3  # of a rollout: the first one, and those whose rewards differ most
 SETTING = 300  # characters
 SECRET = re.compile(r"webhook|secret|password|passwd|api_key|hub_token|hf_token", re.I)
@@ -66,6 +67,9 @@ def curves_of(folder: Folder) -> dict[str, Any]:
     steps."""
     steps: list[list[int]] = []
     curves, frames, constant = [], [], {}
+    most = POINTS
+    while most > 50 and sum(curve.numbers(most) for curve in folder.curves.values()) > NUMBERS:
+        most //= 2
     for frame, names in frames_of(folder.curves).items():
         known = {name: folder.curves[name] for name in names if folder.curves[name].buckets}
         if not known:
@@ -76,7 +80,7 @@ def curves_of(folder: Folder) -> dict[str, Any]:
             continue
         frames.append({"name": frame, "log": is_logarithmic(frame, least, greatest), "machine": frame in MACHINE})
         for name, curve in known.items():
-            table = curve.table()
+            table = curve.table(most)
             x = table.pop("x")
             if x not in steps:
                 steps.append(x)
@@ -137,7 +141,7 @@ def samples_of(evaluations: list[list[Row]]) -> dict[str, Any] | None:
             text = table[key]["text"] if key in table else None
             texts.append(0 if text is not None and text == before else text)
             before = text if text is not None else before
-        left -= len(row["prompt"]) + sum(len(text) if isinstance(text, str) else 2 for text in texts)
+        left -= weight(row["prompt"]) + sum(weight(text) if isinstance(text, str) else 2 for text in texts)
         if left < 0 and prompts:
             break
         scores = {name: [_short(t.get(key, {}).get("scores", {}).get(name)) for t in tables] for name in row["scores"]}
@@ -169,6 +173,10 @@ def completions_of(rollouts: list[list[Row]]) -> list[dict[str, Any]] | None:
     described = [_rollout(rows) for rows in rollouts if rows]
     while sum(map(_size, described)) > COMPLETIONS_SIZE and len(described) > 2:
         described = [*described[:-1][::2], described[-1]]  # half of them, the last among them
+    if (size := sum(map(_size, described))) > COMPLETIONS_SIZE:
+        for text in (row for rollout in described for group in rollout["groups"] for row in (group, *group["rows"])):
+            name = "text" if "text" in text else "prompt"
+            text[name] = cut(text[name], int(len(text[name]) * COMPLETIONS_SIZE / size))
     return described or None
 
 
@@ -204,19 +212,21 @@ def _reward(row: Row) -> float:
 
 
 def _size(rollout: dict[str, Any]) -> int:
-    return sum(len(row["text"]) + 80 for group in rollout["groups"] for row in group["rows"])
+    texts = [text for group in rollout["groups"] for text in (group["prompt"], *(row["text"] for row in group["rows"]))]
+    return sum(weight(text) + 80 for text in texts)
 
 
 def regression_of(rows: list[Row]) -> list[Row] | None:
     """Of each evaluation of a suite: {"step", "groups": {name: {"passed", "total"}}}; of the last one also what turned, and
-    what failed, as lines of text. Nothing is asked of a line but its groups."""
+    what failed, as lines of text. Nothing is asked of a line but its groups, whose counts have to be some."""
     found = []
     for row in rows:
         groups = row.get("groups") if isinstance(row.get("groups"), dict) else {}
         counts = {
             str(name): {"passed": group.get("passed"), "total": group.get("total")}
             for name, group in groups.items()
-            if isinstance(group, dict) and all(isinstance(group.get(k), int | float) for k in ("passed", "total"))
+            if isinstance(group, dict) and is_number(group.get("passed")) and is_number(group.get("total"))
+            if 0 <= group["passed"] <= group["total"] <= 1e12
         }
         if counts:
             found.append({"step": row["step"], "groups": counts})

@@ -44,7 +44,7 @@ class Lines:
                     row = json.loads(line)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(row, dict) and _is_number(row.get("step")):
+                if isinstance(row, dict) and is_number(row.get("step")):
                     yield row
 
 
@@ -83,13 +83,13 @@ class Folder:
 
     def _metrics(self, row: Row) -> None:
         step = row["step"]
-        values = {name: value for name, value in row.items() if name != "step" and (value is None or _is_number(value))}
+        values = {name: value for name, value in row.items() if name != "step" and (value is None or is_number(value))}
         evaluated = {name: v for name, v in values.items() if name.startswith("eval_") and v is not None}
         self.first_eval = evaluated | self.first_eval
         self.last_eval |= evaluated
         self.last |= {"step": step} | {name: value for name, value in values.items() if value is not None}
-        if _is_number(row.get("num_tokens")):
-            self.axis.add((step, row["num_tokens"], row.get("seconds") if _is_number(row.get("seconds")) else None))
+        if is_number(row.get("num_tokens")):
+            self.axis.add((step, row["num_tokens"], row.get("seconds") if is_number(row.get("seconds")) else None))
         for name, value in values.items():
             if name not in self.curves and len(self.curves) < CURVES:
                 self.curves[name] = Curve(POINTS)
@@ -122,7 +122,7 @@ class Folder:
 
 def sample_of(row: Row, number: int) -> Row:
     """A line of samples.jsonl, its texts cut; from the PROMPTS-th of an evaluation on without them."""
-    scores = {n: v for n, v in row.items() if n not in SCORES_OF_A_SAMPLE and (v is None or _is_number(v))}
+    scores = {n: v for n, v in row.items() if n not in SCORES_OF_A_SAMPLE and (v is None or is_number(v))}
     key = json.dumps([row.get("prompt"), row.get("temperature")], sort_keys=True, ensure_ascii=False)
     kept = {"step": row["step"], "key": key if number < PROMPTS else hash(key), "scores": scores}
     if number < PROMPTS:
@@ -134,9 +134,9 @@ def sample_of(row: Row, number: int) -> Row:
 def completion_of(row: Row) -> Row:
     """A line of completions.jsonl, its texts cut."""
     rewards = row.get("rewards") if isinstance(row.get("rewards"), dict) else {}
-    kept = {name: row.get(name) if _is_number(row.get(name)) else None for name in ("reward", "advantage")}
+    kept = {name: row.get(name) if is_number(row.get(name)) else None for name in ("reward", "advantage")}
     kept |= {"step": row["step"], "prompt": prompt_text(row.get("prompt")), "text": cut(row.get("completion"))}
-    scores = {str(name): value for name, value in rewards.items() if value is None or _is_number(value)}
+    scores = {str(name): value for name, value in rewards.items() if value is None or is_number(value)}
     return kept | {"rewards": scores, "cut": row.get("finished") is False}
 
 
@@ -179,12 +179,12 @@ def _with(groups: Spread[list[Row]], last: list[Row]) -> list[list[Row]]:
     return [*kept, last] if last else kept
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def time_of(row: Row) -> float:
-    return row["time"] if _is_number(row.get("time")) else 0.0
+    return row["time"] if is_number(row.get("time")) else 0.0
 
 
 def _yaml(text: str) -> Any:

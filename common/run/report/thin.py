@@ -3,6 +3,7 @@
 Both take what comes line by line and never look back, so that a report costs as much as what was logged since the last one.
 """
 
+import json
 import math
 from typing import Any, Generic, TypeVar
 
@@ -41,15 +42,32 @@ class Curve:
             return math.nan, math.nan
         return min(bucket[4] for bucket in self.buckets), max(bucket[5] for bucket in self.buckets)
 
-    def table(self) -> dict[str, Any]:
-        """{"x": steps, "y": values}; where values were put together y is their mean, and "low" and "high" their range."""
+    def numbers(self, most: int) -> int:
+        """How many numbers a table of `most` points at most has, but for its steps, which curves share."""
+        points = len(self.buckets)
+        while points > most:
+            points = (points + 1) // 2
+        return points if self.size == 1 and points == len(self.buckets) else 3 * points
+
+    def table(self, most: int | None = None) -> dict[str, Any]:
+        """{"x": steps, "y": values}; where values were put together y is their mean, and "low" and "high" their range.
+
+        most: points; unset: all that are kept.
+        """
+        buckets, size = self.buckets, self.size
+        while most and len(buckets) > most:
+            pairs = [(buckets[i], buckets[i + 1 : i + 2]) for i in range(0, len(buckets), 2)]
+            buckets, size = [[*left] for left, _ in pairs], 2 * size
+            for bucket, (_, right) in zip(buckets, pairs, strict=True):
+                if right:
+                    _merge(bucket, right[0])
         found: dict[str, Any] = {
-            "x": [round((first + last) / 2) for first, last, *_ in self.buckets],
-            "y": [short(total / count) for _, _, total, count, _, _ in self.buckets],
+            "x": [round((first + last) / 2) for first, last, *_ in buckets],
+            "y": [short(total / count) for _, _, total, count, _, _ in buckets],
         }
-        if self.size > 1:
-            found["low"], found["high"] = ([short(bucket[k]) for bucket in self.buckets] for k in (4, 5))
-            found["size"] = self.size
+        if size > 1:
+            found["low"], found["high"] = ([short(bucket[k]) for bucket in buckets] for k in (4, 5))
+            found["size"] = size
         return found | ({"missing": self.missing} if self.missing else {})
 
 
@@ -86,3 +104,8 @@ def short(value: float) -> float | int:
     """A number as a page shows it: five digits."""
     rounded = float(f"{value:.5g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def weight(text: str) -> int:
+    """The bytes that a text takes in a page, where some characters are six."""
+    return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")) + 5 * text.count("<")

@@ -159,7 +159,8 @@ class Chart {
     const drawn = [];
     for (const y of ticks(low, high, this.height > 150 ? 4 : 3, log)) {
       drawn.push(element("svg:line", { class: "grid", x1: left, x2: width - right, y1: Y(y), y2: Y(y) }));
-      drawn.push(element("svg:text", { class: "tick", x: left - 6, y: Y(y) + 3.5, "text-anchor": "end" }, shown(y)));
+      const narrow = shown(y).length > 6 ? { textLength: left - 8, lengthAdjust: "spacingAndGlyphs" } : {};
+      drawn.push(element("svg:text", { class: "tick", x: left - 6, y: Y(y) + 3.5, "text-anchor": "end", ...narrow }, shown(y)));
     }
     for (const x of tick(domain, Math.max(3, Math.floor((width - left) / 85)))) {
       const end = X(x.at) + 3 * x.text.length > width;

@@ -1,9 +1,9 @@
 // The top of the page: the name, the state, the figures that matter; of several runs, a table of them.
 
-const STATES = { running: "running", finished: "finished", stopped: "stopped", unknown: "" };
+const STATES = { running: "running", finished: "finished", stopped: "stopped", killed: "ended without a word", unknown: "" };
 
 function silence(run) {
-  const seconds = Date.now() / 1000 - run.written;
+  const seconds = Date.now() / 1000 - (run.news || run.written);
   return run.state === "running" && seconds > 900 ? `no news for ${duration(seconds)}` : "";
 }
 

@@ -1,0 +1,268 @@
+"""Sharded checkpoints (--sharded_checkpoints): each process writes and reads its own part, by torch.distributed.checkpoint.
+
+No process holds more of the model than its part and one tensor. Names are those of the FlatModel's state dict and do not
+depend on the number of processes: a checkpoint of 2 is read by 4, or by one. With LoRA the shards hold the optimizer only,
+and the adapter, which is small, lies beside them as from_pretrained reads it.
+"""
+
+import contextlib
+import json
+import math
+import socket
+import struct
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.args import CommonArgs
+from common.errors import UserError
+from common.model.flat_model import FlatModel
+from common.model.shards import FOLDER, MODEL, OPTIMIZER, holds_shards, read_metadata
+from common.processes import gather_lists
+from common.run.output_dir import file_hash
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list
+from torch import Tensor, nn
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what Accelerate's config may put into names
+AT_ONCE = 2**28  # numbers that are read together when a checkpoint is made a model folder
+NUMBER = "#"  # ends the name of what is no tensor in the optimizer's state
+# Of safetensors: https://huggingface.co/docs/safetensors
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def check_sharded(args: CommonArgs, accelerator: Accelerator) -> None:
+    """Raise UserError where --sharded_checkpoints cannot be had. Called on every process, with the output folder there."""
+    if not args.sharded_checkpoints:
+        return
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise UserError("--sharded_checkpoints: not with DeepSpeed, whose checkpoints have a form of their own: FSDP2")
+    if args.push_to_hub and args.hub_strategy == "every_save" and not args.use_peft:
+        raise UserError("--hub_strategy every_save sends checkpoints, which --sharded_checkpoints leaves in shards: end")
+    if accelerator.num_processes > 1 and not args.dry_run:
+        check_shared(accelerator, Path(args.output_dir), "--sharded_checkpoints: every process writes to --output_dir")
+
+
+def check_shared(accelerator: Accelerator, folder: Path, why: str) -> None:
+    """Raise UserError where a process does not see what the main process writes to a folder. Called on every process."""
+    name = broadcast_object_list([f".shared-{uuid.uuid4().hex}"])[0]
+    if accelerator.is_main_process:
+        (folder / name).touch()
+    accelerator.wait_for_everyone()
+    blind = [] if (folder / name).exists() else [(accelerator.process_index, socket.gethostname())]
+    blind = gather_lists(accelerator, blind)
+    if accelerator.is_main_process:
+        (folder / name).unlink(missing_ok=True)
+    if blind:
+        process, host = blind[0]
+        raise UserError(
+            f"{why}, and process {process} on {host} does not see in {folder} what the main process writes there: "
+            "it has to be on a disk that all machines share"
+        )
+
+
+# --- saving and loading ---------------------------------------------------------------------------------------------
+
+
+def save_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    """Write the weights (but for an adapter's model) and the optimizer's state. Called on every process; a failure of one,
+    such as a full disk, is an exception on all."""
+    import torch.distributed.checkpoint as dcp
+
+    state = _weights(model) if not hasattr(model.lm, "peft_config") else {}
+    names = {id(p): name for name, p in _named_parameters(model)}
+    for p, values in optimizer.state.items():
+        for kind, value in values.items():
+            key = f"{OPTIMIZER}{kind}.{names[id(p)]}"
+            state |= {key: value} if isinstance(value, Tensor) else {key + NUMBER: torch.tensor(value)}
+    with _errors_of_one():
+        writer = dcp.FileSystemWriter(checkpoint / FOLDER)  # one file for each process, flushed
+        dcp.save(state, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
+
+
+def hash_shards(checkpoint: Path, process: int) -> dict[str, tuple[int, str]]:
+    """{name: (size, hash)} of the files of shards that this process has written."""
+    files = sorted((checkpoint / FOLDER).glob(f"__{process}_*"))
+    return {file.relative_to(checkpoint).as_posix(): (file.stat().st_size, file_hash(file)) for file in files}
+
+
+def load_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    """Bring back the weights (where they are in the shards) and the optimizer's state, in place. Called on every process,
+    whose number need not be that of the save. Nothing in the files is executed."""
+    known = read_metadata(checkpoint).state_dict_metadata
+    state: dict[str, Any] = {}
+    if holds_shards(checkpoint):
+        state = _weights(model)
+        saved = {name: tuple(entry.size) for name, entry in known.items() if name.startswith(MODEL)}
+        ours = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        if differing := sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name)):
+            name = differing[0]
+            raise UserError(
+                f"{checkpoint / FOLDER} is of another model: {name} is {saved.get(name, 'not there')}, "
+                f"and would be {ours.get(name, 'left over')} in this one"
+            )
+    parameters = dict(_named_parameters(model))
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    places: list[tuple[nn.Parameter, str, str]] = []
+    for key, entry in known.items():
+        if not key.startswith(OPTIMIZER):
+            continue
+        kind, name = key.removeprefix(OPTIMIZER).split(".", 1)
+        p = parameters.get(name.removesuffix(NUMBER))
+        if p is None or id(p) not in groups:
+            raise UserError(f"{checkpoint / FOLDER} is of another run: it has moments of {name}, which is not trained here")
+        dtype = entry.properties.dtype
+        if entry.size == p.shape and p.dim() > 0 and kind != "step":
+            state[key] = torch.empty_like(p.detach(), dtype=dtype)  # sharded as the parameter is
+        else:  # a step lies where torch's optimizers want it
+            host = kind == "step" and not (groups[id(p)].get("fused") or groups[id(p)].get("capturable"))
+            state[key] = torch.empty(entry.size, dtype=dtype, device="cpu" if host or name.endswith(NUMBER) else p.device)
+        places.append((p, kind, key))
+    _read(checkpoint, state)
+    optimizer.state.clear()
+    for p, kind, key in places:
+        optimizer.state[p][kind] = state[key].item() if key.endswith(NUMBER) else state[key]
+
+
+def _read(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
+    """Fill the tensors of `state` from the shards. Called on every process, unless `alone`. Raises UserError where that
+    fails."""
+    import torch.distributed.checkpoint as dcp
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:  # torch's would execute what is in the file
+            found = read_metadata(checkpoint)
+            found.storage_meta.load_id = self.load_id
+            return found
+
+    try:
+        with _errors_of_one():
+            reader = Reader(checkpoint / FOLDER)
+            dcp.load(state, storage_reader=reader, no_dist=alone or not torch.distributed.is_initialized())
+    except Exception as error:  # a missing file, a damaged one
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(f"{checkpoint / FOLDER} cannot be read: {reason}") from None
+
+
+@contextlib.contextmanager
+def _errors_of_one() -> Iterator[None]:
+    """What torch.distributed.checkpoint collects of all processes is raised as what has happened to the first of them."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
+            yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise first from None
+
+
+def _canonical(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _named_parameters(model: FlatModel) -> list[tuple[str, nn.Parameter]]:
+    """Each once. To be asked after `state_dict`, which has FSDP2 shard again what it has gathered."""
+    return [(_canonical(name), p) for name, p in model.named_parameters()]
+
+
+def _weights(model: FlatModel) -> dict[str, Tensor]:
+    """The state dict by the names in the shards, each tied weight once."""
+    state = model.state_dict()
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+    return {MODEL + _canonical(name): tensor.detach() for name, tensor in state.items() if name not in tied}
+
+
+# --- in one file ----------------------------------------------------------------------------------------------------
+
+
+def gather_adapter(accelerator: Accelerator, model: FlatModel) -> dict[str, Tensor]:
+    """What is trained of a model with an adapter, by name, and the extra modules; {} but on the main process. Called on
+    every process."""
+    state = model.state_dict()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    gathered = {name: _whole(state[name]) for name in state if name in trained or name.startswith("extra.")}
+    return gathered if accelerator.is_main_process else {}
+
+
+def gather_in_file(accelerator: Accelerator, model: FlatModel, file: Path) -> None:
+    """Write the weights, gathered tensor by tensor, to a safetensors file on the main process, by their names in the
+    FlatModel. Called on every process. Raises OSError, there, where the disk does not take it."""
+    state = _weights(model)
+    entries = {name.removeprefix(MODEL): (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    tensors = (_whole(state[MODEL + name]) for name in _in_order(entries))
+    try:
+        if accelerator.is_main_process:
+            _write_file(file, entries, tensors)
+    finally:
+        for _ in tensors:  # by all processes together, also where the file could not be written
+            pass
+
+
+def read_in_file(checkpoint: Path, file: Path) -> None:
+    """The same of the weights in a checkpoint's shards, by one process."""
+    known = read_metadata(checkpoint).state_dict_metadata
+    entries = {
+        name.removeprefix(MODEL): (tuple(entry.size), entry.properties.dtype)
+        for name, entry in known.items()
+        if name.startswith(MODEL)
+    }
+
+    def tensors() -> Iterator[Tensor]:
+        batch: dict[str, Tensor] = {}
+        for name in [*_in_order(entries), None]:
+            if batch and (name is None or sum(tensor.numel() for tensor in batch.values()) > AT_ONCE):
+                _read(checkpoint, batch, alone=True)
+                yield from batch.values()
+                batch = {}
+            if name is not None:
+                shape, dtype = entries[name]
+                batch[MODEL + name] = torch.empty(shape, dtype=dtype)
+
+    _write_file(file, entries, tensors())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """On the host; of a tensor that FSDP2 has sharded, all of it. Called on every process."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # from the host, with fsdp_offload_params
+    return tensor.detach().cpu()
+
+
+def _in_order(entries: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
+    """As they lie in a file: those of large numbers first, so that each starts at a multiple of the size of its numbers."""
+    return sorted(entries, key=lambda name: -entries[name][1].itemsize)
+
+
+def _write_file(file: Path, entries: dict[str, tuple[tuple[int, ...], torch.dtype]], tensors: Iterable[Tensor]) -> None:
+    """A safetensors file, of which one tensor at a time is in memory. tensors: in the order of `_in_order`."""
+    header, at = {}, 0
+    for name in _in_order(entries):
+        shape, dtype = entries[name]
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": (at, end)}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            opened.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
