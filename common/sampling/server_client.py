@@ -64,6 +64,7 @@ class Wanted(NamedTuple):
     drawing: Drawing
     needs_logps: bool  # they cannot be scored again
     device: str  # of the trainer: "cpu" or another
+    tied: bool = False  # whether the head is the embedding's matrix
 
 
 class Known(NamedTuple):
@@ -236,6 +237,11 @@ class Server:
             )
         if model.get("generation_config", "vllm") != "vllm":
             raise UserError(f"{self.url}: the model's generation_config.json changes how it samples: {start}")
+        if on_cpu and wanted.tied:
+            raise UserError(
+                f"{self.url}: on a CPU vLLM keeps a copy of a head that is tied to the embedding, and would go on "
+                "with the one that it started with: a model whose tie_word_embeddings is false, or a server on a GPU"
+            )
         self._check_vocabulary(wanted, start)
         self.known = Known(version, mode, dtype, block, on_cpu)
         return self.known

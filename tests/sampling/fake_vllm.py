@@ -51,6 +51,7 @@ class FakeVLLM:
         generation_config: str = "vllm",
         play: str = "",
         keys: dict[int, tuple[int, ...]] | None = None,
+        device: str = "cuda",
         port: int = 0,
     ):
         """model: of transformers, or a folder. keys: of the project's sampler, by the seed that a request has instead."""
@@ -59,7 +60,7 @@ class FakeVLLM:
         self.first = {name: value.clone() for name, value in lm.state_dict().items()}
         self.V = lm.get_input_embeddings().weight.shape[0]
         self.mode, self.max_model_len, self.block, self.dtype, self.play = mode, max_model_len, block, dtype, play
-        self.generation_config = generation_config
+        self.generation_config, self.device = generation_config, device
         self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
         self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
         self.lock, self.batches, self.is_dead = threading.Lock(), threading.Lock(), False
@@ -135,7 +136,7 @@ class FakeVLLM:
             model = {"model": "m", "dtype": f"torch.{self.dtype}", "max_model_len": self.max_model_len}
             model |= {"logprobs_mode": self.mode, "generation_config": self.generation_config}
             cache = {"block_size": self.block, "enable_prefix_caching": True}
-            config = {"model_config": model, "cache_config": cache, "device_config": {"device": "cpu"}}
+            config = {"model_config": model, "cache_config": cache, "device_config": {"device": self.device}}
             return 200, {"vllm_config": config, "vllm_env": {"VLLM_SERVER_DEV_MODE": True}}
         if path == "/is_paused":
             return 200, {"is_paused": self.paused}

@@ -4,10 +4,11 @@ import copy
 import math
 import re
 import time
+from pathlib import Path
 
 from common.errors import UserError
 from common.model.wrap import wrap
-from common.sampling import sample, server_client, server_rollout
+from common.sampling import sample, server_client, server_rollout, servers
 from common.sampling.server_client import Drawing, Wanted, start_command
 from common.sampling.server_rollout import request_seed
 from common.sampling.servers import RolloutServers
@@ -218,6 +219,12 @@ def test_a_server_that_does_not_fit_is_refused_with_the_command(how, longest, sa
         assert "--max-model-len 64" in text and "--logprobs-mode processed_logprobs" in text
 
 
+def test_a_tied_head_on_a_cpu_is_refused(connect, accelerator):
+    lm = tiny_lm("qwen3")
+    with FakeVLLM(copy.deepcopy(lm), device="cpu") as server, pytest.raises(UserError, match="keeps a copy of a head"):
+        connect(server, trained=wrap(lm))
+
+
 @pytest.mark.parametrize("size", [V - 1, V + 3])
 def test_another_vocabulary_is_refused(size, connect):
     lm = tiny_lm("llama")
@@ -282,7 +289,7 @@ def test_old_weights_show_where_the_model_has_hardly_moved(connect, fake, model)
     """By less than a wrong log-probability would show: the server's answer is what it was, to the bit."""
     found = connect(fake(play="old weights"))
     found.sync(0)
-    move(model, 1e-3)
+    move(model, 5e-5)
     with pytest.raises(UserError, match="none is left .*still samples from the weights of before"):
         found.sync(1)
 
@@ -449,3 +456,17 @@ def test_a_rollout_that_is_far_from_the_model_ends_the_run(connect, fake):
     metrics.mean = 0.6
     with pytest.raises(UserError, match="0.60 nats a token off .* its weights are not theirs"):
         found.check(metrics)
+
+
+def test_the_page_has_the_command():
+    page = Path("docs/rollouts.md").read_text(encoding="utf-8")
+    for device in ("cuda", "cpu"):
+        command = start_command("http://127.0.0.1:8000", Wanted("outputs/sft", 0, 768, Drawing(), False, device))
+        assert f"{command}\n" in page
+
+
+def test_the_page_has_the_bounds():
+    page = Path("docs/rollouts.md").read_text(encoding="utf-8")
+    assert "nothing on this page was seen on a GPU" in page and f"{servers.MOST_DIFFERENCE} nats" in page
+    assert f"{servers.CLOSE} nats" in page and f"{servers.CLOSE_ROUNDED} otherwise" in page
+    assert f"probe of {servers.PROBE_TOKENS} sampled" in page and f"After {servers.STRIKES} such rollouts" in page
