@@ -5,6 +5,7 @@ import sys
 import time
 
 from tests.conftest import read_metrics, run_script, train_metrics
+from tests.sampling.fake_vllm import FakeVLLM
 from tests.scripts.test_equivalence import assert_same, free_port, losses
 
 import pytest
@@ -190,3 +191,46 @@ def test_metrics_that_one_process_alone_has_are_means_over_that_one(two, launch)
         assert row["aa"] == row["zz"] == 7.0
         assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
         assert min(row["only_0"], row["only_1"]) < row["loss"] < max(row["only_0"], row["only_1"])
+
+
+def test_processes_share_what_servers_sample(two, tmp_path, launch):
+    """Two processes with one server: the weights have one name on all; the completions are those of one process."""
+    words = [*GRPO, "--save_steps", "0", "--eval_steps", "0"]
+    rows = []
+    for processes in (1, 2):
+        with FakeVLLM("data/base_model", max_model_len=512) as server:
+            more = ["--rollout_server", server.url, "--max_steps", "2"]
+            if processes == 1:
+                output = launch("grpo", *words, *more, "--per_device_train_batch_size", 16)
+            else:
+                run, output, _ = two("grpo", [*words, *more])
+                assert run.returncode == 0, run.stderr[-3000:]
+            assert server.reloads == 2
+        rows.append([json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()])
+        assert all(
+            row["sampling/logp_difference"] < 1e-3 for row in read_metrics(output) if "sampling/logp_difference" in row
+        )
+    assert len(rows[0]) == 32
+    one, other = ([(row["prompt"], row["completion"]) for row in some if row["step"] == 1] for some in rows)
+    assert one == other
+
+
+SERVER_REFUSES = """
+from common.errors import UserError
+from common.sampling.servers import RolloutServers
+complete = RolloutServers._complete
+def broken(self, *args):
+    if RANK == 1:
+        open(os.environ["FAILED"], "w").close()
+        raise UserError("no server is left for the second process")
+    return complete(self, *args)
+RolloutServers._complete = broken
+"""
+
+
+def test_a_process_without_servers_ends_all_in_one_line(two):
+    with FakeVLLM("data/base_model", max_model_len=512) as server:
+        run, _, seconds = two("grpo", [*GRPO, "--rollout_server", server.url], SERVER_REFUSES)
+    assert run.returncode != 0 and seconds < 60
+    assert "error: no server is left for the second process" in run.stderr
+    assert "[rank0]: Traceback" not in run.stderr and "[rank1]: Traceback" not in run.stderr  # the launcher has one

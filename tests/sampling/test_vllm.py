@@ -1,0 +1,265 @@
+"""GRPO with rollouts from the real vLLM: opt in, because the engine needs an environment of its own (its pins clash with ours).
+
+CONTRIBUTING.md has the commands. VLLM_PYTHON names the Python of that environment; there the server is started once for all the
+tests (a minute or two), in float32 on a CPU, with a tiny Llama whose weights are not tied: vLLM's CPU backend keeps a copy of a
+tied head, which no push reaches. The last test kills it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from types import SimpleNamespace
+
+import common  # noqa: F401  before torch, as in the scripts
+from tests.conftest import ROOT, read_metrics, run_script
+from tests.run.test_fsdp import LAUNCHER
+from tests.scripts.test_equivalence import free_port
+
+import psutil
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        not PYTHON, reason="needs VLLM_PYTHON=/path/to/python of an environment with vllm: see CONTRIBUTING.md"
+    ),
+]
+
+LONGEST = 24  # tokens of a completion
+STEPS = 20
+START = 600  # seconds that the server may take
+REWARD = '''
+def even(completion_ids, **columns):
+    """The share of tokens with an even number: half of them for a random model, and learned in a dozen steps."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+'''
+OPTIONS = "--enforce-eager --dtype float32 --no-enable-chunked-prefill --kv-cache-memory-bytes 268435456 --max-model-len 256"
+OPTIONS += " --generation-config vllm --logprobs-mode processed_logprobs"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model of random weights, heads of 32 as vLLM's CPU attention wants them; prompts; a reward."""
+    folder = tmp_path_factory.mktemp("vllm")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = [0, 2]
+    model.save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "data" / "base_model" / name, folder / "model" / name)
+    words = "the dog has four legs and a cat eats nuts in the pond while Tom finds five birds on a bus".split()
+    prompts = [" ".join(words[(i * 7 + j * (i % 3 + 1)) % len(words)] for j in range(4 + i % 9)) for i in range(32)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (folder / "rewards.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(files):
+    """A running vLLM with the model. .url; .family(): its processes."""
+    port = free_port()
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(files / "model"), *OPTIONS.split()]
+    command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    del environ["VLLM_PYTHON"]  # vLLM warns of variables of its own that it does not know
+    environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with (files / "server.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=files, env=environ, stdout=log, stderr=log, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    own = psutil.Process(process.pid)
+    try:
+        until = time.monotonic() + START
+        while not healthy(url):
+            if process.poll() is not None or time.monotonic() > until:
+                pytest.fail(f"vLLM did not start: {(files / 'server.log').read_text()[-3000:]}")
+            time.sleep(1)
+        yield SimpleNamespace(url=url, family=lambda: [own, *own.children(recursive=True)])
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for member in reversed([own, *own.children(recursive=True)]):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+        process.wait()
+
+
+def healthy(url):
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        return answer.status == 200
+    return False
+
+
+def arguments(files, steps, *more):
+    words = f"--model_name_or_path {files}/model --dataset_name {files}/prompts.jsonl --reward_funcs {files}/rewards.py:even"
+    words += f" --num_generations 8 --per_device_train_batch_size 64 --max_completion_length {LONGEST} --learning_rate 6e-3"
+    words += f" --max_steps {steps} --logging_steps 1 --save_steps 0 --eval_steps 0"
+    return [*words.split(), *map(str, more)]
+
+
+def column(output, name):
+    return [row[name] for row in read_metrics(output) if name in row]
+
+
+def completions(output, *names):
+    rows = [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
+    return [tuple(row[name] for name in ("step", "prompt", "completion", *names)) for row in rows]
+
+
+def weights(output):
+    return load_file(output / "model.safetensors")
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_run(files, server, tmp_path_factory):
+    """20 steps with rollouts from the server, in a process of its own, as a user has it."""
+    return script_run(files, STEPS, tmp_path_factory.mktemp("run") / "out", "--rollout_server", server.url)
+
+
+def script_run(files, steps, output, *more):
+    command = [sys.executable, "train_grpo.py", *arguments(files, steps, "--output_dir", output, *more)]
+    done = run_script(command, timeout=600, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return output
+
+
+def test_after_each_push_the_engine_has_the_log_probabilities_of_the_trainer(one_run):
+    differences = column(one_run, "sampling/logp_difference")
+    assert len(differences) == STEPS  # one of each rollout, of which each is sampled after a push
+    assert max(differences) < 1e-3 and max(column(one_run, "sampling/logp_difference_max")) < 1e-3  # seen: 3e-7 and 2e-6
+    assert max(column(one_run, "sampling/importance_clipped")) == 0
+
+
+def test_it_learns_as_with_the_own_sampler(one_run, files, tmp_path):
+    own = script_run(files, STEPS, tmp_path / "own")
+    curves = [torch.tensor(column(output, "reward")) for output in (one_run, own)]
+    for curve in curves:
+        assert curve[:2].mean() < 0.6 and curve[-5:].mean() > 0.85
+    # The random numbers are others: two seeds of the own sampler are 0.05 apart on average, and 0.1 where the curve is steep.
+    assert (curves[0] - curves[1]).abs().mean() < 0.1
+    assert (curves[0] - curves[1]).abs().max() < 0.25
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(one_run, files, server, tmp_path):
+    # Its second push finds other weights and another step in the server than the first run did.
+    again = script_run(files, 3, tmp_path / "again", "--rollout_server", server.url)
+    other = script_run(files, 1, tmp_path / "other", "--rollout_server", server.url, "--seed", 7)
+    first = [row for row in completions(one_run) if row[0] <= 3]
+    assert completions(again) == first
+    assert completions(other) != [row for row in first if row[0] == 1]
+
+
+def assert_same_start(output, other):
+    """The first rollout is the same one. (Later, weights that are rounded otherwise may draw another token.)"""
+    first = [row for row in completions(other) if row[0] == 1]
+    assert [row for row in completions(output) if row[0] == 1] == first and len(first) == 64
+
+
+def test_processes_share_the_rollout_and_none_sees_how_many_there_are(one_run, files, server, tmp_path):
+    """Two processes, each with half of the completions: the same ones."""
+    words = arguments(files, 3, "--output_dir", tmp_path / "two", "--rollout_server", server.url)
+    words[words.index("--per_device_train_batch_size") + 1] = "32"
+    launcher = ["accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
+    command = [sys.executable, "-m", *launcher, "--main_process_port", str(free_port()), "train_grpo.py", *words]
+    done = run_script(command, timeout=600, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_start(tmp_path / "two", one_run)
+    assert max(column(tmp_path / "two", "sampling/logp_difference")) < 1e-3
+
+
+def test_sharded_weights_are_gathered_for_the_push(one_run, files, server, tmp_path):
+    """FSDP2 over two processes: see tests/run/test_fsdp.py."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    words = arguments(files, 3, "--output_dir", tmp_path / "sharded", "--rollout_server", server.url)
+    words[words.index("--per_device_train_batch_size") + 1] = "32"
+    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    done = run_script(
+        [sys.executable, "-m", *launcher, str(tmp_path / "launcher.py"), "grpo", "no", *words], timeout=600, CONFIG="fsdp2"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_start(tmp_path / "sharded", one_run)
+    assert max(column(tmp_path / "sharded", "sampling/logp_difference")) < 1e-3
+
+
+def test_a_resumed_run_pushes_its_weights_first(one_run, files, server, tmp_path):
+    """Ten steps, another run that leaves its weights in the server, ten more steps: twenty in one go."""
+    output = script_run(files, 10, tmp_path / "halves", "--rollout_server", server.url, "--save_steps", 10)
+    script_run(files, 2, tmp_path / "other", "--rollout_server", server.url, "--seed", 7)
+    script_run(files, STEPS, output, "--rollout_server", server.url, "--save_steps", 10)
+    assert completions(output) == completions(one_run)
+    mine, whole = weights(output), weights(one_run)
+    assert all(torch.equal(mine[name], whole[name]) for name in whole)
+
+
+def test_lora_is_merged_into_what_the_server_gets(files, server, tmp_path):
+    pytest.importorskip("peft")
+    more = ("--rollout_server", server.url, "--use_peft", "--lora_r", 8, "--learning_rate", "3e-2")
+    output = script_run(files, 4, tmp_path / "lora", *more)
+    assert max(column(output, "sampling/logp_difference")) < 1e-3
+
+
+def test_sampling_ahead_is_corrected_and_learns(files, server, tmp_path):
+    more = ("--rollout_server", server.url, "--rollout_ahead", 1, "--learning_rate", "3e-3")
+    output = script_run(files, STEPS, tmp_path / "ahead", *more)
+    rewards, differences = column(output, "reward"), column(output, "sampling/logp_difference")
+    assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:2]) + 0.15
+    assert differences[0] < 1e-3 < min(differences[1:])  # from then on the weights are a step older
+
+
+# --- the last test: it kills the server -----------------------------------------------------------------------------------
+
+
+def test_a_killed_engine_ends_the_run_in_one_line(files, server, tmp_path):
+    """In its fifth step or so. The own sampler takes over from the checkpoint."""
+    output = tmp_path / "killed"
+    command = [
+        sys.executable,
+        "train_grpo.py",
+        *arguments(files, STEPS, "--output_dir", output, "--rollout_server", server.url),
+    ]
+    command[command.index("--save_steps") + 1] = "2"
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=err, stderr=err, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    metrics, until = output / "metrics.jsonl", time.monotonic() + 240
+    while process.poll() is None and time.monotonic() < until:
+        if metrics.exists() and metrics.read_text().count('"reward"') >= 5:
+            break
+        time.sleep(0.02)
+    for member in reversed(server.family()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGKILL)
+    code = process.wait(240)
+    text = (tmp_path / "err").read_text()
+    assert code != 0 and "Traceback" not in text, text[-3000:]
+    assert re.search(rf"{re.escape(server.url)}", text.strip().splitlines()[-1]), text[-3000:]
+    assert list(output.glob("checkpoint-*"))
+    script_run(files, STEPS, output, "--save_steps", 2)
+    assert column(output, "reward")[-1] > 0.85
