@@ -211,7 +211,8 @@ class RolloutServers:
         except (ServerFault, UserError) as problem:
             self._drop(server.url, f"it could not take the weights in {path} (it has to see that folder): {problem}")
             return None
-        self.failed.pop(server.url, None)
+        if self.failed.pop(server.url, None) is not None:
+            say(f"{server.url} is back")
         return Answer((tuple(prompt), temperature or 1.0, tuple(sampled.ids)), sampled.logps)
 
     def _score(self, prompt: Sequence[int], temperature: float, ids: Sequence[int]) -> list[float]:
@@ -307,9 +308,10 @@ class RolloutServers:
                     found = server.version() if server.url not in deal.failed else self.version
                 except ServerFault:  # it has gone after its last completion
                     continue
-                if found != self.version:  # it was started anew in the middle, with the weights that it is started with
+                if found != self.version:  # other weights, from somewhere in the middle on
                     fresh = False
-                    deal.again(server, f"its weights have version {found!r}, not {self.version!r}")
+                    who = "it was started anew" if found == "default" else "another run has given it weights"
+                    deal.again(server, f"{who}: they have version {found!r}, not {self.version!r}")
             if fresh:
                 break
         known = {server: drawing.known_by(server.known.mode) for server in alive}

@@ -373,7 +373,9 @@ def test_two_runs_do_not_share_a_server(connect, fake):
     one, two = connect(server), connect(server)
     one.sync(0)
     two.sync(0)
-    with pytest.raises(UserError, match="none is left .*: its weights have version '0-.*', not '0-"):
+    with pytest.raises(
+        UserError, match="none is left .*: another run has given it weights: they have version '0-.*', not '0-"
+    ):
         one.begin(PROMPTS, KEYS).result()
 
 
@@ -420,7 +422,8 @@ def test_a_server_that_is_back_is_checked_and_taken_back(connect, fake, model, c
     time.sleep(0.2)
     for step in (2, 3):
         found.sync(step)
-    assert len(re.findall("is left out until it is back", capsys.readouterr().out)) == 1
+    told = capsys.readouterr().out
+    assert told.count(f"{bad.url} is back\n") == 1 and len(re.findall("is left out until it is back", told)) == 1
     agree(model, found.begin(PROMPTS, KEYS).result())
 
 

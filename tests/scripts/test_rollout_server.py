@@ -146,7 +146,7 @@ def test_two_processes_are_as_one(how, more, launch, fake, tmp_path, token_cache
         command += [str(tmp_path / "launcher.py"), "grpo", "no"]
     else:
         command += words_of("grpo")
-    run = run_script([*command, *both], timeout=200)
+    run = run_script([*command, *both], timeout=200, CONFIG="fsdp2")
     assert run.returncode == 0, run.stderr[-6000:]
     assert texts(one) == texts(tmp_path / "two")
     assert "has failed (HTTP 500" in run.stdout or "has failed" not in run.stdout  # said by the first process alone
