@@ -51,7 +51,7 @@ class Args(CommonArgs):
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     beta: float = arg(0.1, help="how strongly the model is held to the reference", within="(0, inf)")
     loss_type: list[Literal[DPO_LOSS_TYPES]] = arg(["sigmoid"], help="one or several; simpo, orpo: without the reference")
-    loss_weights: list[float] | None = arg(None, help="of several loss types; unset: 1 for each", within="[0, inf)")
+    loss_weights: list[float] | None = arg(None, help="of several loss types; unset: 1 for each", within="(0, inf)")
     label_smoothing: float = arg(0.0, help="share of pairs that are the wrong way round", within="[0, 0.5)")
     simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)")
     sft_weight: float | None = arg(None, help="of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
