@@ -8,7 +8,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from common.errors import UserError, say, show_and_exit
+from common.errors import UserError, say, as_command
 from common.model.shards import holds_shards
 from common.run.consolidate import consolidate
 from common.run.output_dir import find_damage
@@ -44,7 +44,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        show_and_exit(error)
+    as_command(main)
