@@ -131,6 +131,14 @@ def test_one_process_reads_the_checkpoints_for_all(two):
     assert "is of another run (seed 0 -> 7)" in refused.stderr
 
 
+def test_one_process_reads_the_best_checkpoint_for_all(two):
+    """Each would hash it, and where they do not agree whether it is whole, some would wait for the others for ever."""
+    change = READERS.replace("common.run.output_dir", "common.run.checkpoint")
+    run, output, _ = two("sft", [*SFT, "--max_steps", 2, "--eval_steps", 1, "--save_best", "max:eval_loss"], change)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "process 0 reads checkpoint-" in run.stdout and "process 1 reads" not in run.stdout
+
+
 def test_three_rows_on_two_processes_are_trained_as_on_one(two, launch, tmp_path):
     """Windows of 4, 4 and 1 out of 9 rows (three epochs): in the last one the second process has nothing of its own."""
     rows = [
