@@ -87,7 +87,8 @@ def save_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: 
     such as a full disk, is an exception on all."""
     import torch.distributed.checkpoint as dcp
 
-    state = _weights(model) if not hasattr(model.lm, "peft_config") else {}
+    weights = _weights(model)
+    state = {} if hasattr(model.lm, "peft_config") else weights
     names = {id(p): name for name, p in _named_parameters(model)}
     for p, values in optimizer.state.items():
         for kind, value in values.items():
@@ -108,9 +109,9 @@ def load_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: 
     """Bring back the weights (where they are in the shards) and the optimizer's state, in place. Called on every process,
     whose number need not be that of the save. Nothing in the files is executed."""
     known = read_metadata(checkpoint).state_dict_metadata
-    state: dict[str, Any] = {}
+    weights, state = _weights(model), {}
     if holds_shards(checkpoint):
-        state = _weights(model)
+        state = dict(weights)
         saved = {name: tuple(entry.size) for name, entry in known.items() if name.startswith(MODEL)}
         ours = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if differing := sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name)):

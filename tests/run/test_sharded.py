@@ -112,6 +112,23 @@ def test_what_goes_on_from_it_is_what_was_saved(sharded, tiny, tmp_path):
     assert torch.equal(ours.model(batch).logps, model(batch).logps) and model.padded == ours.model.padded
 
 
+@pytest.mark.slow
+def test_an_optimizer_with_numbers_beside_its_tensors(tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    tiny = make_tiny("untied")
+    make = lambda model: bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-3)  # noqa: E731
+    tiny.optimizer = make(tiny.model)
+    stepped(tiny.model, tiny.optimizer)
+    save(tiny, tmp_path, 1)
+    model, _ = again(tiny, tmp_path / "checkpoint-1")  # another optimizer's groups are no obstacle
+    optimizer = make(model)
+    resume(tiny.accelerator, tmp_path / "checkpoint-1", optimizer, model)
+    for p, q in zip(tiny.model.parameters(), model.parameters(), strict=True):
+        one, other = tiny.optimizer.state[p], optimizer.state[q]
+        assert one.keys() == other.keys() and type(one["step"]) is type(other["step"]) and one["step"] == other["step"] > 0
+        assert all(torch.equal(one[k], other[k]) for k in one if isinstance(one[k], torch.Tensor))
+
+
 def test_a_model_folder_is_made_of_it_that_is_the_one_saved_otherwise(tiny, tmp_path, capsys):
     for sharded in (True, False):
         save(tiny, tmp_path / str(sharded), 1, sharded=sharded)
