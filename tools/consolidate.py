@@ -8,7 +8,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from common.errors import UserError, say, as_command
+from common.errors import UserError, as_command, say
 from common.model.shards import holds_shards
 from common.run.consolidate import consolidate
 from common.run.output_dir import find_damage
