@@ -79,8 +79,15 @@ def test_every_file_and_flag_that_the_readme_names_exists():
         flags |= set(module.Args.__dataclass_fields__)
     others = {"config", "config_file", "help", "index", "mixed_precision", "only", "quick", "device", "rounds", "chats"}
     others |= {"text_mb", "corpus_mb", "seeds", "tiny", "url", "experts", "coefficients", "prompt"}
-    others |= {"num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port"}  # of accelerate
-    others |= {"include_path", "limit", "apply_chat_template", "tokens"}  # of tools and benchmarks
+    others |= {
+        "num_machines",
+        "num_processes",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "cpu",
+    }  # of accelerate
+    others |= {"include_path", "limit", "apply_chat_template", "tokens", "output", "lmbda"}  # of tools and benchmarks
     others |= {"enable", "lora", "max", "outfile", "outtype", "modelfile", "time"}  # of vLLM, llama.cpp, Ollama, SLURM
     others |= {"baseline", "save", "strict", "alpha", "max_new_tokens"}
     for name in re.findall(r"--([a-z]\w+)", PAGES):
