@@ -9,7 +9,11 @@ the scale of 64 weights.
 """
 
 import argparse
+import sys
+from pathlib import Path
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.model.attention import FLAT, register
 from common.model.flat_model import FlatModel, base_lm
