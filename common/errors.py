@@ -39,6 +39,15 @@ def quoted(value: Any, limit: int = 120, form: Any = repr) -> str:
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
+# Of safetensors, tokenizers and torch, which have exceptions of their own for a full disk.
+_DISK = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
+
+
+def is_of_the_disk(error: Exception) -> bool:
+    """Whether it is that something could not be written or read, whichever class it has."""
+    return isinstance(error, OSError) or bool(_DISK.search(str(error)))
+
+
 SECRETS: list[str] = []  # what no message may show, whoever wrote it: a reward function that fails at it, say
 
 

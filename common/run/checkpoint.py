@@ -18,7 +18,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.data.types import Tokenizer
-from common.errors import UserError, say
+from common.errors import UserError, is_of_the_disk, say
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, gathered
 from common.model.merge import write_merged
@@ -46,8 +46,6 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
-
-DISK_ERROR = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 
 
 def save_checkpoint(
@@ -275,7 +273,7 @@ def _attempt(accelerator: Accelerator, write: Callable[[], None], everyone: bool
         try:
             write()
         except Exception as error:  # safetensors, tokenizers and torch have classes of their own for a full disk
-            if not isinstance(error, OSError) and not DISK_ERROR.search(str(error)):
+            if not is_of_the_disk(error):
                 raise
             problem = " ".join(str(error).split())
             problem = re.sub(r"\[enforce fail.*", "torch could not write: is the disk full?", problem)

@@ -10,6 +10,8 @@ import os
 import re
 import selectors
 import shlex
+import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,11 +105,14 @@ class Server:
             port = place.port
         except ValueError:
             place, port = urlsplit(""), None
-        if place.scheme not in ("http", "https") or not place.hostname:
-            raise UserError(f"--rollout_server {url}: expected an address as http://127.0.0.1:8000")
-        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-        self._connect = lambda: kind(place.hostname, port or (443 if place.scheme == "https" else 8000), timeout=10.0)
-        self._prefix = place.path
+        if "@" in place.netloc:  # without the address: there is a password in it
+            raise UserError("--rollout_server: an address without user and password: a key is taken from VLLM_API_KEY")
+        is_address = place.scheme in ("http", "https") and place.hostname and not place.query and not place.fragment
+        if not is_address or place.path.endswith("/v1"):
+            raise UserError(f"--rollout_server {url}: expected an address as http://127.0.0.1:8000, nothing after the port")
+        port = port or (443 if place.scheme == "https" else 8000)
+        self._connect = _tls(place.hostname, port) if place.scheme == "https" else _plain(place.hostname, port)
+        self._host, self._port, self._prefix = place.hostname, port, place.path
         self._headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             self._headers["Authorization"] = f"Bearer {key}"
@@ -149,7 +154,7 @@ class Server:
                 connection.close()
                 if is_kept:  # it was closed in the meantime, as any server does with one that is idle: another one
                     continue
-                raise ServerFault(str(error) or type(error).__name__) from None
+                raise ServerFault(" ".join(str(error).split()) or type(error).__name__) from None
             except BaseException:
                 connection.close()  # the server stops what it was doing for it
                 raise
@@ -162,12 +167,20 @@ class Server:
             except ValueError:
                 return answer.status, text[:300].decode(errors="replace")
 
-    def must(self, path: str, body: dict[str, Any] | None = None, seconds: float = ASK_SECONDS) -> Any:
-        """The JSON of an answer that has to be good. Raises ServerFault."""
+    def must(self, path: str, body: dict[str, Any] | None = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+        """The JSON object of an answer that has to be good, {} where it is none. Raises ServerFault."""
         status, answer = self.ask(path, body, seconds)
         if status != 200:
             raise ServerFault(f"HTTP {status} to {path.split('?')[0]}: {_message(answer)}")
-        return answer
+        return answer if isinstance(answer, dict) else {}
+
+    def places(self) -> set[tuple[str, int, str]]:
+        """Where it listens: one server may have several names. None where its name is not known (yet)."""
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except OSError:
+            return {(self._host, self._port, self._prefix)}
+        return {(str(address[0]).replace("::1", "127.0.0.1"), self._port, self._prefix) for *_, address in found}
 
     def close(self) -> None:
         while self._idle:
@@ -201,8 +214,7 @@ class Server:
             raise UserError(f"{self.url} is no vLLM server (/version: HTTP {status}): {start}")
         self._check_version(version)
         status, answer = self.ask("/server_info?config_format=json")
-        if status in (401, 403):
-            raise UserError(f"{self.url} wants a key (HTTP {status}): set VLLM_API_KEY to the one that it was started with")
+        self._check_key(status)
         if status == 404:
             raise UserError(f"{self.url} runs without VLLM_SERVER_DEV_MODE=1 and takes no weights: {start}")
         if self.must("/is_paused").get("is_paused"):
@@ -246,6 +258,10 @@ class Server:
         self.known = Known(version, mode, dtype, block, on_cpu)
         return self.known
 
+    def _check_key(self, status: int) -> None:
+        if status in (401, 403):
+            raise UserError(f"{self.url} wants a key (HTTP {status}): set VLLM_API_KEY to the one that it was started with")
+
     def _check_version(self, version: str) -> None:
         found = re.match(r"(\d+)\.(\d+)", version)
         if found is None or "dev" in version:
@@ -258,7 +274,8 @@ class Server:
     def _check_vocabulary(self, wanted: Wanted, start: str) -> None:
         """Raise UserError where it knows more or fewer tokens than the model that is trained."""
         V = wanted.vocabulary
-        _, answer = self.ask("/v1/completions", {"prompt": [0], "max_tokens": 1, "stop_token_ids": [IMPOSSIBLE_TOKEN]})
+        status, answer = self.ask("/v1/completions", {"prompt": [0], "max_tokens": 1, "stop_token_ids": [IMPOSSIBLE_TOKEN]})
+        self._check_key(status)
         named = re.search(r"[Vv]ocabulary size: (\d+)", _message(answer))
         last, beyond = (self.ask("/v1/completions", {"prompt": [i], "max_tokens": 1})[0] for i in (V - 1, V))
         if named is not None and int(named[1]) != V or last == 400 or beyond == 200:
@@ -351,9 +368,20 @@ class Server:
         return sampled
 
 
+def _plain(host: str, port: int) -> Callable[[], http.client.HTTPConnection]:
+    return lambda: http.client.HTTPConnection(host, port, timeout=10.0)
+
+
+def _tls(host: str, port: int) -> Callable[[], http.client.HTTPConnection]:
+    """Below TLS 1.3, whose servers speak first: their tickets would look like the answer that is waited for."""
+    context = ssl.create_default_context()
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    return lambda: http.client.HTTPSConnection(host, port, timeout=10.0, context=context)
+
+
 def _message(answer: Any) -> str:
     """What an answer says is wrong."""
     if isinstance(answer, dict):
         answer = answer.get("error", answer.get("detail", answer))
         answer = answer.get("message", answer) if isinstance(answer, dict) else answer
-    return str(answer)[:400]
+    return " ".join(str(answer).split())[:400]  # a page of somebody else has many lines

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.collators import flat_batch
-from common.errors import OutsideError, UserError, say
+from common.errors import OutsideError, UserError, is_of_the_disk, say
 from common.model.flat_model import base_lm
 from common.model.save import policy_writer
 from common.processes import gather_lists, on_main_process
@@ -39,7 +39,7 @@ CLOSE, CLOSE_ROUNDED = 1e-3, 0.2
 MOVED, MOVED_ROUNDED = 1e-4, 1e-2
 MOST_DIFFERENCE = 0.5  # nats, of a token of a rollout on average
 STRIKES = 3  # rollouts in which a server may fail and be taken back
-AWAY = "it is not there"
+AWAY = "left out at the last push"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Asked = tuple[tuple[int, ...], float, tuple[int, ...]]  # a prompt, a temperature, what was sampled
 
@@ -88,13 +88,11 @@ class RolloutServers:
             device=accelerator.device.type,
             tied=bool(lm.config.get_text_config().tie_word_embeddings),
         )
-        if len(set(urls)) < len(urls):
-            raise UserError(f"--rollout_server: {' '.join(urls)}: each of them once")
         self.servers = [Server(url) for url in urls]
         self.folder = Path(folder).resolve() / FOLDER
         self.dropped: dict[str, str] = {}  # for good: address, why
         self.failed: dict[str, str] = {}  # until the next push, as far as this process knows
-        self.strikes = dict.fromkeys(urls, 0)
+        self.strikes = {server.url: 0 for server in self.servers}
         self.synced: int | None = None  # the step whose weights they have
         self.version, self.run = "", on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
         self.running: list[Future[list[Sampled]]] = []
@@ -104,7 +102,8 @@ class RolloutServers:
         known = on_main_process(accelerator, self._check_all)
         for server, found in zip(self.servers, known, strict=True):
             server.known = found
-        self.has_logps = all(self.drawing.known_by(server.known.mode) for server in self.servers)
+        self.loaded: dict[str, str] = {}  # address of a server: the version that it was given last (main process)
+        self.has_logps = self._have_logps()
         if not self.has_logps:
             say(
                 f"the servers' log-probabilities ({', '.join(sorted({k.mode for k in known}))}) are not those of the whole "
@@ -112,6 +111,9 @@ class RolloutServers:
             )
 
     def _check_all(self) -> list[Any]:
+        for i, server in enumerate(self.servers):
+            if twin := next((other for other in self.servers[:i] if server.places() & other.places()), None):
+                raise UserError(f"--rollout_server: {twin.url} and {server.url} are one server: each of them once")
         for server in self.servers:
             server.wait(self.wanted)
         try:
@@ -146,6 +148,10 @@ class RolloutServers:
             shutil.rmtree(path, ignore_errors=True)
         if not self._alive():
             raise self._none_left(self.failed | self.dropped)
+        self.has_logps = self._have_logps()
+
+    def _have_logps(self) -> bool:
+        return all(self.drawing.known_by(server.known.mode) for server in self._alive())
 
     def _alive(self) -> list[Server]:
         return [server for server in self.servers if server.url not in (*self.dropped, *self.failed)]
@@ -153,7 +159,7 @@ class RolloutServers:
     def _tell_failures(self) -> None:
         """Who has failed in the rollouts since the last push, on any process."""
         self.failed = dict(gather_lists(self.accelerator, list(self.failed.items())))
-        for url in [url for url, reason in self.failed.items() if reason != AWAY]:
+        for url in [url for url, reason in self.failed.items() if not reason.startswith(AWAY)]:
             self.strikes[url] += 1
             if self.strikes[url] >= STRIKES:
                 self._drop(url, f"it failed in {STRIKES} rollouts, the last time: {self.failed[url]}")
@@ -170,14 +176,20 @@ class RolloutServers:
 
         def write_whole() -> None:
             temporary = path.with_name(f".{path.name}.tmp")
-            for left in (temporary, path):
+            for left in self.folder.glob("*"):  # by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             try:
                 temporary.mkdir(parents=True)
                 write(temporary)
                 temporary.rename(path)
-            except OSError as error:
-                raise UserError(f"{path}: the weights for the servers could not be written: {error}") from None
+            except Exception as error:
+                shutil.rmtree(temporary, ignore_errors=True)
+                if not is_of_the_disk(error):
+                    raise
+                raise UserError(
+                    f"{path}: the weights for the servers cannot be written: {error}; the same command goes on from the "
+                    "last checkpoint"
+                ) from None
 
         on_main_process(self.accelerator, write_whole)
 
@@ -191,15 +203,16 @@ class RolloutServers:
     def _load(self, server: Server, path: Path) -> "Answer | None":
         try:
             server.must("/health", seconds=10.0)
-            if server.url in self.failed:  # it may have been started anew, otherwise
-                server.check(self.wanted)
+            if server.url in self.failed or self.loaded.get(server.url) not in (None, server.version()):
+                server.check(self.wanted)  # it may have been started anew, otherwise
         except (ServerFault, UserError) as problem:
-            if self.failed.get(server.url) is None:
+            if (reason := f"{AWAY}: {problem}") != self.failed.get(server.url):
                 say(f"{server.url} is left out until it is back: {problem}")
-            self.failed[server.url] = AWAY
+            self.failed[server.url] = reason
             return None
         try:
             server.load(path, self.version)
+            self.loaded[server.url] = self.version
             # At the temperature of the rollouts, where the server's log-probabilities have it in them.
             temperature = self.drawing.temperature if server.known.mode == PROCESSED else 1.0
             # A prompt that fills a block of the prefix cache, where there is room for it: an old one shows.

@@ -53,14 +53,17 @@ class FakeVLLM:
         keys: dict[int, tuple[int, ...]] | None = None,
         device: str = "cuda",
         port: int = 0,
+        key: str = "",
+        tls: Any = None,
     ):
-        """model: of transformers, or a folder. keys: of the project's sampler, by the seed that a request has instead."""
+        """model: of transformers, or a folder. keys: of the project's sampler, by the seed that a request has instead.
+        key: that /v1 wants. tls: an SSL context, with which it speaks https."""
         lm = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str | Path) else model
         self.model, self.keys = wrap(lm.eval()), keys or {}
         self.first = {name: value.clone() for name, value in lm.state_dict().items()}
         self.V = lm.get_input_embeddings().weight.shape[0]
         self.mode, self.max_model_len, self.block, self.dtype, self.play = mode, max_model_len, block, dtype, play
-        self.generation_config, self.device = generation_config, device
+        self.generation_config, self.device, self.key = generation_config, device, key
         self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
         self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
         self.lock, self.batches, self.is_dead = threading.Lock(), threading.Lock(), False
@@ -82,7 +85,10 @@ class FakeVLLM:
 
             def _answer(self, body: dict[str, Any] | None) -> None:
                 try:
-                    status, answer = fake.answer(self.path.split("?")[0], body)
+                    status, answer = 401, {"error": "Unauthorized"}
+                    is_open = not fake.key or not self.path.startswith("/v1")
+                    if is_open or self.headers["Authorization"] == f"Bearer {fake.key}":
+                        status, answer = fake.answer(self.path.split("?")[0], body)
                 except ConnectionAbortedError:  # it is dead: nothing more is said
                     self.close_connection = True
                     return
@@ -99,7 +105,9 @@ class FakeVLLM:
                 pass
 
         self.http = Quiet(("127.0.0.1", port), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        if tls is not None:
+            self.http.socket = tls.wrap_socket(self.http.socket, server_side=True)
+        self.url = f"http{'s' * (tls is not None)}://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
     def __enter__(self) -> "FakeVLLM":

@@ -3,6 +3,9 @@
 import copy
 import math
 import re
+import shutil
+import ssl
+import subprocess
 import time
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from tests.tiny import V, tiny_lm
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9, 8], [4, 4, 4, 4], [11, 12, 13, 14], [20]]
 KEYS = [(3, 0, i) for i in range(len(PROMPTS))]
@@ -235,7 +239,9 @@ def test_another_vocabulary_is_refused(size, connect):
         connect(server)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://here", "http://", "http://here:port"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://here", "http://", "http://here:port", "http://here/v1/", "http://a?b"]
+)
 def test_what_is_no_address_is_refused(url, connect):
     with pytest.raises(UserError, match="expected an address as http://127.0.0.1:8000"):
         connect(url)
@@ -247,8 +253,62 @@ def test_nobody_there_is_said_with_the_command(connect):
 
 
 def test_the_same_server_twice_is_refused(connect):
-    with pytest.raises(UserError, match="each of them once"):
-        connect("http://a:1", "http://a:1")
+    for one, other in (("http://a.invalid:1",) * 2, ("http://127.0.0.1", "http://localhost:8000/")):
+        with pytest.raises(UserError, match="are one server: each of them once"):
+            connect(one, other)
+
+
+def test_a_password_in_an_address_is_refused_and_not_shown(connect):
+    with pytest.raises(UserError, match="VLLM_API_KEY") as error:
+        connect("http://me:geheim@127.0.0.1:8000")
+    assert "geheim" not in one_line(error)
+
+
+def test_a_key_is_asked_for_at_the_start(connect, fake, monkeypatch):
+    server = fake(key="k")
+    with pytest.raises(UserError, match=r"wants a key \(HTTP 401\): set VLLM_API_KEY"):
+        connect(server)
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    connect(server).sync(0)
+
+
+@pytest.mark.parametrize("answer", [None, [1], "<p>\nno\nJSON</p>"], ids=str)
+@pytest.mark.parametrize("path", ["/is_paused", "/reset_prefix_cache", "/weight_info"])
+def test_answers_that_are_no_objects_end_in_a_line(path, answer, connect, fake, monkeypatch):
+    def odd(self, asked, body):
+        return (200, answer) if asked == path else right(self, asked, body)
+
+    right = FakeVLLM.answer
+    monkeypatch.setattr(FakeVLLM, "answer", odd)
+    found = connect(fake())
+    if path == "/weight_info":
+        with pytest.raises(UserError, match="none is left") as error:
+            found.sync(0)
+        one_line(error)
+    else:
+        found.sync(0)
+
+
+@pytest.fixture
+def https(tmp_path, monkeypatch):
+    """The SSL context of a server whose certificate this process trusts."""
+    if not (openssl := shutil.which("openssl")):
+        pytest.skip("needs openssl")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=a"
+    words = [openssl, *words.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(words, check=True, capture_output=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+def test_a_server_behind_https_that_hangs_is_found_to(https, connect, fake):
+    found = connect(fake(tls=https, play="hangs"), fake(tls=https))
+    found.sync(0)
+    assert len(found.begin(PROMPTS, KEYS).result()) == len(PROMPTS)
+    assert [reason for reason in found.failed.values() if "it hangs" in reason]
 
 
 def test_an_unknown_version_is_said_and_tried(connect, fake, capsys):
@@ -335,8 +395,68 @@ def test_a_resumed_run_pushes_first(connect, fake, model):
 def test_a_folder_that_cannot_be_written_is_told(connect, fake, tmp_path):
     found = connect(fake())
     found.folder.write_text("in the way")
-    with pytest.raises(UserError, match="the weights for the servers could not be written"):
+    with pytest.raises(UserError, match="the weights for the servers cannot be written"):
         found.sync(0)
+
+
+def test_a_full_disk_is_told_and_nothing_stays_there(connect, fake, monkeypatch):
+    def full(_accelerator, _model, _dtype):
+        def write(folder):
+            (folder / "model.safetensors").write_bytes(b"half")
+            raise SafetensorError('IoError(Os { code: 28, message: "No space left on device" })')
+
+        return write
+
+    found = connect(fake())
+    monkeypatch.setattr(servers, "policy_writer", full)
+    with pytest.raises(UserError, match="cannot be written: .* goes on from the last checkpoint"):
+        found.sync(0)
+    assert not list(found.folder.iterdir())
+
+
+def test_what_a_killed_run_left_is_deleted(connect, fake, tmp_path):
+    found = connect(fake())
+    for left in (".step-7.tmp", "step-6"):
+        (found.folder / left).mkdir(parents=True)
+    found.sync(0)
+    assert not list(found.folder.iterdir())
+
+
+@pytest.mark.parametrize(("mode", "known"), [("processed_logprobs", False), ("raw_logits", None)])
+def test_a_server_that_was_started_anew_between_rollouts_is_checked_anew(mode, known, connect, fake, model, capsys):
+    server = fake(mode="raw_logprobs")
+    found = connect(server, top_k=5)
+    found.sync(0)
+    assert found.has_logps
+    server.version, server.mode = "default", mode
+    if known is None:
+        with pytest.raises(UserError, match="none is left .*raw_logits gives no log-probabilities"):
+            found.sync(1)
+        assert "is left out until it is back" in capsys.readouterr().out
+    else:
+        found.sync(1)
+        assert found.has_logps == known
+
+
+def test_why_a_server_is_not_taken_back_is_told(connect, fake, capsys):
+    good, bad = fake(), fake(play="500")
+    found = connect(good, bad)
+    found.sync(0)
+    found.begin(PROMPTS, KEYS).result()
+    bad.play = "no development mode"
+    for step in (1, 2):
+        found.sync(step)
+    told = [line for line in capsys.readouterr().out.splitlines() if "left out until it is back" in line]
+    assert len(told) == 1 and "runs without VLLM_SERVER_DEV_MODE=1" in told[0]
+
+
+def test_a_slash_at_the_end_changes_nothing(connect, fake):
+    good, bad = fake(), fake(play="500")
+    found = connect(good, f"{bad.url}/")
+    for step in range(2):
+        found.sync(step)
+        found.begin(PROMPTS, KEYS).result()
+    assert found.strikes[bad.url] == 1
 
 
 def test_servers_in_bfloat16_get_weights_in_bfloat16(connect, fake, model, monkeypatch):
