@@ -24,6 +24,10 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("any machine")
 
 # Written anew at every run: they depend on the clock or on the machine, not on what was learned.
 CLOCK = ("seconds", "tokens_per_second", "memory_gib", "peak_memory_gib")

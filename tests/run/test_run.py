@@ -126,8 +126,14 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     run.nonfinite = SimpleNamespace(check_weights=note("looked"))
     run.best = SimpleNamespace(step=4, folder=note("best", "out/checkpoint-4"), state=lambda: {"step": 4})
     first = {"eval_loss": 2.5, "eval_gone": 1.0}
+
+    def summarise(best, also):
+        done.append(("summary", best))
+        if run.accelerator.is_main_process:
+            also({"seconds": 1})
+
     run.metrics = SimpleNamespace(
-        flush=note("asked"), finish=note("summary"), last={"step": 9, "eval_loss": 1.25}, first_eval=first
+        flush=note("asked"), finish=summarise, last={"step": 9, "eval_loss": 1.25}, first_eval=first
     )
     run.signals = SimpleNamespace(close=note("closed"))
     monkeypatch.setattr(module, "hold_on", note("held on"))
@@ -145,7 +151,7 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
         ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16", "a classifier"),
         ("pruned", "out", 9, 2, 4),
         ("summary", {"step": 4}),
-        ("card", "out", run.args, "train_sft.py", {"a base"}, 4),
+        ("card", "out", run.args, "train_sft.py", {"a base"}, 4, {"seconds": 1}),
         ("waited",),
         ("ended",),
         ("closed",),

@@ -33,7 +33,8 @@ def documented():
     for block in re.findall(r"```bash\n(.*?)```", PAGES, re.S):
         for command in block.replace("\\\n", " ").splitlines():
             if match := re.match(r"accelerate launch train_(\w+)\.py (.*--dataset_name .*)", command):
-                found.append((match[1], shlex.split(match[2])))
+                if "--rollout_server" not in command:  # tests/scripts/test_rollout_server.py has one
+                    found.append((match[1], shlex.split(match[2])))
     return found
 
 
@@ -89,6 +90,7 @@ def test_every_file_and_flag_that_the_readme_names_exists():
     }  # of accelerate
     others |= {"include_path", "limit", "apply_chat_template", "tokens", "output", "lmbda"}  # of tools and benchmarks
     others |= {"enable", "lora", "max", "outfile", "outtype", "modelfile", "time"}  # of vLLM, llama.cpp, Ollama, SLURM
+    others |= {"api", "enforce", "generation", "gpu", "host", "kv", "logprobs", "model", "no", "port", "tensor", "weight"}
     others |= {"baseline", "save", "strict", "alpha", "max_new_tokens"}
     for name in re.findall(r"--([a-z]\w+)", PAGES):
         assert name in flags | others, name
