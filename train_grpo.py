@@ -43,7 +43,7 @@ from common.model.reference import load_reference
 from common.processes import gather_lists
 from common.run import Run
 from common.sampling import OwnSampler, Reward, RolloutSchedule, load_rewards, make_sampler, score
-from common.sampling.rollout import keep_high_entropy, mismatched
+from common.sampling.rollout import far_from_sampler, keep_high_entropy
 
 import numpy as np
 import torch  # after common, which sets how CPU threads wait
@@ -335,7 +335,7 @@ def main(args: Args) -> None:
                     window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
                 if top_entropy:
                     keep_high_entropy(window, accelerator, args.top_entropy_quantile)
-            for place in mismatched(windows, accelerator, args.importance_cap) if masks_sequences else []:
+            for place in far_from_sampler(windows, accelerator, args.importance_cap) if masks_sequences else []:
                 completions[place].counted = False
             add_token_weights(windows, completions, args)
             run.log_rollout(step + 1, completions, rewards, args.num_generations)

@@ -59,7 +59,7 @@ from common.processes import gather_lists, on_each_process
 from common.run import Run
 from common.sampling import OwnSampler, Reward, RolloutSchedule, Sampled, load_rewards, make_sampler, score
 from common.sampling.guard import call, from_file, must
-from common.sampling.rollout import keep_high_entropy, mismatched
+from common.sampling.rollout import far_from_sampler, keep_high_entropy
 from common.time_limit import TimeLimitReached
 
 import numpy as np
@@ -497,7 +497,7 @@ def main(args: Args) -> None:
                     window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
                 if top_entropy:
                     keep_high_entropy(window, accelerator, args.top_entropy_quantile)
-            for place in mismatched(windows, accelerator, args.importance_cap) if masks_sequences else []:
+            for place in far_from_sampler(windows, accelerator, args.importance_cap) if masks_sequences else []:
                 completions[place].counted = False
             add_token_weights(windows, completions, args)
             log_rollout(run, step + 1, completions, rewards, args.num_generations)

@@ -66,7 +66,7 @@ def rollout_lines(step: int, completions: Sequence[Scored], rewards: list[Reward
     return lines
 
 
-def mismatched(windows: list[Window], accelerator: Accelerator, cap: float) -> list[int]:
+def far_from_sampler(windows: list[Window], accelerator: Accelerator, cap: float) -> list[int]:
     """The completions that the model, as it was before its update, would have written more than `cap` times as often as what
     sampled them did: places in the rollout, of all processes.
 
