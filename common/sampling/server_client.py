@@ -312,7 +312,7 @@ class Server:
         self.must("/update_weight_version", {"new_version": version})
         self.must("/resume", {})
         if (found := self.version()) != version:
-            raise ServerFault(f"its weights have version {found!r} after {version!r} was loaded")
+            raise ServerFault(f"its weights have version {found!r} after {version!r} was loaded: another run uses it")
 
     def version(self) -> str:
         """Of its weights, as they were named last; "default" since it was started."""

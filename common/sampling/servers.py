@@ -320,9 +320,10 @@ class RolloutServers:
                     found = server.version() if server.url not in deal.failed else self.version
                 except ServerFault:  # it has gone after its last completion
                     continue
-                if found != self.version:  # it was started anew in the middle, with the weights that it is started with
+                if found != self.version:  # it was started anew in the middle, with the weights that it is started with, say
                     fresh = False
-                    deal.again(server, f"its weights have version {found!r}, not {self.version!r}")
+                    why = "it was started anew" if found == "default" else "another run uses it"
+                    deal.again(server, f"its weights have version {found!r}, not {self.version!r}: {why}")
             if fresh:
                 break
         known = {server: drawing.known_by(server.known.mode) for server in alive}
