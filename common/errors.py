@@ -13,6 +13,8 @@ from tqdm import tqdm
 LONGEST = 2_000  # characters of a message
 # What is called with the error that ends a run, before its process ends.
 LAST_WORDS: list[Callable[[BaseException], None]] = []
+# time.monotonic() of the signals that have asked this run to end: what waits for others may give up sooner.
+TOLD_TO_END: list[float] = []
 
 
 class UserError(Exception):

@@ -8,11 +8,12 @@ several GPUs, a step later.
 import os
 import signal
 import time
+from time import monotonic
 from typing import Any
 
 from common import START
 from common.args import CommonArgs
-from common.errors import say
+from common.errors import TOLD_TO_END, say
 from common.memory import AsyncScalar
 from common.run.output_dir import checkpoints
 
@@ -112,6 +113,7 @@ class Signals:
 
     def close(self) -> None:
         """Signals do again what they did before."""
+        TOLD_TO_END.clear()
         while self.before:
             signal.signal(*self.before.popitem())
 
@@ -136,4 +138,6 @@ class Signals:
             if self.first_at and time.time() - self.first_at > AGAIN_SECONDS:
                 os._exit(128 + number)
             self.first_at = self.first_at or time.time()
+        if SIGNALS[number] in STOPS:
+            TOLD_TO_END.append(monotonic())
         self.noted.append(SIGNALS[number])

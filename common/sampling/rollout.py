@@ -45,6 +45,8 @@ def rollout_metrics(
     }
     if finished.any():
         logged["completions/mean_terminated_length"] = counts[finished].mean().item()
+    if left_out := sum(not getattr(completion, "counted", True) for completion in completions):
+        logged["completions/left_out_ratio"] = left_out / len(completions)
     for f, function in enumerate(rewards):
         values = torch.tensor([c.rewards[f] for c in completions if c.rewards[f] is not None], dtype=torch.float64)
         if len(values):

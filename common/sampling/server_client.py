@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from common.errors import UserError, say
+from common.errors import TOLD_TO_END, UserError, say
 from common.sampling.generate import Sampled
 
 WAIT_SECONDS = 600.0  # that a server may take to start
 ASK_SECONDS = 60.0  # that it may take for a short answer: the first one takes 13 s on a CPU
 LOAD_SECONDS = 1800.0  # for loading weights, and for finishing what it is sampling before
+END_SECONDS = 15.0  # for an answer, where a signal has told the run to end: it is killed soon
 OLDEST = (0, 32)  # the oldest version that has been seen to work
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 IMPOSSIBLE_TOKEN = 2**30 - 1
@@ -143,6 +144,7 @@ class Server:
                     while not selector.select(min(1.0, max(0.01, seconds))):
                         if time.monotonic() > limit:
                             raise TimeoutError
+                        self._give_up_at_the_end(path)
                         go_on()
                 connection.sock.settimeout(max(10.0, limit - time.monotonic()))
                 answer = connection.getresponse()
@@ -166,6 +168,11 @@ class Server:
                 return answer.status, json.loads(text) if text else None
             except ValueError:
                 return answer.status, text[:300].decode(errors="replace")
+
+    def _give_up_at_the_end(self, path: str) -> None:
+        if TOLD_TO_END and time.monotonic() - max(TOLD_TO_END[0], self.answered) > END_SECONDS:
+            path = path.split("?")[0]
+            raise ServerFault(f"no answer to {path} in the {END_SECONDS:.0f} s after a signal told the run to end")
 
     def must(self, path: str, body: dict[str, Any] | None = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
         """The JSON object of an answer that has to be good, {} where it is none. Raises ServerFault."""
@@ -305,7 +312,7 @@ class Server:
         self.must("/update_weight_version", {"new_version": version})
         self.must("/resume", {})
         if (found := self.version()) != version:
-            raise ServerFault(f"its weights have version {found!r} after {version!r} was loaded")
+            raise ServerFault(f"its weights have version {found!r} after {version!r} was loaded: another run uses it")
 
     def version(self) -> str:
         """Of its weights, as they were named last; "default" since it was started."""

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from common.errors import TOLD_TO_END
 from common.run.output_dir import checkpoints
 from common.run.retry import Retry
 from common.run.signals import EXIT_CODE, EXIT_SECONDS, Signals
@@ -294,6 +295,16 @@ def test_only_several_gpus_answer_late_and_only_where_that_is_wanted(processes, 
         signals = Signals(accelerator, limited(None, None), late=wanted)
         signals.close()
         assert (signals.device.type, signals.late) == (where, late and wanted)
+
+
+def test_what_waits_for_others_hears_of_a_signal_that_ends_the_run(clock):
+    signals = clock.start(None, None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not TOLD_TO_END
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert len(TOLD_TO_END) == 1 and 0 <= time.monotonic() - TOLD_TO_END[0] < 60
+    signals.close()
+    assert not TOLD_TO_END
 
 
 def test_a_forked_process_ends_at_a_signal_as_usual(clock):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from common.args import CommonArgs
-from common.errors import UserError
+from common.errors import OutsideError, UserError
 from common.model.lora import add_lora
 from common.model.wrap import wrap
 from common.sampling import sample, server_client, server_rollout, servers
@@ -493,9 +493,13 @@ def test_two_runs_do_not_share_a_server(connect, fake):
     one, two = connect(server), connect(server)
     one.sync(0)
     two.sync(0)
+<<<<<<< HEAD
     with pytest.raises(
         UserError, match="none is left .*: another run has given it weights: they have version '0-.*', not '0-"
     ):
+=======
+    with pytest.raises(UserError, match="none is left .*: its weights have version '0-.*', not '0-.*another run uses it"):
+>>>>>>> att18
         one.begin(PROMPTS, KEYS).result()
 
 
@@ -514,6 +518,19 @@ def test_others_take_over_and_draw_the_same(play, connect, fake, model, capsys):
     assert found.begin(prompts, keys).result() == alone.begin(prompts, keys).result()
     told = [line for line in capsys.readouterr().out.splitlines() if bad.url in line]
     assert len(told) == 1 and "the other servers take over, with the same seeds" in told[0]
+
+
+def test_a_run_that_is_told_to_end_does_not_wait_for_a_server_that_hangs(connect, fake, monkeypatch):
+    server = fake(play="hangs")
+    found = connect(server)
+    found.sync(0)
+    monkeypatch.setattr(server_rollout, "PATIENCE", 60.0)
+    monkeypatch.setattr(server_client, "END_SECONDS", 0.1)
+    monkeypatch.setattr(server_client, "TOLD_TO_END", told := [])
+    begun = found.begin(PROMPTS, KEYS)
+    told.append(time.monotonic())
+    with pytest.raises(OutsideError, match="after a signal told the run to end"):
+        begun.result(timeout=20)
 
 
 @pytest.mark.slow

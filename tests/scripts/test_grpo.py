@@ -496,6 +496,12 @@ def arguments(**values):
     return SimpleNamespace(**vars(Settings(num_generations=2)) | {"max_completion_length": LONGEST} | values)
 
 
+def test_what_is_left_out_is_told():
+    completions = [completion([1.0], counted=counted, reward=1.0) for counted in (True, False, False, False)]
+    assert rollout_metrics(completions, [SimpleNamespace(name="f")], 2)["completions/left_out_ratio"] == 0.75
+    assert "completions/left_out_ratio" not in rollout_metrics(completions[:1] * 2, [SimpleNamespace(name="f")], 2)
+
+
 def test_small_differences_of_large_rewards_are_seen():
     """Float32 knows no number between 1e9 and 1e9 + 64."""
     completions = [completion([1e9]), completion([1e9 + 1])]
