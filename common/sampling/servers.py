@@ -321,17 +321,10 @@ class RolloutServers:
                     found = server.version() if server.url not in deal.failed else self.version
                 except ServerFault:  # it has gone after its last completion
                     continue
-<<<<<<< HEAD
                 if found != self.version:  # other weights, from somewhere in the middle on
                     fresh = False
                     who = "it was started anew" if found == "default" else "another run has given it weights"
                     deal.again(server, f"{who}: they have version {found!r}, not {self.version!r}")
-=======
-                if found != self.version:  # it was started anew in the middle, with the weights that it is started with, say
-                    fresh = False
-                    why = "it was started anew" if found == "default" else "another run uses it"
-                    deal.again(server, f"its weights have version {found!r}, not {self.version!r}: {why}")
->>>>>>> att18
             if fresh:
                 break
         known = {server: drawing.known_by(server.known.mode) for server in alive}

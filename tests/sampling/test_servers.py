@@ -493,13 +493,9 @@ def test_two_runs_do_not_share_a_server(connect, fake):
     one, two = connect(server), connect(server)
     one.sync(0)
     two.sync(0)
-<<<<<<< HEAD
     with pytest.raises(
         UserError, match="none is left .*: another run has given it weights: they have version '0-.*', not '0-"
     ):
-=======
-    with pytest.raises(UserError, match="none is left .*: its weights have version '0-.*', not '0-.*another run uses it"):
->>>>>>> att18
         one.begin(PROMPTS, KEYS).result()
 
 
