@@ -30,7 +30,7 @@ from common.command_line import launch
 import common.model.fused_head, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-config = yaml.safe_load(open(f"accelerate_configs/{os.environ['CONFIG']}.yaml"))
+config = yaml.safe_load(open(f"accelerate_configs/{os.environ.get('CONFIG', 'fsdp2')}.yaml"))
 sizes = config.get("parallelism_config", {}) and {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
 assert sizes.keys() == config.get("parallelism_config", {}).keys()
 os.environ |= {name.upper(): str(value) for name, value in (config["fsdp_config"] | sizes).items()}
