@@ -96,7 +96,7 @@ def as_command(main: Callable[[], int | None]) -> None:
     except UserError as error:
         show_and_exit(error)
     except KeyboardInterrupt:
-        say("stopped")
+        print("stopped", file=sys.stderr, flush=True)
         code = 130
     sys.exit(code)
 

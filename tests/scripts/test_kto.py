@@ -110,7 +110,10 @@ def test_a_loss_is_that_of_its_paper(name, launch, data, model):
 @pytest.mark.parametrize("way", ["packed", pytest.param("streamed", marks=pytest.mark.slow)])
 def test_rows_may_be_packed_or_streamed(way, launch, data, model):
     """All rows are one window: packed into one micro-batch, or in the stream's order."""
-    flags = {"packed": ["--packing", "--per_device_train_batch_size", 1], "streamed": ["--dataset_streaming"]}[way]
+    flags = {
+        "packed": ["--packing", "--per_device_train_batch_size", 1],
+        "streamed": ["--dataset_streaming", "--streaming_buffer_size", 5],
+    }[way]
     run = kto(launch, data, model, "--per_device_train_batch_size", 5, "--max_steps", 1, *flags)
     start = exact(run.model)
     loss, logged = window(start, start, parts_of(ROWS), beta=0.1)
