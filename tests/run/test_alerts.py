@@ -240,6 +240,7 @@ def test_of_two_addresses_on_a_command_line_none_stays(monkeypatch):
     assert sys.argv == ["--alert_webhook", "(secret)", "--alert-webhook=(secret)", "--alert_webhook", "(secret)", "x"]
 
 
+@pytest.mark.slow
 def test_an_error_of_somebody_elses_code_does_not_name_the_address(launch, tmp_path, monkeypatch, capsys):
     """A reward function that calls it by itself, and fails."""
     server = Server()

@@ -135,6 +135,7 @@ def test_a_log_of_100000_steps_gives_a_page_below_2_mb_with_its_peak(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_many_metrics_and_heavy_characters_give_a_page_below_2_mb_with_every_peak(tmp_path):
     """Every curve is as fine as all of them allow; a text costs what it takes in the page."""
     with open(tmp_path / "metrics.jsonl", "w") as file:

@@ -400,7 +400,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+LONG = ("another sampler, once", "left out, by window", "left out, each", "not corrected", "two ahead", "high entropy, once")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in LOSSES])
 def test_a_step_is_that_of_the_formula(name, grpo, model, monkeypatch):
     """Loss, gradient and metrics of every update on a rollout, and on the next; one group of prompts has equal rewards.
 

@@ -74,9 +74,8 @@ def texts(output):
     return [line["completion"] for line in completions(output)]
 
 
-@pytest.mark.parametrize(
-    "stage", ["grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distill", "tools"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["grpo", "ppo", "distill", "tools"])
 def test_a_run_with_a_server_is_the_run_that_samples_itself(stage, launch, fake):
     more = (
         "--max_steps 2 --save_steps 0 --per_device_train_batch_size 8 --max_completion_length 8 --num_iterations 1 --beta 0"
