@@ -42,7 +42,7 @@ from common.model import disable_dropout, load_model, load_tokenizer, make_optim
 from common.model.reference import load_reference
 from common.processes import gather_lists
 from common.run import Run
-from common.sampling import OwnSampler, Reward, RolloutSchedule, load_rewards, make_sampler, score
+from common.sampling import Reward, RolloutSchedule, Sampler, load_rewards, make_sampler, score
 from common.sampling.rollout import far_from_sampler, keep_high_entropy
 
 import numpy as np
@@ -135,7 +135,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    sampler: OwnSampler,
+    sampler: Sampler,
     tokenizer: Tokenizer,
     rewards: list[Reward],
     rollouts: RolloutSchedule,

@@ -35,7 +35,7 @@ from common.model import disable_dropout, load_model, load_tokenizer, make_optim
 from common.model.reference import load_frozen
 from common.processes import gather_lists, on_each_process
 from common.run import Run
-from common.sampling import OwnSampler, RolloutSchedule, make_sampler
+from common.sampling import RolloutSchedule, Sampler, make_sampler
 
 import numpy as np
 import torch  # after common, which sets how CPU threads wait
@@ -129,7 +129,7 @@ def divergence(
 
 
 def roll_out(
-    args: Args, accelerator: Accelerator, sampler: OwnSampler, prompts: list[Prompt], rollout: int
+    args: Args, accelerator: Accelerator, sampler: Sampler, prompts: list[Prompt], rollout: int
 ) -> list[Completion]:
     """A completion of each prompt: the share args.lmbda of them sampled, evenly among those of the data; each process its
     share, and all of them get everything. What is drawn is a function of (seed, rollout, place), whoever samples it."""

@@ -40,7 +40,7 @@ from common.model import Output, disable_dropout, load_model, load_tokenizer, ma
 from common.model.reference import load_reference
 from common.processes import gather_lists
 from common.run import Run
-from common.sampling import OwnSampler, Reward, RolloutSchedule, load_rewards, make_sampler, score
+from common.sampling import Reward, RolloutSchedule, Sampler, load_rewards, make_sampler, score
 
 import numpy as np
 import torch  # after common, which sets how CPU threads wait
@@ -126,7 +126,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    sampler: OwnSampler,
+    sampler: Sampler,
     tokenizer: Tokenizer,
     rewards: list[Reward],
     rollouts: RolloutSchedule,

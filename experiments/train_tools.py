@@ -57,7 +57,7 @@ from common.model import disable_dropout, load_model, load_tokenizer, make_optim
 from common.model.reference import load_reference
 from common.processes import gather_lists, on_each_process
 from common.run import Run
-from common.sampling import OwnSampler, Reward, RolloutSchedule, Sampled, load_rewards, make_sampler, score
+from common.sampling import Reward, RolloutSchedule, Sampled, Sampler, load_rewards, make_sampler, score
 from common.sampling.guard import call, from_file, must
 from common.sampling.rollout import far_from_sampler, keep_high_entropy
 from common.time_limit import TimeLimitReached
@@ -256,7 +256,7 @@ def end_turn(args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    sampler: OwnSampler,
+    sampler: Sampler,
     tokenizer: Tokenizer,
     rewards: list[Reward],
     environment: Environment,

@@ -254,12 +254,12 @@ class Run:
         **more: float,
     ) -> None:
         """The rollout that serves `step`: its metrics (see rollout_metrics) and `more`, and completions.jsonl."""
-        is_idle = not any(getattr(completion, "advantage", True) for completion in completions)
-        if is_idle:
-            self.say_once(
-                "idle", f"step {step}: in every group all rewards are equal; there is nothing to learn in this rollout"
-            )
-        self.metrics.add(frac_idle_rollouts=float(is_idle), **rollout_metrics(completions, rewards, group, lengths), **more)
+        if hasattr(completions[0], "advantage"):
+            more["frac_idle_rollouts"] = float(not any(completion.advantage for completion in completions))
+            if more["frac_idle_rollouts"]:
+                nothing = "in every group all rewards are equal; there is nothing to learn in this rollout"
+                self.say_once("idle", f"step {step}: {nothing}")
+        self.metrics.add(**rollout_metrics(completions, rewards, group, lengths), **more)
         self.metrics.close_window()  # they count also where the step that follows is not taken
         self.metrics.append("completions.jsonl", rollout_lines(step, completions, rewards))
 

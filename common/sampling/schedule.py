@@ -13,8 +13,7 @@ from common.sampling.generate import Sampled
 from accelerate import Accelerator
 
 if TYPE_CHECKING:
-    from common.sampling.sampler import OwnSampler
-    from common.sampling.servers import RolloutServers
+    from common.sampling.sampler import Sampler
 
 
 class RolloutSchedule:
@@ -69,7 +68,7 @@ class RolloutSchedule:
         share = -(-number // self._accelerator.num_processes)
         return range(number)[self._accelerator.process_index * share : (self._accelerator.process_index + 1) * share]
 
-    def sample(self, rollout: int, sampler: "OwnSampler | RolloutServers", seed: int) -> list[Sampled]:
+    def sample(self, rollout: int, sampler: "Sampler", seed: int) -> list[Sampled]:
         """This process's completions of a rollout: sampled now, unless that was done ahead. Those of the next ones that come
         ahead are begun, with the weights of now."""
         last = (len(self) - 1) // self.updates_per_rollout

@@ -1,6 +1,5 @@
 """Checkpoints against what happens to them: full disks, kills, damaged files; the best one is kept."""
 
-import builtins
 import errno
 import importlib
 import json
@@ -27,6 +26,7 @@ from common.run.output_dir import (
     write_manifest,
 )
 from tests.conftest import ROOT, demo, read_metrics
+from tests.run.kills import Kill, killed_at
 from tests.run.test_best import best_by
 from tests.run.test_folder import SFT, claim
 from tests.tiny import tiny_pair
@@ -192,14 +192,8 @@ def test_a_full_disk_at_the_end_is_an_error(tiny, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-class Kill(BaseException):
-    pass
-
-
 def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tiny, tmp_path, monkeypatch):
     """Each call that touches the disk is the last one, in turn, before or after it has done its work."""
-    touching = [(os, n) for n in ("rename", "replace", "fsync", "mkdir", "open", "unlink", "rmdir")] + [(torch, "save")]
-    touching += [(shutil, "rmtree"), (shutil, "copy"), (Path, "write_text"), (builtins, "open")]
     output = tmp_path / "out"
     output.mkdir()
     (output / "args.yaml").write_text("seed: 0")
@@ -209,26 +203,10 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tiny, tmp_path, 
             shutil.rmtree(folder)
         save(tiny, output, 3)
         save(tiny, output, 6)
-        left = [at]
-
-        def dying(function, left=left, before=at % 2 == 1):
-            def call(*args, **kwargs):
-                left[0] -= 1
-                if left[0] == -1 and before:
-                    raise Kill
-                result = function(*args, **kwargs)
-                if left[0] == -1:
-                    raise Kill
-                return result
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for module, name in touching:
-                patch.setattr(module, name, dying(getattr(module, name)))
+        with killed_at(monkeypatch, at) as was_killed:
             try:
                 save(tiny, output, 9, limit=1)
-                ended = left[0] >= 0  # else somebody has caught the kill
+                ended = not was_killed()  # else somebody has caught the kill
             except Kill:
                 seen.append(newest_intact(output).name)
         at += 1

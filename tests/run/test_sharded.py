@@ -1,13 +1,11 @@
 """Sharded checkpoints: the same guarantees as the others have, on one process here, on two and four in the slow tests."""
 
-import builtins
 import copy
 import os
 import pickle
 import re
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 from common.args import CommonArgs
@@ -20,6 +18,7 @@ from common.run.consolidate import consolidate
 from common.run.output_dir import checkpoints, find_damage, newest_intact
 from common.run.sharded import _read, check_sharded, check_shared
 from tests.conftest import read_metrics, run_script
+from tests.run.kills import killed_at
 from tests.run.test_fsdp import LAUNCHER
 from tests.run.test_fsdp import words as words  # a fixture
 from tests.scripts.test_equivalence import free_port
@@ -227,14 +226,8 @@ def test_another_model_is_refused(llama, tmp_path):
         resume(llama.accelerator, tmp_path / "checkpoint-1", optimizer, model)
 
 
-class Kill(BaseException):
-    pass
-
-
 def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(llama, tmp_path, monkeypatch):
     """Each call that touches the disk is the last one, in turn, before or after it has done its work."""
-    touching = [(os, n) for n in ("rename", "replace", "fsync", "mkdir", "open", "unlink", "rmdir")] + [(torch, "save")]
-    touching += [(shutil, "rmtree"), (shutil, "copy"), (Path, "write_text"), (Path, "rename"), (builtins, "open")]
     output = tmp_path / "out"
     output.mkdir()
     (output / "args.yaml").write_text("seed: 0")
@@ -245,26 +238,10 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(llama, tmp_path,
     while not ended:
         shutil.rmtree(output)
         shutil.copytree(tmp_path / "before", output)
-        left = [at]
-
-        def dying(function, left=left, before=at % 2 == 1):
-            def call(*args, **kwargs):
-                left[0] -= 1
-                if left[0] == -1 and before:
-                    raise Kill
-                result = function(*args, **kwargs)
-                if left[0] == -1:
-                    raise Kill
-                return result
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for module, name in touching:
-                patch.setattr(module, name, dying(getattr(module, name)))
+        with killed_at(monkeypatch, at) as was_killed:
             try:
                 save(llama, output, 9, limit=1)
-                ended = left[0] >= 0  # else somebody has caught the kill
+                ended = not was_killed()  # else somebody has caught the kill
             except BaseException as error:  # torch hands on what its writer was killed by
                 assert "Kill" in repr(error), error
                 seen.append(newest_intact(output).name)
