@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.model.wrap import wrap
-from common.sampling import OwnSampler
+from common.sampling.sampler import OwnSampler
 from common.sampling.servers import RolloutServers
 
 import psutil

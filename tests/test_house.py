@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -130,6 +130,23 @@ def test_there_is_no_circle_among_the_modules():
     while ready := {name for name, needs in graph.items() if name not in done and needs <= done}:
         done |= ready
     assert done == graph.keys(), f"a circle among {sorted(graph.keys() - done)}"
+
+
+def test_every_name_that_a_file_imports_of_ours_is_there():
+    """Of benchmarks, tools and tests, too, some of which start only where a server or a GPU is at hand."""
+    folders = ("common", "experiments", "tools", "tests", "benchmarks")
+    files = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    assert len(files) > 200
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and is_ours(node.module):
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    is_package = hasattr(module, "__path__")
+                    there = hasattr(module, name.name) or (
+                        is_package and importlib.util.find_spec(f"{node.module}.{name.name}")
+                    )
+                    assert there, f"{path.relative_to(ROOT)} imports {name.name} from {node.module}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
