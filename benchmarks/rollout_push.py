@@ -1,6 +1,6 @@
 """What it costs to give servers the weights (--rollout_server): for models of several sizes, by a folder on this disk.
 
-    PYTHONPATH=. python benchmarks/rollout_push.py                    # on the CPU, with the fake server of the tests
+    python benchmarks/rollout_push.py    # on the CPU, with the fake server of the tests
 
 Each push is written, loaded, proved. The fake server loads as PyTorch does, and not as vLLM does: what it takes is a lower
 bound. Medians of 5 pushes after one that does not count.
@@ -12,10 +12,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.args import CommonArgs
 from common.model import create_model
