@@ -64,15 +64,20 @@ def run_process(words: list[str], env: dict[str, str] | None = None) -> float:
 # --- sides ----------------------------------------------------------------------------------------------------------
 
 
-def ours(script: str, *words: str | int | float, env: dict[str, str] | None = None) -> Callable[[], Result]:
-    """A side: one of our scripts, with settings that are the same on all sides."""
+def our_words(script: str, *words: Any, cache: Path = WORK / "cache") -> list[str]:
+    """One of our scripts, with settings that are the same on all sides."""
     common = "--learning_rate 1e-4 --lr_scheduler_type constant --warmup_steps 0 --weight_decay 0 --adam_beta2 0.999"
     common += " --eval_steps 0 --save_steps 0 --logging_steps 1 --num_samples 0 --dataset_num_proc 1 --overwrite_output_dir"
+    folders = ["--output_dir", str(WORK / "run"), "--dataset_cache_dir", str(cache)]
+    return [script, *common.split(), *folders, *map(str, words)]
+
+
+def ours(script: str, *words: Any, env: dict[str, str] | None = None) -> Callable[[], Result]:
+    """A side: see ours.py."""
 
     def side(cache: Path = WORK / "cache") -> Result:
-        out, result = WORK / "run", WORK / "result.json"
-        folders = ["--output_dir", str(out), "--dataset_cache_dir", str(cache)]
-        return _measured(["ours.py", str(result), script, *common.split(), *folders, *map(str, words)], result, env)
+        result = WORK / "result.json"
+        return _measured(["ours.py", str(result), *our_words(script, *words, cache=cache)], result, env)
 
     return side
 

@@ -1,0 +1,169 @@
+"""Where the time of a training step goes on a CPU, and so how much faster it could become at all.
+
+    python benchmarks/limits.py [--rounds 3] [--only "SFT, 20M"]
+
+Each of our runs of the other benchmarks, alone: a few steps by the clock, then a few under torch's profiler. Matrix products and
+attention (SDPA) are counted by the profiler, with the floating-point operations that the shapes of the products ask for; the rest
+of a step (norms, activations, softmax of the head, gathers, autograd, Python) is what the clock has beyond them. Peak: the
+fastest of some large products, in the same process. `at most`: how much faster a step were if the rest took no time, and if,
+besides, the products ran at the peak. The profiler counts time by the wall: the machine should be otherwise idle.
+"""
+
+import json
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from compare import INPUTS, ROOT, WORK, arguments, our_words, run_process, save, wanted
+
+LENGTH, BATCH = 1024, 8
+CLOCKED, PROFILED = 6, 3  # steps, after WARM_UP
+WARM_UP = 2
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise")
+
+
+def cases() -> dict[str, tuple[dict[str, str] | None, tuple[Any, ...]]]:
+    """{title: (environment, words of the command)}."""
+    bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+
+    def run(script: str, model: str, rows: str, *words: Any) -> tuple[Any, ...]:
+        return script, "--model_name_or_path", INPUTS / model, "--dataset_name", INPUTS / f"{rows}.jsonl", *words
+
+    chats = ("--max_length", LENGTH, "--per_device_train_batch_size", BATCH)
+    pairs = ("--max_length", LENGTH, "--per_device_train_batch_size", 4)
+    documents = ("--packing_strategy", "bfd", "--max_length", LENGTH, "--per_device_train_batch_size", 2)
+    full = ("--max_length", 512, "--per_device_train_batch_size", BATCH)
+    found = {
+        "SFT, 1.3M": (None, run("train_sft.py", "tiny", "chats", *chats)),
+        "SFT, 20M": (None, run("train_sft.py", "20m", "chats", *chats)),
+        "DPO, 1.3M": (None, run("train_dpo.py", "tiny", "pairs", *pairs)),
+        "pretrain, 1.3M, documents": (None, run("train_pretrain.py", "tiny", "pages", *documents)),
+        "pretrain, 20M, documents": (None, run("train_pretrain.py", "20m", "pages", *documents)),
+        "pretrain, 1.3M, full rows of 512": (None, run("train_pretrain.py", "tiny", "text", *full)),
+        "pretrain, 20M, full rows of 512": (None, run("train_pretrain.py", "20m", "text", *full)),
+    }
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists() and "avx512_bf16" in cpu.read_text():
+        found["SFT, 20M, bfloat16 autocast"] = (bf16, run("train_sft.py", "20m", "chats", *chats))
+        found["pretrain, 20M, full rows of 512, bfloat16 autocast"] = (bf16, run("train_pretrain.py", "20m", "text", *full))
+    return found
+
+
+# --- in the process that is measured --------------------------------------------------------------------------------
+
+
+def peak(dtype: Any) -> float:
+    """GFLOP/s of the fastest of some large matrix products."""
+    import torch
+
+    best = 0.0
+    for n, k, m in ((1024, 1024, 1024), (2048, 2048, 2048), (4096, 512, 2048)):
+        a, b = torch.randn(n, k, dtype=dtype), torch.randn(k, m, dtype=dtype)
+        for _ in range(8):
+            begun = time.perf_counter()
+            a @ b
+            best = max(best, 2e-9 * n * k * m / (time.perf_counter() - begun))
+    return best
+
+
+def measured(words: list[str]) -> dict[str, Any]:
+    """Run a script as `python words` would, and look at its steps."""
+    sys.argv, sys.path[0] = words, str(ROOT)
+    from common.run import Run
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    steps = Run.steps
+    watch = profile(activities=[ProfilerActivity.CPU], with_flops=True, acc_events=True)
+    seconds: list[float] = []
+
+    def watched(self: Run, *args: Any, **named: Any) -> Iterator[int]:
+        begun = time.perf_counter()
+        for done, step in enumerate(steps(self, *args, **named)):
+            if WARM_UP < done <= WARM_UP + CLOCKED:  # what is yielded is the next step: one has ended
+                seconds.append(time.perf_counter() - begun)
+            if done == WARM_UP + CLOCKED:
+                watch.start()
+            begun = time.perf_counter()
+            yield step
+        watch.stop()
+
+    Run.steps = watched
+    runpy.run_path(words[0], run_name="__main__")
+    events = watch.key_averages()
+    products = [event for event in events if event.key in PRODUCTS]
+    attention = [event for event in events if "scaled_dot_product" in event.key or "flash_attention" in event.key]
+    bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    return {
+        "step_s": statistics.median(seconds),
+        "products_s": sum(event.self_cpu_time_total for event in products) / 1e6 / PROFILED,
+        "attention_s": sum(event.self_cpu_time_total for event in attention) / 1e6 / PROFILED,
+        "gflop": sum(event.flops for event in products) / 1e9 / PROFILED,
+        "peak": peak(torch.bfloat16 if bf16 else torch.float32),
+    }
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def one_round(words: tuple[Any, ...], env: dict[str, str] | None) -> dict[str, Any]:
+    result = WORK / "limits.json"
+    run_process([__file__, str(result), *our_words(*words, "--max_steps", WARM_UP + CLOCKED + PROFILED)], env)
+    return json.loads(result.read_text())
+
+
+def entry(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """Of a case: shares of a step, and the limits. The rates are 0 where no product was seen."""
+    step, products, attention, gflop, best = (
+        statistics.median(found[name] for found in rounds)
+        for name in ("step_s", "products_s", "attention_s", "gflop", "peak")
+    )
+    at_peak = gflop / best
+    return {
+        "step_s": step,
+        "products": products / step,
+        "attention": attention / step,
+        "rest": 1 - (products + attention) / step,
+        "gflops": gflop / products if products else 0.0,
+        "peak": best,
+        "without_the_rest": step / (products + attention),
+        "and_at_peak": step / (at_peak + attention),
+    }
+
+
+def table(found: dict[str, dict[str, float]], rounds: int) -> dict[str, Any]:
+    lines = [
+        f"**where a step goes**, medians of {rounds} rounds",
+        "",
+        "| run | a step | matrix products | attention | the rest | products, GFLOP/s | peak, GFLOP/s | at most, without the rest | and products at the peak |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in found.items():
+        lines.append(
+            f"| {name} | {row['step_s']:.2f} s | {row['products']:.0%} | {row['attention']:.0%} | {row['rest']:.0%} "
+            f"| {row['gflops']:.0f} | {row['peak']:.0f} | {row['without_the_rest']:.2f}× | {row['and_at_peak']:.2f}× |"
+        )
+    return {"title": "where a step goes", "rounds": rounds, "cases": found, "markdown": "\n".join(lines) + "\n"}
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    found = {}
+    for name, (env, words) in cases().items():
+        if wanted(args.only, name):
+            print(name, file=sys.stderr, flush=True)
+            found[name] = entry([one_round(words, env) for _ in range(args.rounds)])
+    save("limits", [table(found, args.rounds)])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].endswith(".json"):  # a round
+        Path(sys.argv[1]).write_text(json.dumps(measured(sys.argv[2:])))
+    else:
+        main()
