@@ -101,7 +101,9 @@ def settings(spec: dict, **more: Any) -> tuple[TrainArgs, EvalArgs]:
     size = {"global_batch_size": spec["batch"], "micro_batch_size": spec["batch"]}
     train = TrainArgs(save_interval=None, log_interval=1, lr_warmup_steps=0, **size, **more)
     tokens = 1 if spec["kind"] == "sft" else None
-    return train, EvalArgs(interval=10**9, max_new_tokens=tokens, max_iters=1, initial_validation=False, final_validation=False)
+    return train, EvalArgs(
+        interval=10**9, max_new_tokens=tokens, max_iters=1, initial_validation=False, final_validation=False
+    )
 
 
 def optimizer(name: str) -> dict:

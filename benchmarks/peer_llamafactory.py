@@ -73,7 +73,9 @@ def conversations(spec: dict, work: Path) -> dict[str, Any]:
     """What its arguments say of the chats or pairs, which are written for it."""
     rows = [json.loads(line) for line in open(spec["rows"], encoding="utf-8")]
     if spec["kind"] == "dpo":
-        rows = [row | {side: row[side][0] for side in ("chosen", "rejected")} for row in rows[: spec["steps"] * spec["batch"]]]
+        rows = [
+            row | {side: row[side][0] for side in ("chosen", "rejected")} for row in rows[: spec["steps"] * spec["batch"]]
+        ]
     (work / "rows.json").write_text(json.dumps(rows))
     (work / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"} | DATASETS[spec["kind"]]}))
     return {}
