@@ -1,16 +1,17 @@
 """SFT, DPO and pretraining beside LLaMA-Factory, LitGPT, torchtune and minimind's loop, on the CPU.
 
     python benchmarks/others.py --python llamafactory=PYTHON litgpt=PYTHON torchtune=PYTHON
-        [--rounds 2] [--only sft dpo pretrain sft20m compiled]
+        [--rounds 2] [--quick] [--only sft dpo pretrain sft20m compiled]
 
-PYTHON: the interpreter of an environment in which that one is installed; their versions of other libraries exclude each other.
-One that is not named is left out. Without --only: sft, dpo, pretrain. As in sft.py, dpo.py and pretrain.py all sides have the same
-weights, rows, order, batch and learning rate, float32, one thread, no evaluation, no saving. LLaMA-Factory's defaults include
-gradient checkpointing; its packing lets chats of a row see each other, its neat packing does not. Its padding is to multiples
-of 8. torchtune's chunked loss is its default. How each is called: peer_*.py.
+PYTHON: the interpreter of an environment in which that one is installed; their versions of other libraries exclude each
+other. One that is not named is left out. Without --only: sft, dpo, pretrain. As in sft.py, dpo.py and pretrain.py all
+sides have the same weights, rows, order, batch and learning rate, float32, one thread, no evaluation, no saving.
+LLaMA-Factory's defaults include gradient checkpointing; its packing lets chats of a row see each other, its neat
+packing does not. Its padding is to multiples of 8. torchtune's chunked loss is its default. How each is called:
+peer_*.py.
 
-Start-up is from the start of the process to the end of the first step of SFT, which is of 8 chats, nothing cached. Ours and
-LLaMA-Factory tokenise all 192 chats before it, the bare loop what it needs; the others are given tokens.
+Start-up is from the start of the process to the end of the first step of SFT, which is of 8 chats, nothing cached. Ours
+and LLaMA-Factory tokenise all 192 chats before it, the bare loop what it needs; the others are given tokens.
 """
 
 import json
@@ -25,7 +26,7 @@ from compare import INPUTS, WORK, Result, arguments, compare, markdown, ours, pe
 
 BATCH, LENGTH = 8, 1024
 INSTALL = {  # pip's words, in an environment of its own; torch as here
-    "llamafactory": "llamafactory==0.9.5 torch==2.13.0 && pip uninstall -y torchvision torchaudio   # where these are built for CUDA",
+    "llamafactory": "llamafactory==0.9.5 torch==2.13.0   # then, if built for CUDA: pip uninstall torchvision torchaudio",
     "litgpt": "litgpt==0.5.13 torch==2.13.0 transformers",
     "torchtune": "torchtune==0.6.1 torch==2.13.0 torchao==0.10.0",
 }
@@ -147,9 +148,10 @@ def pretrain(peers: Peers, rounds: int, steps: int, compiled: bool) -> dict[str,
         del sides["LitGPT pretrain, compiled"]
     sides = peers.there(sides)
     others = tuple(name for name in sides if name != "ours")
+    which = "LitGPT compiled" if compiled else "other peers"
     return compare(
-        f"pretrain, 1.3M parameters, full rows of 512, {'LitGPT compiled' if compiled else 'other peers'}", "tokens/s", sides,
-        rounds, amounts=lambda side, found: [BATCH * length] * steps, same_maths=others, best_of=others,
+        f"pretrain, 1.3M parameters, full rows of 512, {which}", "tokens/s", sides, rounds,
+        amounts=lambda side, found: [BATCH * length] * steps, same_maths=others, best_of=others,
     )  # fmt: skip
 
 
@@ -166,7 +168,10 @@ def startup(table: dict[str, Any]) -> str:
 
 def main() -> None:
     args = arguments(
-        __doc__, 2, python={"nargs": "+", "default": [], "metavar": "PEER=PYTHON", "help": "their interpreters"}
+        __doc__,
+        rounds=2,
+        python={"nargs": "+", "default": [], "metavar": "PEER=PYTHON", "help": "their interpreters"},
+        quick={"action": "store_true", "help": "3 steps of each, to see that all run; nothing is written"},
     )
     pythons = dict(word.split("=", 1) for word in args.python)
     if unknown := set(pythons) - set(INSTALL):
@@ -175,12 +180,17 @@ def main() -> None:
         print(f"{name} is left out: python -m venv {name} && {name}/bin/pip install {INSTALL[name]}", file=sys.stderr)
     peers = Peers(pythons)
     versions = "; ".join(version_of(python) for python in pythons.values())
+
+    def steps(usual: int) -> int:
+        return 3 if args.quick else usual
+
+    small, large = "SFT, 1.3M parameters, other peers", "SFT, 20M parameters, other peers"
     tables: dict[str, Callable[[], dict[str, Any]]] = {
-        "sft": lambda: sft(peers, "tiny", "SFT, 1.3M parameters, other peers", args.rounds, steps=7, packs=36, own=24),
-        "dpo": lambda: dpo(peers, args.rounds, steps=5),
-        "pretrain": lambda: pretrain(peers, args.rounds, steps=7, compiled=False),
-        "sft20m": lambda: sft(peers, "20m", "SFT, 20M parameters, other peers", args.rounds, steps=5, packs=8, own=5),
-        "compiled": lambda: pretrain(peers, args.rounds, steps=7, compiled=True),
+        "sft": lambda: sft(peers, "tiny", small, args.rounds, steps=steps(7), packs=steps(36), own=steps(24)),
+        "dpo": lambda: dpo(peers, args.rounds, steps(5)),
+        "pretrain": lambda: pretrain(peers, args.rounds, steps(7), compiled=False),
+        "sft20m": lambda: sft(peers, "20m", large, args.rounds, steps=steps(5), packs=steps(8), own=steps(5)),
+        "compiled": lambda: pretrain(peers, args.rounds, steps(7), compiled=True),
     }
     failed = []
     for name in args.only or ("sft", "dpo", "pretrain"):
@@ -192,7 +202,10 @@ def main() -> None:
         table |= {"peers": versions, "markdown": f"{markdown(table)}\n{f'({versions})' if versions else ''}\n"}
         if name == "sft":
             table["markdown"] += "\n" + startup(table)
-        save("others", [table], ["one after the other"])
+        if args.quick:
+            print(table["markdown"])
+        else:
+            save("others", [table], ["one after the other"])
     if failed:
         raise SystemExit("\n".join(failed))
 

@@ -1,11 +1,12 @@
-"""LitGPT's full finetuning and pretraining (`litgpt finetune_full`, `litgpt pretrain`) with a clock, on the rows of the benchmarks.
+"""LitGPT's `litgpt finetune_full` and `litgpt pretrain` with a clock, on the rows of the benchmarks.
 
     PYTHON benchmarks/peer_litgpt.py result.json spec.json     # called by others.py, with LitGPT's Python
 
-spec: as of peers.py; "kind": sft (rows: chats.tokens.json) or pretrain (rows: text*.npy). The weights are converted by its own
-function. The rows are given as tokens, in a data module of ours with its own collator: its prompt styles know one exchange.
-For the same arithmetic as on the other sides: the learning rate is constant, and in finetuning, which has neither, the
-embedding is tied and the optimizer clips. Its pretraining compiles the model; TORCHDYNAMO_DISABLE=1 has it not.
+spec: as of peers.py; "kind": sft (rows: chats.tokens.json) or pretrain (rows: text*.npy). The weights are converted by
+its own function. The rows are given as tokens, in a data module of ours with its own collator: its prompt styles know
+one exchange. For the same arithmetic as on the other sides: the learning rate is constant, and in finetuning, which has
+neither, the embedding is tied and the optimizer clips. Its pretraining compiles the model; TORCHDYNAMO_DISABLE=1 has it
+not.
 """
 
 import json
@@ -50,7 +51,7 @@ class ClockLogger(CSVLogger):
 
 
 class Rows(DataModule):
-    """The first batch is where the clock begins. It validates before the first step: on one row, and in finetuning on two tokens."""
+    """The clock begins with the first batch. LitGPT validates before that: on one row, and in finetuning on two tokens."""
 
     def __init__(self, rows: list[Any], collate: Any, row: Any, clock: Clock):
         self.rows, self.collate, self.row, self.clock = rows, collate, row, clock
@@ -82,7 +83,8 @@ def convert(source: Path, target: Path) -> Config:
     target.mkdir(parents=True)
     hf = json.loads((source / "config.json").read_text())
     config = Config(
-        name="benchmark", block_size=hf["max_position_embeddings"], vocab_size=hf["vocab_size"], padded_vocab_size=hf["vocab_size"],
+        name="benchmark", block_size=hf["max_position_embeddings"],
+        vocab_size=hf["vocab_size"], padded_vocab_size=hf["vocab_size"],
         n_layer=hf["num_hidden_layers"], n_head=hf["num_attention_heads"], n_query_groups=hf["num_key_value_heads"],
         n_embd=hf["hidden_size"], intermediate_size=hf["intermediate_size"], norm_eps=hf["rms_norm_eps"],
         rope_base=int(hf["rope_parameters"]["rope_theta"]), rotary_percentage=1.0, parallel_residual=False, bias=False,

@@ -1,11 +1,11 @@
-"""LLaMA-Factory's training (`llamafactory-cli train`) with a clock, on the rows of the benchmarks, in the benchmark's chat template.
+"""LLaMA-Factory's `llamafactory-cli train` with a clock, on the rows of the benchmarks, in their chat template.
 
     PYTHON benchmarks/peer_llamafactory.py result.json spec.json     # called by others.py, with LLaMA-Factory's Python
 
-spec: as of peers.py; "kind": sft, dpo or pt; "options": arguments of its YAML, over those below.
-Chats and pairs are given as text. Rows of pretraining are given as tokens (`tokenized_path`), because it would cut them in the
-order of the documents. Its collator leaves the padding token out of the loss, which in these models ends the documents, too:
-for pretraining the model's folder is copied with another one.
+spec: as of peers.py; "kind": sft, dpo or pt; "options": arguments of its YAML, over those below. Chats and pairs are
+given as text. Rows of pretraining are given as tokens (`tokenized_path`), because it would cut them in the order of the
+documents. Its collator leaves the padding token out of the loss, which in these models ends the documents, too: for
+pretraining the model's folder is copied with another one.
 """
 
 import importlib.machinery

@@ -2,11 +2,12 @@
 
     PYTHON benchmarks/peer_torchtune.py result.json spec.json     # called by others.py, with torchtune's Python
 
-spec: as of peers.py; "kind": sft (rows: chats.tokens.json), dpo (pairs.tokens.json) or pretrain (text*.npy); "options": of its YAML, over those of
-`settings`; `packed`: rows of so many tokens. The model is its Llama 3.2 (whose embedding is tied) without the scaling of RoPE, the
-weights are read by its checkpointer. The rows are given as tokens: its tokenizers are those of the models it knows. Its settings for
-one device (8-bit AdamW, a step inside the backward pass) are left for the same AdamW as on the other sides, its chunked loss is kept.
-DPO of all weights it has for several processes alone: here with one, on Gloo.
+spec: as of peers.py; "kind": sft (rows: chats.tokens.json), dpo (pairs.tokens.json) or pretrain (text*.npy); "options":
+of its YAML, over those of `settings`; `packed`: rows of so many tokens. The model is its Llama 3.2 (whose embedding is
+tied) without the scaling of RoPE, the weights are read by its checkpointer. The rows are given as tokens: its
+tokenizers are those of the models it knows. Its settings for one device (8-bit AdamW, a step inside the backward pass)
+are left for the same AdamW as on the other sides, its chunked loss is kept. DPO of all weights it has for several
+processes alone: here with one, on Gloo.
 """
 
 import importlib.util
@@ -92,8 +93,9 @@ def settings(spec: dict) -> dict[str, Any]:
         "model": {
             "_component_": "torchtune.models.llama3_2.llama3_2", "vocab_size": hf["vocab_size"], "scale_factor": 1,
             "num_layers": hf["num_hidden_layers"], "num_heads": hf["num_attention_heads"], "embed_dim": hf["hidden_size"],
-            "num_kv_heads": hf["num_key_value_heads"], "max_seq_len": hf["max_position_embeddings"], "norm_eps": hf["rms_norm_eps"],
-            "intermediate_dim": hf["intermediate_size"], "rope_base": int(hf["rope_parameters"]["rope_theta"]),
+            "num_kv_heads": hf["num_key_value_heads"], "max_seq_len": hf["max_position_embeddings"],
+            "norm_eps": hf["rms_norm_eps"], "intermediate_dim": hf["intermediate_size"],
+            "rope_base": int(hf["rope_parameters"]["rope_theta"]),
         },
         "checkpointer": {
             "_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": spec["model"],
