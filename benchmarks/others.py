@@ -187,7 +187,7 @@ def main() -> None:
     small, large = "SFT, 1.3M parameters, other peers", "SFT, 20M parameters, other peers"
     tables: dict[str, Callable[[], dict[str, Any]]] = {
         "sft": lambda: sft(peers, "tiny", small, args.rounds, steps=steps(7), packs=steps(36), own=steps(24)),
-        "dpo": lambda: dpo(peers, args.rounds, steps(5)),
+        "dpo": lambda: dpo(peers, args.rounds, steps(4)),
         "pretrain": lambda: pretrain(peers, args.rounds, steps(7), compiled=False),
         "sft20m": lambda: sft(peers, "20m", large, args.rounds, steps=steps(5), packs=steps(8), own=steps(5)),
         "compiled": lambda: pretrain(peers, args.rounds, steps(7), compiled=True),
