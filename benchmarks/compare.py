@@ -32,11 +32,14 @@ TOLERANCE = 1e-3
 Result = dict[str, Any]
 
 
-def arguments(description: str | None, rounds: int = 3) -> argparse.Namespace:
+def arguments(description: str | None, rounds: int = 3, **more: dict[str, Any]) -> argparse.Namespace:
+    """more: flags of this benchmark, with what argparse is to know of each."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help="how often each side runs")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side")
     parser.add_argument("--only", nargs="+", help="only these tables")
+    for name, settings in more.items():
+        parser.add_argument(f"--{name}", **settings)
     args = parser.parse_args()
     os.environ.update(
         OMP_NUM_THREADS=str(args.threads),
@@ -52,10 +55,10 @@ def arguments(description: str | None, rounds: int = 3) -> argparse.Namespace:
     return args
 
 
-def run_process(words: list[str], env: dict[str, str] | None = None) -> float:
+def run_process(words: list[str], env: dict[str, str] | None = None, python: str = sys.executable) -> float:
     """Seconds that a Python process took; its output if it failed."""
     began = time.perf_counter()
-    found = subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True)
+    found = subprocess.run([python, *words], cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True)
     if found.returncode:
         raise SystemExit(f"{' '.join(words)}\n{found.stdout[-2000:]}\n{found.stderr[-4000:]}")
     return time.perf_counter() - began
@@ -82,23 +85,26 @@ def ours(script: str, *words: Any, env: dict[str, str] | None = None) -> Callabl
     return side
 
 
-def peer(kind: str, model: str | Path, rows: str, steps: int, batch: int, **options: Any) -> Callable[[], Result]:
-    """A side: see peers.py."""
+def peer(
+    kind: str, model: str | Path, rows: str, steps: int, batch: int, script: str = "peers.py", python: str = sys.executable,
+    env: dict[str, str] | None = None, **options: Any,
+) -> Callable[[], Result]:  # fmt: skip
+    """A side: see peers.py, or the script. python: its interpreter, of another environment."""
 
     def side() -> Result:
         spec = {"kind": kind, "model": str(INPUTS / model), "rows": str(INPUTS / rows), "steps": steps, "batch": batch}
         spec |= {"options": options, "work": str(WORK / "peer")}
         (WORK / "spec.json").write_text(json.dumps(spec))
         result = WORK / "result.json"
-        return _measured(["peers.py", str(result), str(WORK / "spec.json")], result, None)
+        return _measured([script, str(result), str(WORK / "spec.json")], result, env, python)
 
     return side
 
 
-def _measured(words: list[str], result: Path, env: dict[str, str] | None) -> Result:
+def _measured(words: list[str], result: Path, env: dict[str, str] | None, python: str = sys.executable) -> Result:
     result.unlink(missing_ok=True)
     began = time.time()
-    run_process([str(HERE / words[0]), *words[1:]], env)
+    run_process([str(HERE / words[0]), *words[1:]], env, python)
     found = json.loads(result.read_text())
     found["to_first_step_s"] = found["epoch"][1] - began
     found["in_all_s"] = time.time() - began

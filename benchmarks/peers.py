@@ -4,7 +4,8 @@
 
 spec: {"kind": trl_sft, trl_dpo, trl_grpo, trainer, trainer_documents, bare_sft, bare_pretrain or bare_documents; "model": folder; "rows": file;
 "steps": optimizer steps; "batch": rows of a step; "options": arguments of the config, over COMMON}. Where TRL's own
-default differs from COMMON, the benchmark says so.
+default differs from COMMON, the benchmark says so. The bare loops have transformers' default attention, which is PyTorch's SDPA;
+with an attention mask it is given that mask, and without one (`mask`: false) is_causal, for which its kernel skips what is hidden.
 """
 
 import json
@@ -171,10 +172,13 @@ def bare_documents(spec: dict, clock: Clock) -> None:
 def bare(spec: dict, clock: Clock, batches: list[dict[str, torch.Tensor]]) -> None:
     """Forward with the model's own loss, backward, clip, step: what one writes without any library."""
     model = transformers.AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32).train()
+    assert model.config._attn_implementation == "sdpa"
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     clock.begin()
     for batch in batches:
         useful = useful_tokens(batch)
+        if not spec["options"].get("mask", True):
+            batch.pop("attention_mask")  # padded on the right: nothing sees the padding anyway
         with torch.autocast("cpu", torch.bfloat16, enabled=bool(spec["options"].get("bf16"))):
             loss = model(**batch).loss
         loss.backward()

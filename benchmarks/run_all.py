@@ -2,6 +2,8 @@
 
 python benchmarks/run_all.py [--rounds 3]     # the machine should be otherwise idle
 python benchmarks/run_all.py --report         # only writes RESULTS.md anew
+
+others.py, which needs interpreters of other environments, is run by itself; its results are in RESULTS.md, too.
 """
 
 import argparse
@@ -83,7 +85,7 @@ def report() -> None:
         *floors(),
         "",
     ]
-    for name in STAGES:
+    for name in (*STAGES, "others"):
         file = RESULTS / f"{name}.json"
         if not file.exists():
             continue

@@ -268,6 +268,17 @@ def test_the_benchmarks_that_the_pages_name_start():
         assert done.returncode == 0, (script, done.stderr[-2000:])
 
 
+@pytest.mark.slow
+def test_the_other_peers_are_left_out_where_they_have_no_interpreter_and_losses_are_compared():
+    """Without any: minimind's loop and a bare loop, whose first losses have to be ours, or the benchmark fails."""
+    words = ["--quick", "--rounds", "1", "--only", "pretrain", "dpo"]
+    done = run_script([sys.executable, "benchmarks/others.py", *words], timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("is left out: python -m venv") == 3
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| minimind's loop")]
+    assert len(rows) == 2 and all("of ours |" in row for row in rows), done.stdout
+
+
 # --- several machines ---------------------------------------------------------------------------------------------------
 
 
