@@ -90,9 +90,10 @@ def measured(words: list[str]) -> dict[str, Any]:
                 seconds.append(time.perf_counter() - begun)
             if done == WARM_UP + CLOCKED:
                 watch.start()
+            if done == WARM_UP + CLOCKED + PROFILED:
+                watch.stop()
             begun = time.perf_counter()
             yield step
-        watch.stop()
 
     Run.steps = watched
     runpy.run_path(words[0], run_name="__main__")
