@@ -311,8 +311,7 @@ def main(args: Args) -> None:
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
-            stats["entropy"] = out.entropy
-            run.metrics.add(mask, **stats)
+            run.metrics.add(mask, **stats, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------

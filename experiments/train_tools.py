@@ -14,8 +14,8 @@ As in train_grpo.py, over the tokens t that the model itself has written in the 
 2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
    temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
 3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
-4. Completions without advantage (all rewards of the group are equal) teach nothing; where β and entropy_coef are 0 they are
-   left out of the forward pass (and of the means of what is logged of it), and stay in the denominator.
+4. A completion without advantage (all rewards of its group are equal) teaches nothing. It stays in the denominator; it is
+   run through the model, and is in the means that are logged, only for β, entropy_coef, top_entropy_quantile, sequence_mask.
 5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
    value of the loss says little: look at the reward.
 6. Where what sampled was not quite π_old (--rollout_server), the clipped part is multiplied by
@@ -310,12 +310,13 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
     A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
-    denominators, and is not run through the model.
+    denominators, and is not run through the model, unless a threshold is found among all completions.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
     all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
-    run_all = args.beta > 0 or args.entropy_coef != 0 or args.importance_correction == "sequence_mask"
+    thresholds = args.importance_correction == "sequence_mask" or args.top_entropy_quantile < 1
+    run_all = args.beta > 0 or args.entropy_coef != 0 or thresholds
     windows = []
     for first in range(0, len(completions), size):
         mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
@@ -470,8 +471,7 @@ def main(args: Args) -> None:
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
-            stats["entropy"] = out.entropy
-            run.metrics.add(mask, **stats)
+            run.metrics.add(mask, **stats, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------

@@ -213,6 +213,7 @@ def test_the_demo_learns_with_a_server(launch, fake):
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.1
 
 
+@pytest.mark.slow
 def test_a_run_whose_servers_go_while_it_evaluates_inside_a_rollout_is_not_saved_there(launch, monkeypatch):
     """A checkpoint there would have no completions for the rest of the rollout, and could not be resumed."""
     how = "--steps_per_generation 2 --eval_steps 1 --save_steps 0 --max_steps 4 --max_completion_length 8"
