@@ -251,7 +251,7 @@ class Server:
         if longest < required.longest:
             raise UserError(
                 f"{self.url}: it takes {longest} tokens, prompt and completion may have {required.longest}, and it would "
-                f"cut them without a word: {start}"
+                f"silently truncate them: {start}"
             )
         if model.get("generation_config", "vllm") != "vllm":
             raise UserError(f"{self.url}: the model's generation_config.json changes how it samples: {start}")
