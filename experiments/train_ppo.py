@@ -272,7 +272,7 @@ def main(args: Args) -> None:
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
 
     def at_rollout(batch: Batch) -> dict[str, torch.Tensor]:
-        """What the model that sampled says of a batch."""
+        """What the model says of a batch before its first update on the rollout."""
         out = unwrapped(batch, temperature=args.temperature, extra=["value"])
         return {"old_logps": out.logps, "old_values": values_of(out, batch)}
 
