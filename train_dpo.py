@@ -8,19 +8,19 @@ Over the P pairs of a window (all micro-batches of all processes), π the model,
 
 log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off.
 The second term is RPO's (2404.19733), off by default. --loss_type chooses relatives of the first one, of which simpo and
-orpo do without π_ref; several are added up by --loss_weights (MPO, 2411.10442: sigmoid 0.8, bco_pair 0.2, --sft_weight 1).
-Both answers of a pair lie in the same row, after a prompt that stands there once.
+orpo need no π_ref; several are summed with --loss_weights (MPO, 2411.10442: sigmoid 0.8, bco_pair 0.2, --sft_weight 1).
+Both answers of a pair are in the same row, after their prompt, which is stored once.
 
     accelerate launch train_dpo.py                                            # the embedded demo, ~1 minute on a CPU
     accelerate launch train_dpo.py --model_name_or_path outputs/sft --dataset_name pairs.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_dpo.py --config my_run.yaml
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
-loss_mask (T,); cu_seqlens (S+1,), the borders of what each sequence has for itself, which the prompt that it shares with the
-one before is not; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
+one before; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
-request also entropy, hidden states, what a function makes of the logits, modules of one's own. out.aux_loss is 0, or what
-keeps the load of a mixture's experts even (common/model/experts.py).
+request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
+load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
 import math
@@ -43,20 +43,20 @@ import torch  # after common, which sets how CPU threads wait
 
 @dataclass
 class Args(CommonArgs):
-    output_dir: str = arg("outputs/dpo", help="folder of everything that the run leaves behind")
+    output_dir: str = arg("outputs/dpo", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     per_device_train_batch_size: int = arg(8, help="pairs (with --packing: rows) per process and micro-batch")
     max_length: int = arg(1024, help="tokens of prompt + answer; longer answers keep their start", within="[2, 1e8]")
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
-    beta: float = arg(0.1, help="how strongly the model is held to the reference", within="(0, inf)")
+    beta: float = arg(0.1, help="how strongly the model is kept close to the reference", within="(0, inf)")
     loss_type: list[Literal[DPO_LOSS_TYPES]] = arg(["sigmoid"], help="one or several; simpo, orpo: without the reference")
     loss_weights: list[float] | None = arg(None, help="of several loss types; unset: 1 for each", within="(0, inf)")
-    label_smoothing: float = arg(0.0, help="share of pairs that are the wrong way round", within="[0, 0.5)")
+    label_smoothing: float = arg(0.0, help="assumed share of pairs whose labels are swapped", within="[0, 0.5)")
     simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)")
-    sft_weight: float | None = arg(None, help="of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
+    sft_weight: float | None = arg(None, help="weight of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
     precompute_ref_log_probs: bool = arg(
-        False, help="score all pairs with the reference once, keep that on disk, and drop it", may_change="execution"
+        False, help="score all pairs with the reference once, keep that on disk, and free the model", may_change="execution"
     )
 
     def __post_init__(self) -> None:
@@ -65,18 +65,18 @@ class Args(CommonArgs):
         if self.label_smoothing and not {*self.loss_type} <= {*SMOOTHED}:
             raise UserError(f"--label_smoothing {self.label_smoothing}: for --loss_type {', '.join(SMOOTHED)} only")
         if self.precompute_ref_log_probs and self.dataset_streaming:
-            raise UserError("--precompute_ref_log_probs needs all pairs at hand: without --dataset_streaming")
+            raise UserError("--precompute_ref_log_probs needs all pairs in advance: without --dataset_streaming")
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any field of one's own.
-    A row that raises BadRow is left out, counted and named."""
+    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any field of your own.
+    A row that raises BadRow is left out, counted and reported."""
     pair = as_preference(row)
     return tokenize_pair(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer, args.max_length)
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     accelerator = run.accelerator
     uses_reference = not {*args.loss_type} <= {*REFERENCE_FREE}
     sft_weight = args.sft_weight if args.sft_weight is not None else float("orpo" in args.loss_type)
@@ -97,15 +97,15 @@ def main(args: Args) -> None:
     run.describe(model, tokenizer, windows, held_out, example_name="pair", reference=has_second_model)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
-    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
+    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
-        reference.precompute(args, train, held_out)  # what it says is kept on disk, and the model dropped
+        reference.precompute(args, train, held_out)  # kept on disk; the model is freed
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
-        """The loss of each pair, and what is logged beside it, (B,) each."""
+        """The loss of each pair and the metrics logged with it, (B,) each."""
         logps = segment_sum(out.logps, batch["cu_seqlens"])  # (S,)
         ref_logps = reference.sums(batch) if uses_reference else torch.zeros_like(logps)
         lengths = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).clamp(min=1)  # of the answers
@@ -129,12 +129,12 @@ def main(args: Args) -> None:
         }
 
     def eval_losses(batch: Batch) -> dict[str, torch.Tensor]:
-        """The same with both terms in the loss, the second one by pair."""
+        """The same, with both terms in the loss; the second is a mean for each pair."""
         logged = pair_losses(batch, model(batch))
         return logged | {"loss": logged["loss"] + sft_weight * logged["nll_loss"]}
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
         P, chosen_tokens = window.num_sequences // 2, window.total("loss_mask", sequences=slice(0, None, 2))
         for batch in window:
             with accelerator.accumulate(model):
@@ -149,21 +149,21 @@ def main(args: Args) -> None:
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
+    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
         if run.eval_due(step):
             values = evaluate_means(args, accelerator, model, held_out, eval_losses)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
             run.save(step)
-        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+        if run.ends(step):  # the last step, early stopping, or a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

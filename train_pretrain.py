@@ -4,20 +4,20 @@ Over the N scored tokens of a window (all micro-batches of all processes that ma
 
     loss = -1/N · Σ_t log p(token_t | token_<t)
 
-Documents are tokenised once, each ends on the end-of-text token, and become rows of `max_length` tokens: cut from one long
-stream ("wrapped", a row may begin in the middle of a document), or packed whole ("bfd", best fit; a document never sees its
-neighbours).
+Documents are tokenised once, each with an end-of-text token at its end, and become rows of `max_length` tokens: cut from one
+long stream ("wrapped": a row may begin in the middle of a document), or packed whole ("bfd", best-fit decreasing: a document
+never sees its neighbours).
 
     accelerate launch train_pretrain.py                                       # the embedded demo, ~2 minutes on a CPU
     accelerate launch train_pretrain.py --dataset_name corpus.txt --tokenizer_name gpt2 --hidden_size 768 --num_layers 12
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
-Shapes: T tokens of the flat row, S sequences in it. A start that two neighbours have in common stands there once. A batch
+Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
 holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
 common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
-(T,), 0 outside of loss_mask; on request also entropy, hidden states, what a function makes of the logits, modules of one's
-own. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
-what keeps the load of a mixture's experts even (common/model/experts.py).
+(T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
+modules. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+the load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
 import math
@@ -38,7 +38,7 @@ import torch  # after common, which sets how CPU threads wait
 
 @dataclass
 class Args(CommonArgs):
-    output_dir: str = arg("outputs/pretrain", help="folder of everything that the run leaves behind")
+    output_dir: str = arg("outputs/pretrain", help="folder for everything that the run writes")
     learning_rate: float = arg(6e-4, help="peak learning rate of AdamW")
     weight_decay: float = arg(0.1, help="on matrices only, not on norms and biases")
     adam_beta2: float = arg(0.95, help="AdamW")
@@ -49,39 +49,39 @@ class Args(CommonArgs):
     packing_strategy: Literal["wrapped", "bfd"] = arg(
         "wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed"
     )
-    vocab_size: int = arg(8192, help="of the byte-level BPE that is trained where no tokenizer is named", within="[1, 1e7]")
-    # --model_name_or_path goes on with a model; else a new one, from --config_name or from these sizes (Llama type)
+    vocab_size: int = arg(8192, help="of the byte-level BPE tokenizer that is trained if none is named", within="[1, 1e7]")
+    # --model_name_or_path continues training a model; otherwise a new one, from --config_name or these sizes (Llama type)
     config_name: str | None = arg(None, help="Hub name or folder with a config.json", is_path=True)
-    hidden_size: int = arg(512, help="of the new model", within="[1, 1e6]")
+    hidden_size: int = arg(512, help="of a new model", within="[1, 1e6]")
     num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]")
     num_heads: int = arg(8, help="attention heads", within="[1, 1e5]")
     num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads", within="[1, 1e5]")
     intermediate_size: int | None = arg(None, help="width of the MLP; unset: 8/3 of hidden_size", within="[1, 1e7]")
     num_experts: int = arg(0, help="experts in place of each MLP (Mixtral type); 0: none", within="0 or [2, 1e4]")
-    num_experts_per_tok: int = arg(2, help="of them for each token", within="[1, 1e4]")
+    num_experts_per_tok: int = arg(2, help="experts that a token is routed to", within="[1, 1e4]")
     moe_intermediate_size: int | None = arg(
-        None, help="width of an expert; unset: those of a token together are as wide as the MLP", within="[1, 1e7]"
+        None, help="width of an expert; unset: the experts of a token are together as wide as the MLP", within="[1, 1e7]"
     )
     initializer_range: float = arg(0.02, help="standard deviation of the initial weights", within="(0, 10]")
     tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")
 
     def __post_init__(self) -> None:
         if self.use_peft and not self.model_name_or_path:
-            raise UserError("--use_peft adapts a model that is there: name it with --model_name_or_path")
+            raise UserError("--use_peft adapts an existing model: name it with --model_name_or_path")
         if self.num_experts and (self.model_name_or_path or self.config_name):
-            raise UserError("--num_experts is of a new model: not with --model_name_or_path or --config_name")
+            raise UserError("--num_experts is for a new model: not with --model_name_or_path or --config_name")
         if self.num_experts and self.router_aux_loss_coef is None:
-            self.router_aux_loss_coef = 0.01  # a new model would soon send all tokens to a few of them
+            self.router_aux_loss_coef = 0.01  # without it a new model soon routes all tokens to a few experts
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
-    """A dataset row as its document, which is tokenised together with others. (It may also be a list of one sequence with
-    fields of one's own, as in train_sft.py.) A row that raises BadRow is left out, counted and named."""
+    """The document of a dataset row. (Or a list of one tokenised sequence, with fields of your own, as in train_sft.py.)
+    A row that raises BadRow is left out, counted and reported."""
     return as_text(row, args.dataset_text_field)
 
 
 def new_model_config(args: Args, tokenizer: Tokenizer):
-    """The configuration of the model that is made where none is named."""
+    """The configuration of a new model, where none is named."""
     if args.config_name:
         return load_config(args.config_name, tokenizer)
     return llama_config(
@@ -101,7 +101,7 @@ def new_model_config(args: Args, tokenizer: Tokenizer):
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def main(args: Args) -> None:
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=first_words)
     if args.packing_strategy == "wrapped":
         train, held_out = chunk(train, args.max_length), chunk(held_out, args.max_length)
-    else:  # a document of more than max_length tokens is cut, too
+    else:  # documents of more than max_length tokens are cut
         pieces = (chunk(data, args.max_length, across=False) for data in (train, held_out))
         train, held_out = (pack(data, args.max_length) for data in pieces)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
@@ -135,11 +135,11 @@ def main(args: Args) -> None:
     run.describe(model, tokenizer, windows, held_out, example_name="document")
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):
@@ -151,7 +151,7 @@ def main(args: Args) -> None:
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
+    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             if baseline:
@@ -160,14 +160,14 @@ def main(args: Args) -> None:
             run.log_eval(step, values | scores, samples)
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
             run.save(step)
-        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+        if run.ends(step):  # the last step, early stopping, or a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

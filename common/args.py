@@ -70,7 +70,7 @@ class ModelArgs:
         False, help="recompute activations in the backward pass: less memory, ~30 %% slower", may_change="execution"
     )
     activation_offloading: bool = arg(
-        False, help="and keep what they are recomputed from in the host's memory (CUDA)", may_change="execution"
+        False, help="also keep the inputs of the recomputation in host memory (CUDA)", may_change="execution"
     )
     torch_compile: bool = arg(False, help="compile the model's layers", may_change="execution")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
@@ -80,13 +80,13 @@ class ModelArgs:
     lora_target_modules: list[str] | None = arg(
         help="names of the layers to adapt; unset, or all-linear: all linear layers but the head and the routers of experts"
     )
-    use_dora: bool = arg(False, help="DoRA: the length of each row is trained beside its direction (slower)")
+    use_dora: bool = arg(False, help="DoRA: train the magnitude of each row beside its direction (slower)")
     use_rslora: bool = arg(False, help="the adapters' scale is alpha / sqrt(r), for large r")
     init_lora_weights: Literal["true", "gaussian", "pissa", "olora"] = arg(
         "true", help="how A is drawn; B is 0. pissa and olora are refused: they change the base"
     )
     load_in_4bit: bool = arg(False, help="QLoRA: the frozen base in NF4, under --use_peft (needs bitsandbytes)")
-    load_in_8bit: bool = arg(False, help="the same with 8 bits for each weight")
+    load_in_8bit: bool = arg(False, help="the same in 8 bits")
     merge_lora: bool = arg(
         False, help="export the model with the adapters merged in, instead of the adapters", may_change="execution"
     )
@@ -107,10 +107,10 @@ class DataArgs:
     dataset_weights: list[float] | None = arg(
         help="share of each source among the samples; unset: each row once per epoch", within="(0, inf)"
     )
-    dataset_format: str | None = arg(help="insist on a format, by name (see docs/data.md); unset: recognised by the columns")
+    dataset_format: str | None = arg(help="require a format, by name (docs/data.md); unset: recognised by the columns")
     columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
     eval_dataset_name: list[str] | None = arg(
-        help="a dataset of its own for evaluation", may_change="evaluation", is_path=True
+        help="a separate dataset for evaluation", may_change="evaluation", is_path=True
     )
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row", within="[0, 1)")
     max_train_samples: int | None = arg(help="use the first N rows of each source only", within="[1, inf)")
@@ -138,7 +138,7 @@ class DataArgs:
         0.5, help="share of the first epoch that goes from easy to hard; the rest is shuffled", within="(0, 1]"
     )
     dry_run: bool = arg(
-        False, help="show what would be trained on, and how, and stop; writes nothing in output_dir", may_change="execution"
+        False, help="show what would be trained on, and how, then stop; writes nothing to output_dir", may_change="execution"
     )
 
 
@@ -152,18 +152,18 @@ class BatchArgs:
         1, help="micro-batches per optimizer step", within="[1, 1e6]", may_change="course"
     )
     auto_micro_batch: bool = arg(
-        False, help="try the largest before step 1, and cut them until they fit; the window stays", may_change="execution"
+        False, help="before step 1, split micro-batches until the largest fits; same window", may_change="execution"
     )
     empty_cache_above: float = arg(
         0.9,
-        help="share of the machine's memory above which the allocator gives back what it keeps (CUDA's does by itself)",
+        help="share of the memory above which the allocator's cache is released (CUDA's does so by itself)",
         within="(0, 1]",
         may_change="execution",
     )
     num_train_epochs: float = arg(1.0, help="passes over the data", within="(0, 1e6]", may_change="length")
     max_steps: int = arg(
         -1,
-        help="optimizer steps; above 0 it takes the place of num_train_epochs",
+        help="optimizer steps; above 0 it replaces num_train_epochs",
         within="-1 or [1, 1e12]",
         may_change="length",
     )
@@ -184,7 +184,7 @@ class OptimizerArgs:
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("cosine", help="wsd: flat, then linear")
     warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run", within="[0, 1e12]")
     lr_decay_fraction: float = arg(0.2, help="wsd: the share of the run in which the rate falls", within="(0, 1]")
-    min_lr_ratio: float = arg(0.0, help="the rate at the end, as a share of the peak", within="[0, 1]")
+    min_lr_ratio: float = arg(0.0, help="final learning rate, as a share of the peak", within="[0, 1]")
     weight_decay: float = arg(0.0, help="on matrices only, not on norms and biases", within="[0, inf)")
     adam_beta1: float = arg(0.9, help="AdamW", within="[0, 1)")
     adam_beta2: float = arg(0.999, help="AdamW", within="[0, 1)")
@@ -202,7 +202,7 @@ class OptimizerArgs:
     )
     max_bad_steps: int = arg(
         3,
-        help="end the run after so many steps in a row with a NaN or an infinity; none is taken",
+        help="end the run after this many steps in a row with a NaN or an infinity; none of them is taken",
         within="[1, 1e12]",
         may_change="execution",
     )
@@ -229,7 +229,7 @@ class EvalArgs:
     eval_temperatures: list[float] = arg(
         [0.0], help="sampling temperatures of those completions; 0 is greedy", within="[0, inf)", may_change="evaluation"
     )
-    eval_max_new_tokens: int = arg(128, help="their longest length", within="[1, 1e7]", may_change="evaluation")
+    eval_max_new_tokens: int = arg(128, help="most tokens of a completion", within="[1, 1e7]", may_change="evaluation")
     regression_suite: str | None = arg(
         help="file of rows {id, group, prompt or messages, checks}: what the model has to answer (docs/regression.md)",
         may_change="evaluation",
@@ -240,9 +240,9 @@ class EvalArgs:
         within="[0, 1e12]",
     )
     regression_samples: int = arg(
-        1, help="answers of each of its cases, drawn at regression_temperature", within="[1, 1e4]", may_change="evaluation"
+        1, help="answers per case, sampled at regression_temperature", within="[1, 1e4]", may_change="evaluation"
     )
-    regression_pass_at: int = arg(1, help="k of the pass@k of these", within="[1, 1e4]", may_change="evaluation")
+    regression_pass_at: int = arg(1, help="k of pass@k over these answers", within="[1, 1e4]", may_change="evaluation")
     regression_temperature: float = arg(0.0, help="0 is greedy", within="[0, inf)", may_change="evaluation")
     num_samples: int = arg(
         3, help="completions shown at each evaluation (all of them go to samples.jsonl)", within="[0, 1e6]"
@@ -250,35 +250,35 @@ class EvalArgs:
     logging_steps: int = arg(10, help="write metrics every N steps", within="[0, 1e12]")
     save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model", within="[0, 1e12]")
     save_minutes: float | None = arg(
-        help="write one, too, when the last is more than this many minutes ago", within="(0, 1e9]"
+        help="also write one when the last is more than this many minutes old", within="(0, 1e9]"
     )
     save_total_limit: int = arg(2, help="checkpoints to keep; 0: all", within="[0, 1e6]")
     sharded_checkpoints: bool = arg(
-        False, help="each process writes its part; tools.consolidate makes a model folder of one (docs/scale.md)"
+        False, help="each process writes its own part; tools.consolidate turns one into a model folder (docs/runs.md)"
     )
     save_best: str | None = arg(
         help="a metric of the evaluations (min:NAME, max:NAME): its best checkpoint is kept and exported",
         may_change="course",
     )
     early_stopping_patience: int = arg(
-        0, help="end after so many evaluations without a better save_best; 0: never", within="[0, 1e6]", may_change="length"
+        0, help="end after N evaluations without a better save_best; 0: never", within="[0, 1e6]", may_change="length"
     )
     early_stopping_delta: float = arg(
-        0.0, help="what counts as better there: by at least this much", within="[0, inf)", may_change="course"
+        0.0, help="the least improvement that counts for it", within="[0, inf)", may_change="course"
     )
     max_hours: float | None = arg(
         help="save and stop in time for this limit, counted from the start; exit code 75", within="(0, 1e6]"
     )
     report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...; none")
-    run_name: str | None = arg(help="what the tracker calls this run")
+    run_name: str | None = arg(help="name of the run in the tracker")
     alert_webhook: str | None = arg(
-        help="address that is told how the run fares (Slack, Discord, JSON); better PLAINLOOP_ALERT_WEBHOOK: it is secret",
+        help="URL that alerts are posted to (Slack, Discord, JSON); it is a secret: better set PLAINLOOP_ALERT_WEBHOOK",
         secret=True,
     )
     alert_memory_above: float = arg(
-        0.95, help="tell it when this share of the memory has been used; 1: never", within="(0, 1]"
+        0.95, help="alert when this share of the memory has been used; 1: never", within="(0, 1]"
     )
-    alert_stall_minutes: float = arg(30.0, help="and when no step ends for so long; 0: never", within="[0, 1e6]")
+    alert_stall_minutes: float = arg(30.0, help="alert when no step ends for this many minutes; 0: never", within="[0, 1e6]")
 
 
 @dataclass
@@ -286,13 +286,13 @@ class RunArgs:
     """Run"""
 
     output_dir: str = arg(
-        "outputs/run", help="folder of everything that the run leaves behind", may_change="execution", is_path=True
+        "outputs/run", help="folder for everything that the run writes", may_change="execution", is_path=True
     )
     overwrite_output_dir: bool = arg(
         False, help="start over in a folder that holds an earlier run (which is deleted)", may_change="execution"
     )
     accept_changes: bool = arg(
-        False, help="go on with a run though its script, its data or a file with code was changed", may_change="execution"
+        False, help="resume a run although its script, its data or a file with code was changed", may_change="execution"
     )
     resume_from_checkpoint: str = arg(
         "auto",
@@ -303,7 +303,7 @@ class RunArgs:
     seed: int = arg(0, help="order of the data, initial weights, dropout, sampling: everything random", within="[0, 1e9]")
     push_to_hub: bool = arg(False, help="send the final model to the Hub, with its card", may_change="execution")
     hub_model_id: str | None = arg(help="OWNER/NAME there", may_change="execution")
-    hub_private_repo: bool = arg(False, help="a repository that is made for it is private", may_change="execution")
+    hub_private_repo: bool = arg(False, help="make a new repository private", may_change="execution")
     hub_strategy: Literal["end", "every_save"] = arg(
         "end", help="every_save: each checkpoint's model as well, while training goes on", may_change="execution"
     )

@@ -46,7 +46,7 @@ Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", with --lmb
 
 @dataclass
 class Args(CommonArgs):
-    output_dir: str = arg("outputs/distill", help="folder of everything that the run leaves behind")
+    output_dir: str = arg("outputs/distill", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
@@ -78,7 +78,7 @@ class Args(CommonArgs):
                 "--system_prompt: with --lmbda below 1 the data's completions follow prompts as the data has them"
             )
         if self.dataset_streaming:
-            raise UserError("--dataset_streaming: distillation keeps its prompts in memory")
+            raise UserError("--dataset_streaming: not with distillation, which keeps its prompts in memory")
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Completion:
 
 
 def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
-    """A dataset row as a prompt to sample from. BadRow: left out, counted and named."""
+    """A dataset row as a prompt to sample from. BadRow: left out, counted and reported."""
     return tokenize_row(as_prompt(row), tokenizer, args.max_prompt_length, args.system_prompt)
 
 
@@ -189,7 +189,7 @@ def log_rollout(run: Run, step: int, completions: list[Completion], tokenizer: T
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def main(args: Args) -> None:
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=True)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
+    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
     sampler = make_sampler(
         args.rollout_server,
@@ -235,7 +235,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -252,12 +252,12 @@ def main(args: Args) -> None:
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(rollouts)):  # updates done so far, from the checkpoint's to the last, that one included
+    for step in run.steps(len(rollouts)):  # updates done so far: from the checkpoint's step to the last, inclusive
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
             run.save(step)
-        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+        if run.ends(step):  # the last step, early stopping, or a signal
             break
 
         sampler.sync(step)  # servers get the weights
@@ -267,7 +267,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

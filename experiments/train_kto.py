@@ -13,11 +13,11 @@ and has no gradient. --loss_type apo_zero_unpaired does without it.
     accelerate launch -m experiments.train_kto --model_name_or_path outputs/sft --dataset_name labelled.jsonl
 
 Shapes: T tokens of the row, S sequences in it, a prompt with its answer each. A batch holds label (S,), 1: a good answer;
-loss_mask (T,); cu_seqlens (S+1,), the borders of what each sequence has for itself, which the prompt that it shares with the
-one before is not; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
+one before; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
-request also entropy, hidden states, what a function makes of the logits, modules of one's own. out.aux_loss is 0, or what
-keeps the load of a mixture's experts even (common/model/experts.py).
+request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
+load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
 import math
@@ -40,27 +40,27 @@ import torch  # after common, which sets how CPU threads wait
 
 @dataclass
 class Args(CommonArgs):
-    output_dir: str = arg("outputs/kto", help="folder of everything that the run leaves behind")
+    output_dir: str = arg("outputs/kto", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     per_device_train_batch_size: int = arg(8, help="answers (with --packing: rows) per process and micro-batch")
     max_length: int = arg(1024, help="tokens of prompt + answer; longer answers keep their start", within="[2, 1e8]")
     packing: bool = arg(False, help="fill rows of max_length with several answers (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
-    beta: float = arg(0.1, help="how strongly the model is held to the reference", within="(0, inf)")
+    beta: float = arg(0.1, help="how strongly the model is kept close to the reference", within="(0, inf)")
     loss_type: Literal[KTO_LOSS_TYPES] = arg("kto", help="apo_zero_unpaired does without the KL term")
     desirable_weight: float = arg(1.0, help="of good answers: more where they are the fewer", within="[0, inf)")
     undesirable_weight: float = arg(1.0, help="of bad answers", within="[0, inf)")
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A dataset row as one sequence, prompt + answer, with its label and any field of one's own.
-    A row that raises BadRow is left out, counted and named."""
+    """A dataset row as one sequence, prompt + answer, with its label and any field of your own.
+    A row that raises BadRow is left out, counted and reported."""
     chat = as_labelled(row)
     return [tokenize_chat(chat, tokenizer, max_length=args.max_length) | {"label": chat["label"]}]
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ def main(args: Args) -> None:
     run.describe(model, tokenizer, windows, held_out, example_name="answer", reference=not args.use_peft)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
-    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
+    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer)
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def main(args: Args) -> None:
         return evaluate_means(args, accelerator, model, held_out, lambda batch: answer_losses(batch, model(batch), kl))
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
         kl = kl_of([row for example in window.examples for row in example])  # of the whole window
         run.metrics.add(kl=kl)
         for batch in window:
@@ -132,21 +132,21 @@ def main(args: Args) -> None:
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
+    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
         if run.eval_due(step):
             values = evaluate()
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
             run.save(step)
-        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+        if run.ends(step):  # the last step, early stopping, or a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -52,7 +52,7 @@ Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", and the co
 
 @dataclass
 class Args(CommonArgs):
-    output_dir: str = arg("outputs/ppo", help="folder of everything that the run leaves behind")
+    output_dir: str = arg("outputs/ppo", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
@@ -78,7 +78,7 @@ class Args(CommonArgs):
     rollout_server: list[str] | None = arg(
         None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
     )
-    rollout_ahead: int = arg(0, help="rollouts sampled before their turn, while another trains", within="[0, 8]")
+    rollout_ahead: int = arg(0, help="rollouts sampled ahead, while another one is trained on", within="[0, 8]")
 
     # Algorithm
     gamma: float = arg(1.0, help="what a reward is worth a token earlier", within="[0, 1]")
@@ -101,16 +101,16 @@ class Args(CommonArgs):
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
         if self.dataset_streaming:
-            raise UserError("--dataset_streaming: PPO keeps its prompts in memory; they are few beside what is sampled")
+            raise UserError("--dataset_streaming: not with PPO, which keeps its prompts in memory")
 
 
 @dataclass
 class Completion:
-    """What was sampled for one prompt."""
+    """A completion of one prompt."""
 
     prompt: Prompt
     ids: list[int]
-    logps: list[float]  # of the tokens, when they were sampled, temperature included
+    logps: list[float]  # of the tokens, under what sampled them, temperature included
     finished: bool  # with a stop token
     text: str
     rewards: list[float | None]  # one of each function; None: it abstained
@@ -119,7 +119,7 @@ class Completion:
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
-    """A dataset row as a prompt to sample from. BadRow: left out, counted and named."""
+    """A dataset row as a prompt to sample from. BadRow: left out, counted and reported."""
     return tokenize_row(as_prompt(row), tokenizer, args.max_prompt_length, args.system_prompt)
 
 
@@ -132,7 +132,7 @@ def roll_out(
     rollouts: RolloutSchedule,
     rollout: int,
 ) -> list[Completion]:
-    """Sample and score one completion for each of C prompts (each stands there num_generations times); each process its
+    """Sample and score one completion for each of C prompts (each occurs num_generations times); each process its
     share, and all of them get everything. What is drawn for a completion is a function of (seed, rollout, its place),
     whoever samples it."""
     prompts = rollouts.prompts(rollout)
@@ -223,7 +223,7 @@ def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def main(args: Args) -> None:
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
+    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
     sampler = make_sampler(
         args.rollout_server,
@@ -266,19 +266,19 @@ def main(args: Args) -> None:
         top_p=args.top_p,
         batch_size=args.generation_batch_size,
     )
-    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
+    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
 
     def at_rollout(batch: Batch) -> dict[str, torch.Tensor]:
-        """What the model that sampled says of a batch."""
+        """What the model says of a batch before its first update on the rollout."""
         out = unwrapped(batch, temperature=args.temperature, extra=["value"])
         return {"old_logps": out.logps, "old_values": values_of(out, batch)}
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -311,8 +311,7 @@ def main(args: Args) -> None:
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
-            stats["entropy"] = out.entropy
-            run.metrics.add(mask, **stats)
+            run.metrics.add(mask, **stats, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
@@ -322,7 +321,7 @@ def main(args: Args) -> None:
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
             run.save(step)
-        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+        if run.ends(step):  # the last step, early stopping, or a signal
             break
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> windows -> compare
@@ -344,12 +343,12 @@ def main(args: Args) -> None:
         if step % rollouts.updates_per_rollout == 0:
             sampler.check(run.metrics)  # that what sampled is what is trained
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next=f"read {args.output_dir}/completions.jsonl, or reward what you like")
+    run.finish(try_next=f"read {args.output_dir}/completions.jsonl, or write a reward of your own")
 
 
 if __name__ == "__main__":

@@ -6,17 +6,17 @@ Over the P pairs of a window (all micro-batches of all processes), r the score (
 
 --objective regression: of rows with a number, the column score, it is the mean of (r - score)². r is a linear head on the
 state of the last token. Dropout is off. The end is an AutoModelForSequenceClassification in output_dir/classifier.
-Both answers of a pair lie in the same row, after a prompt that stands there once.
+Both answers of a pair are in the same row, after their prompt, which is stored once.
 
     accelerate launch -m experiments.train_reward                             # the embedded demo, ~1 minute on a CPU
     accelerate launch train_grpo.py --reward_funcs outputs/reward/classifier  # and then
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
-loss_mask (T,); cu_seqlens (S+1,), the borders of what each sequence has for itself, which the prompt that it shares with the
-one before is not; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
+one before; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
-request also entropy, hidden states, what a function makes of the logits, modules of one's own. out.aux_loss is 0, or what
-keeps the load of a mixture's experts even (common/model/experts.py).
+request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
+load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
 import math
@@ -42,7 +42,7 @@ import torch  # after common, which sets how CPU threads wait
 
 @dataclass
 class Args(CommonArgs):
-    output_dir: str = arg("outputs/reward", help="folder of everything that the run leaves behind")
+    output_dir: str = arg("outputs/reward", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-5, help="peak learning rate of AdamW")
     per_device_train_batch_size: int = arg(8, help="pairs (with --packing: rows) per process and micro-batch")
     max_length: int = arg(1024, help="tokens of prompt + answer; longer ones are left out", within="[2, 1e8]")
@@ -57,8 +57,8 @@ class Args(CommonArgs):
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any field of one's own.
-    For a regression as one. A row that raises BadRow is left out, counted and named."""
+    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any field of your own.
+    For a regression as one. A row that raises BadRow is left out, counted and reported."""
     if args.objective == "regression":
         chat, score = as_chat(row), {"score": number_of(row, "score")}
         return [up_to_the_score(tokenize_chat(chat, tokenizer), tokenizer, args.max_length, "messages" not in chat) | score]
@@ -69,7 +69,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     accelerator = run.accelerator
     pairs = args.objective == "pairs"
 
@@ -88,7 +88,7 @@ def main(args: Args) -> None:
     run.describe(model, tokenizer, windows, held_out, example_name="pair" if pairs else "answer")
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
@@ -112,7 +112,7 @@ def main(args: Args) -> None:
         return pair_losses(batch, model(batch, extra=["score"]))
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
         P = window.num_sequences // (1 + pairs)
         for batch in window:
             with accelerator.accumulate(model):
@@ -126,20 +126,20 @@ def main(args: Args) -> None:
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
+    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
         if run.eval_due(step):
             values = evaluate_means(args, accelerator, model, held_out, eval_losses)
             run.log_eval(step, values, [])
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
             run.save(step)
-        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+        if run.ends(step):  # the last step, early stopping, or a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -6,18 +6,18 @@ is SFT on this file. Over the N trained tokens of a window (all micro-batches of
 
     loss = -1/N · Σ_t m_t · log p(token_t | token_<t)
 
-m_t is 1 on what the assistant writes, the token that ends its turn included, in every turn (--train_on). All sequences of a
+m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All sequences of a
 micro-batch lie end to end in one row, without padding, and do not see each other. With --loss_type dft each token's term is
-multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629): what is improbable counts least, not most.
+multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629): improbable tokens count least, not most.
 
     accelerate launch -m experiments.train_rft                                # the embedded demo, ~1 minute on a CPU
 
-Shapes: T tokens of the flat row, S sequences in it. A start that two neighbours have in common stands there once. A batch
+Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
 holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
 common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
-(T,), 0 outside of loss_mask; on request also entropy, hidden states, what a function makes of the logits, modules of one's
-own. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
-what keeps the load of a mixture's experts even (common/model/experts.py).
+(T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
+modules. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+the load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
 import json
@@ -48,7 +48,7 @@ from accelerate import Accelerator
 
 @dataclass
 class Args(CommonArgs):
-    output_dir: str = arg("outputs/rft", help="folder of everything that the run leaves behind")
+    output_dir: str = arg("outputs/rft", help="folder for everything that the run writes")
     reward_funcs: list[str] = arg(["exact_number"], help="as in train_grpo.py; their sum decides", is_path=True)
     reward_threshold: float = arg(1.0, help="what their sum has to be, at least", within="(-inf, inf)")
     num_generations: int = arg(4, help="answers sampled for each prompt", within="[1, 1e5]")
@@ -58,7 +58,7 @@ class Args(CommonArgs):
     max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
     train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
     loss_type: Literal["nll", "dft"] = arg("nll", help="dft: tokens weighted by their probability")
-    turn_dropping: float = arg(0.0, help="probability, in each epoch anew, that a chat ends early", within="[0, 1]")
+    turn_dropping: float = arg(0.0, help="probability, drawn anew in each epoch, that a chat is cut short", within="[0, 1]")
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
 
@@ -69,8 +69,8 @@ class Args(CommonArgs):
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)} and any field
-    of one's own, n numbers or one, which arrives in the batch (--turn_dropping cuts it as it cuts the tokens). A row that
-    raises BadRow is left out, counted and named."""
+    of your own, n numbers or one, which arrives in the batch (--turn_dropping cuts it as it does the tokens). A row that
+    raises BadRow is left out, counted and reported."""
     return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
 
 
@@ -118,7 +118,7 @@ def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, token
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ def main(args: Args) -> None:
     run.describe(model, tokenizer, windows, held_out, example_name="conversation")
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; the rest of the checkpoint
+    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):
@@ -162,21 +162,21 @@ def main(args: Args) -> None:
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far, from the checkpoint's to the last, that one included
+    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
             run.save(step)
-        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+        if run.ends(step):  # the last step, early stopping, or a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

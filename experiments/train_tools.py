@@ -14,8 +14,8 @@ As in train_grpo.py, over the tokens t that the model itself has written in the 
 2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
    temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
 3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
-4. Completions without advantage (all rewards of the group are equal) teach nothing; where β and entropy_coef are 0 they are
-   left out of the forward pass (and of the means of what is logged of it), and stay in the denominator.
+4. A completion without advantage (all rewards of its group are equal) teaches nothing. It stays in the denominator; it is
+   run through the model, and is in the means that are logged, only for β, entropy_coef, top_entropy_quantile, sequence_mask.
 5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
    value of the loss says little: look at the reward.
 6. Where what sampled was not quite π_old (--rollout_server), the clipped part is multiplied by
@@ -71,7 +71,7 @@ Prompt = dict[str, Any]  # "prompt" (messages), "prompt_ids", "tools", and the c
 
 @dataclass
 class Args(CommonArgs):
-    output_dir: str = arg("outputs/tools", help="folder of everything that the run leaves behind")
+    output_dir: str = arg("outputs/tools", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
@@ -84,11 +84,11 @@ class Args(CommonArgs):
     # Rewards
     reward_funcs: list[str] = arg([], help="as in train_grpo.py; unset: the environment's get_reward() alone", is_path=True)
     reward_weights: list[float] | None = arg(None, help="unset: 1 for each", within="(-inf, inf)", goes_with="reward_funcs")
-    scale_rewards: Literal["group", "batch", "none"] = arg("group", help="whose standard deviation divides advantages")
+    scale_rewards: Literal["group", "batch", "none"] = arg("group", help="standard deviation that divides advantages")
     advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
 
     # Sampling
-    num_generations: int = arg(8, help="G, completions of a prompt, which are compared", within="[2, 1e5]")
+    num_generations: int = arg(8, help="G, completions per prompt, which are compared", within="[2, 1e5]")
     system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
     max_completion_length: int = arg(256, help="tokens, those of tools included; longer ones are cut", within="[1, 1e7]")
@@ -113,7 +113,7 @@ class Args(CommonArgs):
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
     use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
     importance_correction: Literal["auto", "token_truncate", "sequence_mask", "none"] = arg(
-        "auto", help="where another model sampled; auto: token_truncate with rollout_server, else none"
+        "auto", help="for samples of another model; auto: token_truncate with rollout_server, else none"
     )
     importance_cap: float = arg(2.0, help="largest weight of a token, or ratio of a completion", within="[1, 1e6]")
     top_entropy_quantile: float = arg(1.0, help="share of tokens, of the highest entropy, that are trained", within="(0, 1]")
@@ -128,7 +128,7 @@ class Args(CommonArgs):
         if self.loss_type == "cispo" and ((self.epsilon_high or 0) < 1 or self.delta is not None):
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
         if self.dataset_streaming:
-            raise UserError("--dataset_streaming: GRPO keeps its prompts in memory; they are few beside what is sampled")
+            raise UserError("--dataset_streaming: not with GRPO, which keeps its prompts in memory")
         if not self.environment_factory:
             raise UserError("--environment_factory: name the class, file.py:Class (experiments/environments.py has two)")
         if self.eval_reward_funcs:
@@ -149,7 +149,7 @@ class Completion:
 
     prompt: Prompt
     ids: list[int]
-    logps: list[float]  # of the tokens, when they were sampled, temperature included
+    logps: list[float]  # of the tokens, under what sampled them, temperature included
     finished: bool  # with a stop token
     text: str
     rewards: list[float | None]  # one of each function; None: it abstained
@@ -194,7 +194,7 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args, tools: Tools) -> Prompt:
-    """A dataset row as a prompt to sample from. BadRow: left out, counted and named."""
+    """A dataset row as a prompt to sample from. BadRow: left out, counted and reported."""
     row = as_prompt(row) | {"tools": tools.schemas}
     prompt = tokenize_row(row, tokenizer, args.max_prompt_length, args.system_prompt)
     if isinstance(prompt["prompt"], str):
@@ -265,7 +265,7 @@ def roll_out(
     group: int,
     temperature: float,
 ) -> list[Completion]:
-    """Play and score one episode for each of C prompts (each stands there `group` times); each process its share, and all of
+    """Play and score one episode for each of C prompts (each occurs `group` times); each process its share, and all of
     them get everything. What is drawn in an episode is a function of (key, its place, turn), whoever plays it."""
     share = -(-len(prompts) // accelerator.num_processes)
     mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
@@ -310,18 +310,19 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
     A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
-    denominators, and is not run through the model.
+    denominators, and is not run through the model, unless a threshold is found among all completions.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
     all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
-    run_all = args.beta > 0 or args.entropy_coef != 0 or args.importance_correction == "sequence_mask"
+    thresholds = args.importance_correction == "sequence_mask" or args.top_entropy_quantile < 1
+    run_all = args.beta > 0 or args.entropy_coef != 0 or thresholds
     windows = []
     for first in range(0, len(completions), size):
         mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
         kept = [i for i in mine if completions[i].counted and (run_all or completions[i].advantage != 0)]
         examples = []
-        for i in kept or [mine[0]]:  # a process that keeps none runs one, with weight 0: the others wait for its gradient
+        for i in kept or [mine[0]]:  # a process that keeps none still runs one, with weight 0: the others wait for it
             c, prompt = completions[i], completions[i].prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + c.sampled, np.float32)
             sequence = {
@@ -339,14 +340,14 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
 
 
 def add_token_weights(windows: list[Window], completions: list[Completion], args: Args) -> None:
-    """What a token weighs in the loss of its window; 0 in a completion that does not count."""
+    """Give each token its weight in the loss of its window; 0 in a completion that is not trained on."""
     counted = torch.tensor([c.counted for c in completions])
     tokens = torch.tensor([float(sum(c.sampled)) for c in completions])
     size = len(completions) // len(windows)
     for w, window in enumerate(windows):
         inside = slice(w * size, (w + 1) * size)
         window_tokens = (tokens[inside] * counted[inside]).sum().item()
-        if args.loss_type in ("dapo", "cispo"):  # those of the whole rollout, on average over its windows
+        if args.loss_type in ("dapo", "cispo"):  # of the rollout, averaged over its windows
             window_tokens = (tokens * counted).sum().item() / len(windows)
         weights = counted[inside] * grpo_token_weights(
             args.loss_type,
@@ -367,7 +368,7 @@ def log_rollout(run: Run, step: int, completions: list[Completion], rewards: lis
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), the checkpoint to go on from
+    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def main(args: Args) -> None:
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; the rest of the checkpoint
+    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
     sampler = make_sampler(
         args.rollout_server,
@@ -409,7 +410,7 @@ def main(args: Args) -> None:
         top_p=args.top_p,
         batch_size=args.generation_batch_size,
     )
-    # A frozen second model, or, with LoRA, this one with its adapter off, or as it started. (Another model: load_frozen.)
+    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
@@ -442,7 +443,7 @@ def main(args: Args) -> None:
         return {"old_logps": out.logps} | ({"entropy": out.entropy} if top_entropy else {})
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be begun again, or cut, in smaller micro-batches than the flags say."""
+        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -470,8 +471,7 @@ def main(args: Args) -> None:
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
-            stats["entropy"] = out.entropy
-            run.metrics.add(mask, **stats)
+            run.metrics.add(mask, **stats, entropy=out.entropy)
         return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
@@ -481,7 +481,7 @@ def main(args: Args) -> None:
             run.log_eval(step, *evaluate())
         if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
             run.save(step)
-        if run.ends(step):  # the last step, no better evaluation for long, or told to stop
+        if run.ends(step):  # the last step, early stopping, or a signal
             break
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
@@ -491,7 +491,7 @@ def main(args: Args) -> None:
             add_advantages(completions, weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
-                if rollouts.updates_per_rollout > 1 or masks_sequences or top_entropy:  # it is asked before it changes
+                if rollouts.updates_per_rollout > 1 or masks_sequences or top_entropy:  # before its update
                     window.add_fields(before_update)
                 if reference:
                     window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
@@ -508,12 +508,12 @@ def main(args: Args) -> None:
         if step % rollouts.updates_per_rollout == 0:
             sampler.check(run.metrics)  # that what sampled is what is trained
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else said, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next=f"read {args.output_dir}/completions.jsonl, or reward what you like")
+    run.finish(try_next=f"read {args.output_dir}/completions.jsonl, or write a reward of your own")
 
 
 if __name__ == "__main__":

@@ -129,6 +129,8 @@ def main(argv: list[str] | None = None) -> int:
     say("\n".join(table(results, before)))
     if before is None:
         return 0
+    if not shared(before, results):
+        raise UserError(f"--baseline {args.baseline}: it has none of the cases of {args.suite} as they are now")
 
     by_id, change = {r.case.id: r for r in results}, turned(before, results)
     for name in change["fell"]:

@@ -128,7 +128,7 @@ def load_prompts(
     encode(row, tokenizer, args): a dict with "prompt_ids" (and what the rewards need), or it raises BadRow.
     """
     if args.dataset_streaming:
-        raise UserError("--dataset_streaming: prompts are kept in memory; they are few beside what is sampled")
+        raise UserError("--dataset_streaming: not here, where prompts are kept in memory")
     sources, held_out_sources = find_sources(args, recognise)
 
     def encoded(row: Row) -> dict[str, Any]:

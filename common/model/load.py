@@ -114,7 +114,7 @@ def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path
     """args.model_name_or_path with a new adapter; where it is one, its base with that adapter, to be trained on."""
     name = args.model_name_or_path
     if not name:
-        raise UserError("--use_peft adapts a model that is there: name it with --model_name_or_path")
+        raise UserError("--use_peft adapts an existing model: name it with --model_name_or_path")
     advise(args)
     if not is_adapter(name, args.model_revision):
         model = load_pretrained(args, name, len(tokenizer), device=device)

@@ -81,7 +81,7 @@ def make_card(
     if step is not None:
         parts.append(f"Training goes on: this is step {step}.")
     parts += [f"## What it is\n\n{_what(args, facts, words, adapter)}", f"## Data\n\n{_data(facts, public)}"]
-    parts += [f"## Training\n\n{_training(args, facts, summary, folder, name)}"]
+    parts += [f"## Training\n\n{_training(args, facts, summary, name)}"]
     parts += [f"## Results\n\n{_results(folder, private, best_step)}"]
     chat = bool(facts.get("model", {}).get("chat_template"))
     parts.append(f"## Use\n\n{_use_reward() if is_reward else _use(adapter, chat)}")
@@ -202,7 +202,7 @@ def _data(facts: dict[str, Any], public: set[str]) -> str:
     return "\n".join(lines) + f"\n\nHeld out for evaluation: {held_out:,} examples."
 
 
-def _training(args: CommonArgs, facts: dict[str, Any], summary: dict[str, Any], folder: Path, name: str) -> str:
+def _training(args: CommonArgs, facts: dict[str, Any], summary: dict[str, Any], name: str) -> str:
     plan, last = facts.get("plan", {}), summary.get("final", {})
     how = "LoRA adapters" if args.use_peft else "all weights"
     how += " on a base of 4 bits" if args.load_in_4bit else " on a base of 8 bits" if args.load_in_8bit else ""

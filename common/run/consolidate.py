@@ -12,7 +12,7 @@ from common.data.types import Tokenizer
 from common.model.checks import hub_errors
 from common.model.save import EXTRA, model_writer, save_model
 from common.model.shards import RECORD, empty_model, write_frame
-from common.run.inputs import FILE
+from common.run.inputs import kept_in
 from common.run.output_dir import CARD, GATHERED
 from common.run.sharded import gather_adapter, gather_in_file, read_in_file
 
@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 # What a checkpoint has beside the model.
-OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml", FILE, RECORD)
+OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml", RECORD)
 FILE_SIZE = 4 * 10**9  # bytes of a file of the model
 
 
@@ -72,11 +72,12 @@ def final_writer(
 
 
 def model_copier(checkpoint: Path) -> Callable[[Path], None]:
-    """What copies the model and tokenizer out of a checkpoint."""
+    """What copies the model, with code of its own if it has some, and the tokenizer out of a checkpoint."""
 
     def write(folder: Path) -> None:
+        ours = (*OURS, CARD, *kept_in(checkpoint))
         for path in checkpoint.iterdir():
-            if path.is_file() and path.name not in (*OURS, CARD) and path.suffix != ".py":
+            if path.is_file() and path.name not in ours:
                 shutil.copy(path, folder)
 
     return write

@@ -145,9 +145,14 @@ def keep(folder: Path, script: str, inputs: Mapping[str, Any]) -> None:
 
 def copy_inputs(output_dir: Path, checkpoint: Path) -> None:
     """Put what `keep` has written into a checkpoint."""
-    for name in (FILE, str(_read(output_dir).get("script", FILE))):
+    for name in kept_in(output_dir):
         if (output_dir / name).is_file():
             shutil.copy(output_dir / name, checkpoint)
+
+
+def kept_in(folder: Path) -> tuple[str, str]:
+    """The names of the files that `keep` has written to a folder: inputs.json and the script."""
+    return FILE, str(_read(folder).get("script", FILE))
 
 
 def _refuse(args: CommonArgs, earlier: Path | None, changes: list[str]) -> None:

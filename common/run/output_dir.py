@@ -146,7 +146,7 @@ def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | 
     """
     folder, here = Path(arguments.output_dir), Path(arguments.output_dir).resolve()
     if not arguments.output_dir.strip():
-        raise UserError("--output_dir is empty: it names the folder of everything that the run leaves behind")
+        raise UserError("--output_dir is empty: it names the folder for everything that the run writes")
     if arguments.model_name_or_path and Path(arguments.model_name_or_path).resolve().is_relative_to(here):
         raise UserError(f"--output_dir {folder} holds the model to start from: choose another")
     ours = (*WEIGHTS, *LINES, *NOTES, *MODEL)

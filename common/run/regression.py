@@ -82,7 +82,7 @@ class Regression:
             for name, then in since.items()
         }
         if not self.suite.temperature:
-            self._say(changes["since_last"], {r.case.id: r for r in results})
+            self._say(changes["since_last"])
         failed = {r.case.id: {"why": r.why, "completion": r.completion} for r in results if r.why}
         line = {"step": step, **self.suite.asked(), "groups": groups, "turned": changes, "failed": failed, "cases": cases}
         metrics.append(FILE, [line])
@@ -100,7 +100,7 @@ class Regression:
         self.base = self.base or self.last
         return values
 
-    def _say(self, changes: dict[str, Any] | None, results: dict[str, Any]) -> None:
+    def _say(self, changes: dict[str, Any] | None) -> None:
         """Which cases have turned since the last time."""
         for word in ("fell", "rose"):
             ids = changes[word] if changes else []

@@ -159,8 +159,9 @@ class Run:
         self.metrics.write_report()
 
     def _save_before_the_end(self, error: BaseException) -> None:
-        """All processes are here, between two rollouts."""
-        if isinstance(error, OutsideError) and self.step > self.saved_step:
+        """All processes are here. An evaluation may have met the error between the steps of one rollout: no run can go on
+        from there."""
+        if isinstance(error, OutsideError) and self.step > self.saved_step and self.step % self.save_every == 0:
             self.save(self.step)
 
     def _run_suite(self, step: int) -> None:

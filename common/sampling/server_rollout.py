@@ -1,4 +1,4 @@
-"""Requests dealt out to servers: many at a time, and to others where one fails."""
+"""Requests dispatched to servers: many at a time, and to the others where one fails."""
 
 import hashlib
 import threading
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from common.errors import UserError
 from common.sampling.generate import Sampled
-from common.sampling.server_client import Drawing, Server, ServerFault
+from common.sampling.server_client import SamplingParams, Server, ServerFault
 
-AT_ONCE = 64  # requests of a process that are under way
+AT_ONCE = 64  # concurrent requests of a process
 PATIENCE = 300.0  # seconds in which a server has to give some completion,
 PATIENCE_PER_TOKEN = 0.1  # and for each token that one may have
 LONGEST_SECONDS = 24 * 3600.0  # of one completion
 
 
 class Request(NamedTuple):
-    """A completion that is wanted."""
+    """A completion to sample."""
 
     prompt: Sequence[int]
     seed: int
@@ -31,28 +31,28 @@ def request_seed(key: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-class Deal:
-    """Requests that servers work off. What a server fails at, the others do."""
+class Dispatch:
+    """Requests shared out to servers. What one fails at, the others take over."""
 
     def __init__(
         self,
         requests: Sequence[Request],
-        places: Sequence[Server],
+        assigned: Sequence[Server],
         servers: Sequence[Server],
         stop_ids: Sequence[int],
-        drawing: Drawing,
+        params: SamplingParams,
         none_left: Callable[[dict[str, str]], UserError],
     ):
-        """places: the server that each request is for, as long as it works; one that has nothing left to do takes over
-        requests of others. none_left: the error for the reasons by which all of them failed."""
-        self.requests, self.stop_ids, self.drawing, self.none_left = requests, stop_ids, drawing, none_left
+        """assigned: the server of each request, as long as it works; one that has nothing left to do takes over requests of
+        the others. none_left: the error to raise, given why each of them failed."""
+        self.requests, self.stop_ids, self.params, self.none_left = requests, stop_ids, params, none_left
         self.results: list[Sampled | None] = [None] * len(requests)
         self.by: list[Server | None] = [None] * len(requests)  # who has sampled it
         self.failed: dict[str, str] = {}  # address of a server: why
         self.waiting: dict[Server, deque[int]] = {server: deque() for server in servers}
         self.under_way = dict.fromkeys(servers, 0)
-        for i, place in enumerate(places):
-            self.waiting[place].append(i)
+        for i, server in enumerate(assigned):
+            self.waiting[server].append(i)
         self.left = len(requests)
         self.changed = threading.Condition()
         self.error: BaseException | None = None
@@ -69,7 +69,7 @@ class Deal:
         return [result for result in self.results if result is not None]
 
     def again(self, server: Server, reason: str) -> None:
-        """What a server has sampled does not count: the others do it."""
+        """Discard what a server has sampled: the others sample it again."""
         with self.changed:
             self._give_up(server, reason)
             for i in [i for i, by in enumerate(self.by) if by is server]:
@@ -87,7 +87,7 @@ class Deal:
                     request.seed,
                     request.limit,
                     self.stop_ids,
-                    self.drawing,
+                    self.params,
                     seconds=LONGEST_SECONDS,
                     go_on=self._watch(server, time.monotonic()),
                 )
@@ -107,8 +107,8 @@ class Deal:
                 self.changed.notify_all()
 
     def _take(self) -> tuple[int, Server] | None:
-        """The next request, and whose it is; None when all is done. The server that has least to do takes one of its own, or
-        of the longest queue."""
+        """The next request, and the server for it; None when all are done. The least busy server takes one of its own, or
+        one of the longest queue."""
         with self.changed:
             while True:
                 if self.error is not None or not self.left:
@@ -122,7 +122,7 @@ class Deal:
                 self.changed.wait()
 
     def _watch(self, server: Server, begun: float) -> Callable[[], None]:
-        """What looks each second whether waiting is still worth it."""
+        """A check, made each second, that raises ServerFault where waiting is no longer worth it."""
 
         def look() -> None:
             if self.error is not None:

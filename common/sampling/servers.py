@@ -1,8 +1,8 @@
 """Completions from vLLM servers, which get the weights of the model that is trained.
 
-Servers run by themselves, beside the trainer or on other machines (docs/rollouts.md); what they are asked is plain HTTP. The
-weights go there in a folder that they can read. After each push every server has to prove that it samples from them: an
-old cache, a packed copy of old weights or a reload that was none shows in nothing but its log-probabilities.
+Servers run beside the trainer or on other machines (docs/rollouts.md), and are asked by plain HTTP. The weights go there
+through a folder that they can read. After each push every server has to prove that it samples from them: a stale cache, a
+packed copy of old weights or a reload without effect shows only in its log-probabilities.
 """
 
 import math
@@ -20,8 +20,17 @@ from common.model.flat_model import base_lm
 from common.model.save import policy_writer
 from common.processes import gather_lists, on_main_process
 from common.sampling.generate import Sampled
-from common.sampling.server_client import ASK_SECONDS, PROCESSED, Drawing, Known, Server, ServerFault, Wanted, start_command
-from common.sampling.server_rollout import Deal, Request, request_seed
+from common.sampling.server_client import (
+    ASK_SECONDS,
+    PROCESSED,
+    Requirements,
+    SamplingParams,
+    Server,
+    ServerFault,
+    ServerInfo,
+    start_command,
+)
+from common.sampling.server_rollout import Dispatch, Request, request_seed
 
 import numpy as np
 import torch
@@ -38,7 +47,7 @@ CLOSE, CLOSE_ROUNDED = 1e-3, 0.2
 # weights.
 MOVED, MOVED_ROUNDED = 1e-4, 1e-2
 MOST_DIFFERENCE = 0.5  # nats, of a token of a rollout on average
-STRIKES = 3  # rollouts in which a server may fail and be taken back
+STRIKES = 3  # rollouts with a failure after which a server is dropped for good
 AWAY = "left out at the last push"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Asked = tuple[tuple[int, ...], float, tuple[int, ...]]  # a prompt, a temperature, what was sampled
@@ -69,34 +78,34 @@ class RolloutServers:
         needs_logps: bool = False,
         batch_size: int = 0,
     ):
-        """Waits for the servers and checks them; all processes together. UserError, with the command that starts one
-        rightly, where one does not come or would sample something else.
+        """Waits for the servers and checks them; all processes together. Raises UserError, with the command that starts one
+        correctly, where one does not answer or does not fit.
 
         model: as prepared. folder: where the servers can read what this process writes. longest: tokens of a sequence,
-        prompt and completion. needs_logps: what is sampled cannot be scored again. batch_size: of no account here.
+        prompt and completion. needs_logps: what is sampled cannot be scored again. batch_size: ignored.
         """
         self.accelerator, self.model, self.max_new_tokens = accelerator, model, max_new_tokens
-        self.drawing = Drawing(temperature, top_k, top_p)
+        self.params = SamplingParams(temperature, top_k, top_p)
         self.unwrapped = accelerator.unwrap_model(model)
         lm = base_lm(self.unwrapped.lm)
-        self.wanted = Wanted(
+        self.required = Requirements(
             model=lm.config._name_or_path or "MODEL",
             vocabulary=lm.get_input_embeddings().weight.shape[0],
             longest=longest,
-            drawing=self.drawing,
+            params=self.params,
             needs_logps=needs_logps,
             device=accelerator.device.type,
             tied=bool(lm.config.get_text_config().tie_word_embeddings),
         )
         self.servers = [Server(url) for url in urls]
         self.folder = Path(folder).resolve() / FOLDER
-        self.dropped: dict[str, str] = {}  # for good: address, why
+        self.dropped: dict[str, str] = {}  # for good: {address: why}
         self.failed: dict[str, str] = {}  # until the next push, as far as this process knows
         self.strikes = {server.url: 0 for server in self.servers}
         self.synced: int | None = None  # the step whose weights they have
         self.version, self.run = "", on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
         self.running: list[Future[list[Sampled]]] = []
-        self.places: dict[tuple[int, ...], Server] = {}  # who has begun a completion: its cache knows the first turns
+        self.begun_by: dict[tuple[int, ...], Server] = {}  # by key: the server whose cache has the turns so far
         self.answers: dict[str, Answer] = {}  # to the last probe
         self.scores: dict[Asked, list[float]] = {}  # what the model that is trained said of them
         known = on_main_process(accelerator, self._check_all)
@@ -112,12 +121,12 @@ class RolloutServers:
 
     def _check_all(self) -> list[Any]:
         for i, server in enumerate(self.servers):
-            if twin := next((other for other in self.servers[:i] if server.places() & other.places()), None):
+            if twin := next((other for other in self.servers[:i] if server.addresses() & other.addresses()), None):
                 raise UserError(f"--rollout_server: {twin.url} and {server.url} are one server: each of them once")
         for server in self.servers:
-            server.wait(self.wanted)
+            server.wait(self.required)
         try:
-            known = [server.check(self.wanted) for server in self.servers]
+            known = [server.check(self.required) for server in self.servers]
         except ServerFault as fault:
             raise UserError(f"--rollout_server: {fault}") from None
         versions = sorted({found.version for found in known})
@@ -127,19 +136,19 @@ class RolloutServers:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def sync(self, step: int) -> None:
-        """Give the servers the weights of now, those of `step`, unless they have them, and have each prove it. All processes
-        together, on the main thread. UserError where none is left."""
+        """Give the servers the present weights, those of `step`, unless they have them, and have each prove it. All
+        processes together, on the main thread. Raises OutsideError where none is left."""
         if self.synced == step:
             return
         wait(self.running)  # a rollout is of one set of weights; what has gone wrong in it is raised to whoever asks for it
         self.running.clear()
-        self.places.clear()
-        self._tell_failures()
+        self.begun_by.clear()
+        self._gather_failures()
         path, self.version = self.folder / f"step-{step}", f"{step}-{self.run}"
         self._write(path)
         answers = on_main_process(self.accelerator, lambda: self._load_all(path))
         scores = {asked: self._score(*asked) for asked in dict.fromkeys(answer.asked for answer in answers.values())}
-        verdict = on_main_process(self.accelerator, lambda: self._judge(answers, scores))
+        verdict = on_main_process(self.accelerator, lambda: self._verify(answers, scores))
         self.dropped, self.failed, known = verdict
         for server in self.servers:
             server.known = known[server.url]
@@ -151,13 +160,13 @@ class RolloutServers:
         self.has_logps = self._have_logps()
 
     def _have_logps(self) -> bool:
-        return all(self.drawing.known_by(server.known.mode) for server in self._alive())
+        return all(self.params.gives_logps(server.known.mode) for server in self._alive())
 
     def _alive(self) -> list[Server]:
         return [server for server in self.servers if server.url not in (*self.dropped, *self.failed)]
 
-    def _tell_failures(self) -> None:
-        """Who has failed in the rollouts since the last push, on any process."""
+    def _gather_failures(self) -> None:
+        """Gather which servers have failed in the rollouts since the last push, on any process, and count that."""
         self.failed = dict(gather_lists(self.accelerator, list(self.failed.items())))
         for url in [url for url, reason in self.failed.items() if not reason.startswith(AWAY)]:
             self.strikes[url] += 1
@@ -170,7 +179,7 @@ class RolloutServers:
             say(f"{url} is not used any more: {reason}")
 
     def _write(self, path: Path) -> None:
-        """The weights of now in a folder, whole or not at all."""
+        """Write the present weights to a folder, whole or not at all."""
         dtypes = {DTYPES.get(server.known.dtype) for server in self.servers if server.url not in self.dropped}
         write = policy_writer(self.accelerator, self.model, dtypes.pop() if len(dtypes) == 1 else None)
 
@@ -194,7 +203,7 @@ class RolloutServers:
         on_main_process(self.accelerator, write_whole)
 
     def _load_all(self, path: Path) -> dict[str, "Answer"]:
-        """Have each server load the folder and answer a probe. Who fails at it is dropped, who is not there is left out."""
+        """Have each server load the folder and answer a probe. One that fails is dropped, one that is away is left out."""
         tried = [server for server in self.servers if server.url not in self.dropped]
         with ThreadPoolExecutor(len(tried) or 1) as pool:
             answers = list(pool.map(lambda server: self._load(server, path), tried))
@@ -204,7 +213,7 @@ class RolloutServers:
         try:
             server.must("/health", seconds=10.0)
             if server.url in self.failed or self.loaded.get(server.url) not in (None, server.version()):
-                server.check(self.wanted)  # it may have been started anew, otherwise
+                server.check(self.required)  # it may have been started anew, otherwise
         except (ServerFault, UserError) as problem:
             if (reason := f"{AWAY}: {problem}") != self.failed.get(server.url):
                 say(f"{server.url} is left out until it is back: {problem}")
@@ -214,13 +223,13 @@ class RolloutServers:
             server.load(path, self.version)
             self.loaded[server.url] = self.version
             # At the temperature of the rollouts, where the server's log-probabilities have it in them.
-            temperature = self.drawing.temperature if server.known.mode == PROCESSED else 1.0
+            temperature = self.params.temperature if server.known.mode == PROCESSED else 1.0
             # A prompt that fills a block of the prefix cache, where there is room for it: an old one shows.
-            number = min(PROBE_TOKENS, self.wanted.longest - 1)
-            low, high = (3, 256) if self.wanted.vocabulary > 256 else (0, self.wanted.vocabulary)
-            length = max(1, min(server.known.block + 2, self.wanted.longest - number))
+            number = min(PROBE_TOKENS, self.required.longest - 1)
+            low, high = (3, 256) if self.required.vocabulary > 256 else (0, self.required.vocabulary)
+            length = max(1, min(server.known.block + 2, self.required.longest - number))
             prompt = (low + np.random.default_rng(0).integers(high - low, size=length)).tolist()
-            sampled = server.complete(prompt, PROBE_SEED, number, [], Drawing(temperature), ASK_SECONDS)
+            sampled = server.complete(prompt, PROBE_SEED, number, [], SamplingParams(temperature), ASK_SECONDS)
         except (ServerFault, UserError) as problem:
             self._drop(server.url, f"it could not take the weights in {path} (it has to see that folder): {problem}")
             return None
@@ -235,10 +244,11 @@ class RolloutServers:
         with torch.no_grad(), self.accelerator.autocast():
             return self.unwrapped(row, temperature=temperature).logps[len(prompt) :].tolist()
 
-    def _judge(
+    def _verify(
         self, answers: dict[str, "Answer"], scores: dict["Asked", list[float]]
-    ) -> tuple[dict[str, str], dict[str, str], dict[str, Known | None]]:
-        """Drop whoever did not sample from the weights of now. Returns who is dropped, who is away, what each is."""
+    ) -> tuple[dict[str, str], dict[str, str], dict[str, ServerInfo | None]]:
+        """Drop servers that did not sample from the present weights. Returns which are dropped, which are away, and what
+        each is."""
         ours_exact = self.accelerator.mixed_precision == "no" and base_lm(self.unwrapped.lm).dtype == torch.float32
         for server in self.servers:
             if (answer := answers.get(server.url)) is None:
@@ -278,12 +288,12 @@ class RolloutServers:
     ) -> Future[list[Sampled]]:
         """Sample a completion for each prompt, as `sample` does, while this process goes on. Not collective.
 
-        Of a key and the weights a completion is a function, whichever server samples it. Log-probabilities are NaN where the
-        server's are not those of the whole distribution at the temperature. The result raises UserError where no server is
-        left, or a request is refused.
+        A completion is a function of its key and the weights, whichever server samples it. Log-probabilities are NaN where
+        the server's are not those of the whole distribution at the temperature. The future raises UserError where no
+        server is left, or a request is refused.
         """
         given = (temperature, top_k, top_p)
-        drawing = Drawing(*(own if new is None else new for own, new in zip(self.drawing, given, strict=True)))
+        params = SamplingParams(*(own if new is None else new for own, new in zip(self.params, given, strict=True)))
         limits = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         limits = [limits] * len(prompts) if isinstance(limits, int) else list(limits)
         stop_ids = self.unwrapped.stop_ids if stop_ids is None else stop_ids
@@ -296,7 +306,7 @@ class RolloutServers:
         def work() -> None:
             wait(before)  # one rollout after the other
             try:
-                future.set_result(self._complete(requests, keys, list(stop_ids), drawing))
+                future.set_result(self._complete(requests, keys, list(stop_ids), params))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -304,33 +314,33 @@ class RolloutServers:
         return future
 
     def _complete(
-        self, requests: list[Request], keys: Sequence[tuple[int, ...]], stop_ids: list[int], drawing: Drawing
+        self, requests: list[Request], keys: Sequence[tuple[int, ...]], stop_ids: list[int], params: SamplingParams
     ) -> list[Sampled]:
         alive = self._alive()
         if not alive:
             raise self._none_left(self.failed | self.dropped)
-        deal = Deal(requests, self._place(requests, keys, alive), alive, stop_ids, drawing, self._none_left)
+        dispatch = Dispatch(requests, self._place(requests, keys, alive), alive, stop_ids, params, self._none_left)
         while True:
             try:
-                sampled = deal.run()
+                sampled = dispatch.run()
             finally:
-                self._note(deal.failed)
+                self._note(dispatch.failed)
             fresh = True
-            for server in {id(by): by for by in deal.by if by is not None}.values():
+            for server in {id(by): by for by in dispatch.by if by is not None}.values():
                 try:
-                    found = server.version() if server.url not in deal.failed else self.version
+                    found = server.version() if server.url not in dispatch.failed else self.version
                 except ServerFault:  # it has gone after its last completion
                     continue
                 if found != self.version:  # other weights, from somewhere in the middle on
                     fresh = False
                     who = "it was started anew" if found == "default" else "another run has given it weights"
-                    deal.again(server, f"{who}: they have version {found!r}, not {self.version!r}")
+                    dispatch.again(server, f"{who}: they have version {found!r}, not {self.version!r}")
             if fresh:
                 break
-        known = {server: drawing.known_by(server.known.mode) for server in alive}
+        known = {server: params.gives_logps(server.known.mode) for server in alive}
         return [
             one if known[by] else one._replace(logps=[math.nan] * len(one.ids))
-            for one, by in zip(sampled, deal.by, strict=True)
+            for one, by in zip(sampled, dispatch.by, strict=True)
         ]
 
     def _place(self, requests: list[Request], keys: Sequence[tuple[int, ...]], alive: list[Server]) -> list[Server]:
@@ -338,11 +348,11 @@ class RolloutServers:
         of_prompt: dict[tuple[int, ...], Server] = {}
         first, placed = self.accelerator.process_index, []
         for request, key in zip(requests, keys, strict=True):
-            server = self.places.get(tuple(key[:3])) if len(key) > 3 else None
+            server = self.begun_by.get(tuple(key[:3])) if len(key) > 3 else None
             if server not in alive:
                 prompt = tuple(request.prompt)
                 server = of_prompt.setdefault(prompt, alive[(first + len(of_prompt)) % len(alive)])
-            self.places[tuple(key[:3])] = server
+            self.begun_by[tuple(key[:3])] = server
             placed.append(server)
         return placed
 
@@ -355,7 +365,7 @@ class RolloutServers:
     def _none_left(self, reasons: dict[str, str]) -> OutsideError:
         told = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())
         return OutsideError(
-            f"--rollout_server: none is left ({told}): start one with: {start_command(self.servers[0].url, self.wanted)}; "
+            f"--rollout_server: none is left ({told}): start one with: {start_command(self.servers[0].url, self.required)}; "
             "then the same command goes on from the last checkpoint"
         )
 
@@ -367,9 +377,9 @@ class RolloutServers:
         mean = metrics.window_mean("sampling/logp_difference")
         if mean > MOST_DIFFERENCE:
             told = f"what was sampled is {mean:.2f} nats a token off the model that is trained ({MOST_DIFFERENCE} at most)"
-            if self.wanted.needs_logps:
+            if self.required.needs_logps:
                 raise UserError(
                     f"--rollout_ahead: {told}: it moves too far in one rollout: lower --learning_rate, or do without"
                 )
-            start = start_command(self.servers[0].url, self.wanted)
+            start = start_command(self.servers[0].url, self.required)
             raise UserError(f"--rollout_server: {told}: its weights are not theirs; start the servers anew: {start}")

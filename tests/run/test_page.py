@@ -12,7 +12,7 @@ from common.run.curves import draw_curves, frame_of, frames_of, is_logarithmic
 from common.run.metrics import Metrics, _main
 from common.run.output_dir import _lock
 from common.run.report import Report, embedded, page, write_report
-from common.run.report.compare import mcnemar, two_proportions, wilson
+from common.run.report.compare import mcnemar, two_proportions
 from common.run.report.describe import command_of, defaults_of, describe_run
 from common.run.report.read import Folder, Lines
 from common.run.report.thin import Curve, Spread
@@ -392,7 +392,6 @@ def test_the_tests_of_a_difference_agree_with_hand_worked_numbers():
     assert two_proportions({"passed": 0, "of": 0}, {"passed": 1, "of": 7}) is None
     assert mcnemar(8, 1) == pytest.approx(2 * (1 + 9) / 2**9) and mcnemar(0, 0) == mcnemar(3, 3) == 1.0
     assert mcnemar(500, 499) == 1.0 and mcnemar(700, 400) == pytest.approx(1.0e-19, rel=0.3)
-    assert wilson(8, 10) == pytest.approx([0.4902, 0.9433], abs=1e-4) and wilson(0, 0) == [0.0, 1.0]
 
 
 def test_runs_are_compared_by_settings_and_by_the_prompts_that_both_were_given(tmp_path):

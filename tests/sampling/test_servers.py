@@ -14,7 +14,7 @@ from common.errors import OutsideError, UserError
 from common.model.lora import add_lora
 from common.model.wrap import wrap
 from common.sampling import sample, server_client, server_rollout, servers
-from common.sampling.server_client import Drawing, Wanted, start_command
+from common.sampling.server_client import Requirements, SamplingParams, start_command
 from common.sampling.server_rollout import request_seed
 from common.sampling.servers import RolloutServers
 from tests.sampling.fake_vllm import FakeVLLM
@@ -191,13 +191,13 @@ def test_log_probabilities_are_those_of_the_whole_distribution_or_none(mode, dra
 
 
 def test_the_command_starts_what_fits():
-    wanted = Wanted("outputs/my model", 61, 640, Drawing(0.7), False, "cuda")
-    command = start_command("http://node7:8001", wanted)
+    required = Requirements("outputs/my model", 61, 640, SamplingParams(0.7), False, "cuda")
+    command = start_command("http://node7:8001", required)
     assert command == (
         "VLLM_SERVER_DEV_MODE=1 vllm serve 'outputs/my model' --host 0.0.0.0 "
         "--port 8001 --max-model-len 640 --generation-config vllm --logprobs-mode processed_logprobs"
     )
-    on_cpu = start_command("http://127.0.0.1:8001", wanted._replace(device="cpu", drawing=Drawing(1.0, 5)))
+    on_cpu = start_command("http://127.0.0.1:8001", required._replace(device="cpu", params=SamplingParams(1.0, 5)))
     assert "--host 127.0.0.1" in on_cpu and "raw_logprobs" in on_cpu and "--enforce-eager --no-enable-chunked" in on_cpu
 
 
@@ -623,7 +623,9 @@ def test_a_rollout_that_is_far_from_the_model_ends_the_run(connect, fake):
 def test_the_page_has_the_command():
     page = Path("docs/rollouts.md").read_text(encoding="utf-8")
     for device in ("cuda", "cpu"):
-        command = start_command("http://127.0.0.1:8000", Wanted("outputs/sft", 0, 768, Drawing(), False, device))
+        command = start_command(
+            "http://127.0.0.1:8000", Requirements("outputs/sft", 0, 768, SamplingParams(), False, device)
+        )
         assert f"{command}\n" in page
 
 

@@ -224,7 +224,7 @@ def test_biases_are_saved_and_a_resumed_run_has_them(launch, tmp_path, monkeypat
 
 
 def test_sizes_of_a_new_mixture_are_not_for_a_model_that_is_there():
-    with pytest.raises(UserError, match="--num_experts is of a new model"):
+    with pytest.raises(UserError, match="--num_experts is for a new model"):
         Args(num_experts=4, model_name_or_path="data/base_model")
     assert Args().router_aux_loss_coef is None and Args(num_experts=4).router_aux_loss_coef == 0.01
     assert Args(num_experts=4, router_aux_loss_coef=0.0).router_aux_loss_coef == 0.0

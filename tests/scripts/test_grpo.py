@@ -263,9 +263,8 @@ def is_left_out(old, sampler, completion, s):
     )
 
 
-def entropy_bound(old, rollout, chosen, advantages, s):
-    """What a token's entropy has to be at least, among those that are run."""
-    chosen = [i for i in chosen if advantages[i] or s.beta or s.entropy_coef]
+def entropy_bound(old, rollout, chosen, s):
+    """What a token's entropy has to be at least, among all of the window that are not masked, whatever their advantage."""
     with torch.no_grad():
         entropies = torch.cat([answer_scores(old, rollout[i], s.temperature)[1] for i in chosen])
     return torch.quantile(entropies, 1 - s.top_entropy_quantile)
@@ -280,7 +279,7 @@ def window_loss(policy, old, sampler, reference, rollout, window, s):
     trained = [i for i in run if i not in left_out]
     tokens_of_window = sum(len(rollout[i].ids) for i in trained)
     tokens_of_rollout = sum(len(c.ids) for i, c in enumerate(rollout) if is_trained(c, s) and i not in left_out)
-    bound = entropy_bound(old, rollout, run, advantages, s) if s.top_entropy_quantile < 1 else None
+    bound = entropy_bound(old, rollout, run, s) if s.top_entropy_quantile < 1 else None
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
     loss, tokens_run, sums = (
         torch.zeros((), dtype=torch.float64),
@@ -325,7 +324,8 @@ def window_loss(policy, old, sampler, reference, rollout, window, s):
         }[s.loss_type]
         if i not in left_out:
             loss = loss + weight * losses.sum()
-        if not (A or s.beta or s.entropy_coef or s.importance_correction == "sequence_mask"):  # not run, and in no mean
+        thresholds = s.importance_correction == "sequence_mask" or s.top_entropy_quantile < 1
+        if not (A or s.beta or s.entropy_coef or thresholds):  # not run, and in no mean
             continue
         tokens_run += n
         sums["kl"] += kl.sum().item()
@@ -391,8 +391,13 @@ LOSSES = {
     "left out, by window": {"importance_correction": "sequence_mask", "off": 0.5, "loss_type": "bnpo"},
     "left out, each": {"importance_correction": "sequence_mask", "off": 0.5, "loss_type": "grpo", "importance_cap": 1.5},
     "not corrected": {"off": 0.5},
-    "high entropy": TWICE | {"top_entropy_quantile": 0.3, "beta": 0.1},
-    "high entropy, once": {"top_entropy_quantile": 0.5, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "high entropy": TWICE | {"top_entropy_quantile": 0.3},
+    "high entropy, kl": {
+        "top_entropy_quantile": 0.5,
+        "beta": 0.1,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 4,
+    },
     "ahead": {"rollout_ahead": 1},
     "two ahead": {"rollout_ahead": 2, "num_iterations": 2, "loss_type": "grpo"},
     "sequence": TWICE
@@ -400,7 +405,7 @@ LOSSES = {
 }
 
 
-LONG = ("another sampler, once", "left out, by window", "left out, each", "not corrected", "two ahead", "high entropy, once")
+LONG = ("another sampler, once", "left out, by window", "left out, each", "not corrected", "two ahead", "high entropy, kl")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in LOSSES])

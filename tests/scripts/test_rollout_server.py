@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 
-from common.errors import UserError
+from common.errors import OutsideError, UserError, last_words
 from common.run.output_dir import checkpoints
 from common.sampling import server_client
+from common.sampling.sampler import OwnSampler
 from common.sampling.server_rollout import request_seed
 from tests.conftest import ROOT, read_metrics, run_script, teacher, train_metrics, words_of
 from tests.run.test_fsdp import LAUNCHER
@@ -210,3 +211,22 @@ def test_the_demo_learns_with_a_server(launch, fake):
     arguments += " --max_steps 20 --eval_steps 0 --per_device_train_batch_size 64 --max_completion_length 16"
     rows = train_metrics(launch("grpo", *arguments.split(), "--rollout_server", fake().url))
     assert rows[-1]["reward"] > rows[0]["reward"] + 0.1
+
+
+@pytest.mark.slow
+def test_a_run_whose_servers_go_while_it_evaluates_inside_a_rollout_is_not_saved_there(launch, monkeypatch):
+    """A checkpoint there would have no completions for the rest of the rollout, and could not be resumed."""
+    how = "--steps_per_generation 2 --eval_steps 1 --save_steps 0 --max_steps 4 --max_completion_length 8"
+    arguments = words("tools", more=f"{how} --per_device_train_batch_size 4 --num_samples 0")
+
+    def sync(sampler, step):
+        if step == 3:
+            raise OutsideError("no server is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnSampler, "sync", sync)
+        with pytest.raises(OutsideError) as error:
+            launch("tools", *arguments)
+        last_words(error.value)
+    output = launch("tools", *arguments)
+    assert train_metrics(output)[-1]["step"] == 4

@@ -63,6 +63,8 @@ def test_a_fall_is_exit_code_1_and_says_which_and_by_what_test(gate, tmp_path):
     bad = [{**row, "regex": "^-"} if row["id"] != "c5" else row for row in rows]  # other cases: nothing to compare
     code, out = gate(bad, "--baseline", save)
     assert code == 0 and "not compared, new or edited since: c0, c1, c2, c3, c4" in out
+    with pytest.raises(UserError, match="it has none of the cases of .*suite.jsonl as they are now"):  # a gate that is open
+        gate([ask(9, regex=".")], "--baseline", save)
     gate(bad, "--save", tmp_path / "now.jsonl")
     now = json.loads((tmp_path / "now.jsonl").read_text())["cases"]
     save.write_text(json.dumps(line | {"cases": {name: case | {"rate": 1.0} for name, case in now.items()}}))

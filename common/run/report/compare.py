@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from common.run.report.read import Folder, Row
+from common.sampling.counts import wilson
 
 OF_THE_FOLDER = ("output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "accept_changes")
 Rate = dict[str, int]  # {"passed", "of"}
@@ -39,7 +40,7 @@ def rates(runs: list[dict[str, Any]], folders: list[Folder]) -> list[dict[str, A
                 rows.append(None)
                 continue
             rate = table[name]
-            row: dict[str, Any] = rate | {"interval": wilson(rate["passed"], rate["of"])}
+            row: dict[str, Any] = rate | {"interval": [round(end, 4) for end in wilson(rate["passed"], rate["of"])]}
             if k and name in tables[0]:
                 row |= {"p": two_proportions(tables[0][name], rate), "test": "two proportions"}
                 first, here = outcomes[0].get(name, {}), outcomes[k].get(name, {})
@@ -79,16 +80,6 @@ def suite_outcomes(last: list[Row]) -> dict[str, dict[Any, float]]:
             for group in ("all", str(case.get("group"))):
                 found.setdefault(f"suite: {group}", {})[name, case["digest"]] = float(case["rate"])
     return found
-
-
-def wilson(passed: int, of: int, z: float = 1.959964) -> list[float]:
-    """The interval of a rate that holds the true one in 95 of 100 cases (Wilson 1927)."""
-    if not of:
-        return [0.0, 1.0]
-    rate = passed / of
-    centre = (rate + z * z / (2 * of)) / (1 + z * z / of)
-    half = z / (1 + z * z / of) * math.sqrt(rate * (1 - rate) / of + z * z / (4 * of * of))
-    return [round(max(0.0, centre - half), 4), round(min(1.0, centre + half), 4)]
 
 
 def two_proportions(first: Rate, second: Rate) -> float | None:
