@@ -34,6 +34,10 @@ class ServerFault(Exception):
     """A server did not do what another one may do: no answer, an error of its own, or an answer that is none."""
 
 
+class Silence(ServerFault):
+    """It has been waited for long enough."""
+
+
 class Drawing(NamedTuple):
     """How tokens are drawn."""
 
@@ -151,7 +155,7 @@ class Server:
                 text = answer.read()
             except TimeoutError:
                 connection.close()
-                raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
+                raise Silence(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if is_kept:  # it was closed in the meantime, as any server does with one that is idle: another one
@@ -172,7 +176,7 @@ class Server:
     def _give_up_at_the_end(self, path: str) -> None:
         if TOLD_TO_END and time.monotonic() - max(TOLD_TO_END[0], self.answered) > END_SECONDS:
             path = path.split("?")[0]
-            raise ServerFault(f"no answer to {path} in the {END_SECONDS:.0f} s after a signal told the run to end")
+            raise Silence(f"no answer to {path} in the {END_SECONDS:.0f} s after a signal told the run to end")
 
     def must(self, path: str, body: dict[str, Any] | None = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
         """The JSON object of an answer that has to be good, {} where it is none. Raises ServerFault."""
