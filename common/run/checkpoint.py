@@ -243,7 +243,8 @@ def _merge_adapter(accelerator: Accelerator, wrapper: FlatModel, best: Path | No
     zero3 = any(hasattr(parameter, "ds_id") for parameter in wrapper.parameters())
     with gathered(wrapper) if zero3 else contextlib.nullcontext():
         if best is not None:
-            adapter = load_peft_weights(str(best), device="cpu")  # safetensors does not know "cpu:0"
+            # By one process: another machine may have a disk of its own. (safetensors does not know "cpu:0".)
+            adapter = on_main_process(accelerator, lambda: load_peft_weights(str(best), device="cpu"))
             placed = {name: weight.to(accelerator.device) for name, weight in adapter.items()}
             set_peft_model_state_dict(wrapper.lm, placed)
         wrapper.lm = wrapper.lm.merge_and_unload()

@@ -22,11 +22,10 @@ from common.model.flat_model import FlatModel, base_lm
 from common.model.lm_head import head_bytes, weight_of
 from common.model.optimizer import moments_bytes
 from common.model.quantised import scales
-from common.run.gpu_memory import gathered_layers, processes_of_a_copy, varlen_workspace, whole_gradients
+from common.run.gpu_memory import BUCKET, gathered_layers, kept, sharing, varlen_workspace, whole_gradients
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -58,6 +57,9 @@ def estimate(
     reference: bool = False,
     shards: int = 1,
     fsdp: bool = False,
+    reshard: bool = True,
+    zero: int = 0,
+    bucket: int = BUCKET,
     ddp: bool = False,
     optim: str = "adamw",
 ) -> dict[str, float]:
@@ -69,8 +71,9 @@ def estimate(
     tokens, targets: of a micro-batch, and how many of them are trained; lengths: its sequences (None: one sequence).
     device: where training takes place (None: where the model is); mixed_precision: as Accelerate names it;
     accumulation: micro-batches per step, of which all but the first find gradients there already; reference: a second,
-    frozen model stays beside this one; shards: processes that share weights, gradients and optimizer state (FSDP2, ZeRO);
-    fsdp: FSDP2, which shares gradients at the end of a step only, and keeps them whole until then; ddp: the buckets of
+    frozen model stays beside this one, whole; shards: processes that share weights, gradients and optimizer state, by fsdp:
+    FSDP2, which shares gradients at the end of a step only, and keeps them whole until then (reshard: its
+    reshard_after_forward), or by DeepSpeed's stage zero, with buckets of so many numbers; ddp: the buckets of
     DistributedDataParallel, a second copy of the gradients; optim: as in --optim.
     """
     device = device or next(model.parameters()).device
@@ -78,7 +81,11 @@ def estimate(
     trained = [p for p in model.parameters() if p.requires_grad]
     tensors = [*model.parameters(), *model.buffers(), *scales(model.parameters())]
     autocast = _autocast_dtype(mixed_precision)
-    weights, gradients = nbytes(tensors) / shards, nbytes(trained) / shards
+    moments = moments_bytes(model, optim)  # in the dtype of the parameters; fused: no temporaries
+    weights, gradients, optimizer, stepping = kept(
+        model, nbytes(tensors), moments, autocast, shards=shards, fsdp=fsdp, zero=zero
+    )
+    share = gradients / max(1, nbytes(trained))
     if fsdp and accumulation > 1:
         gradients = whole_gradients(trained, autocast)
     output = weight_of(base_lm(model.lm).get_output_embeddings())
@@ -113,22 +120,24 @@ def estimate(
     together = max(forward + found, end + head + found)
     arrived = grad_head
     for held, stage in zip(backward, stages, strict=True):
-        arrived += stage[0].gradients / shards
+        arrived += stage[0].gradients * share
         together = max(together, held + (found + tied * grad_head if found else arrived))
-    together = max(together, gradients + (3 if found else 2) * tied * grad_head)
+    together = max(together, gradients + (3 if found else 2) * tied * grad_head, gradients + stepping)
 
     parts = {
         "weights": weights,
         "gradients": gradients * (2 if ddp else 1),
-        "optimizer": moments_bytes(model, optim) / shards,  # in the dtype of the parameters; fused: no temporaries
+        "optimizer": optimizer,
         "activations": activations,
         "logits chunk": head,
         "not at once": together - gradients - activations - head,
     }
     if reference:
-        parts["reference model"] = weights
-    if shards > 1:
-        parts["gathered layers"] = gathered_layers(model, _blocks(model), autocast)
+        parts["reference model"] = nbytes(tensors)
+    if shards > 1 and zero in (0, 3):
+        parts["gathered layers"] = gathered_layers(model, _blocks(model), autocast, reshard, zero)
+    if zero and device.type != "cpu":
+        parts["buckets"] = bucket * (autocast.itemsize if autocast else 4)
     if device.type == "cuda" and (workspace := varlen_workspace(model, lengths, autocast)):
         parts["attention workspace"] = workspace
     if device.type == "cpu":
@@ -170,8 +179,7 @@ def needs(
         "mixed_precision": accelerator.mixed_precision,
         "accumulation": pieces * accelerator.gradient_accumulation_steps,
         "reference": reference,
-        "shards": processes_of_a_copy(accelerator),
-        "fsdp": accelerator.distributed_type == DistributedType.FSDP,
+        **sharing(accelerator),
         "ddp": accelerator.num_processes > 1 and not sharded,
         "optim": optim,
     }
@@ -239,7 +247,8 @@ def savings(
         found.append(("QLoRA (--load_in_4bit)", (nbytes(wide) - sum(w.numel() for w in wide) * (4 + 8 / 64) / 8) / GIB))
     if (options.get("device") or next(model.parameters()).device).type != "cpu":
         shards = 2 * options.get("shards", 1)
-        found.append((f"FSDP over {shards} processes", saved(tokens, targets, lengths, shards=shards, fsdp=True)))
+        fsdp = {"shards": shards, "fsdp": True, "zero": 0, "ddp": False}
+        found.append((f"FSDP over {shards} processes", saved(tokens, targets, lengths, **fsdp)))
     if "heap loss" in parts:
         found.append(("MALLOC_MMAP_THRESHOLD_=1048576 in the environment (slower)", parts["heap loss"]))
     return sorted(((name, size) for name, size in found if size > 0), key=lambda saving: -saving[1])

@@ -1,11 +1,63 @@
-"""What training holds on GPUs that a probe on the CPU does not show: attention's workspace, and what FSDP2 gathers."""
+"""What training holds on GPUs that a probe on the CPU does not show: attention's workspace, and what processes share of a
+model, gather and keep whole."""
+
+from typing import Any, NamedTuple
 
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, size_of_all_layers
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
+
+BUCKET = 500_000_000  # numbers of DeepSpeed's reduce_bucket_size, where its config says nothing
+LIVE = 1_000_000_000  # and of stage3_max_live_parameters
+
+
+class Kept(NamedTuple):
+    """Bytes that one process keeps of the model that is trained."""
+
+    weights: float
+    gradients: float  # from one micro-batch to the next
+    optimizer: float
+    stepping: float = 0.0  # beside them, while the optimizer steps
+
+
+def sharing(accelerator: Accelerator) -> dict[str, Any]:
+    """How processes share a model, as `estimate` wants it told: shards, fsdp, reshard, zero, bucket."""
+    kind, found = accelerator.distributed_type, {"shards": processes_of_a_copy(accelerator)}
+    if kind == DistributedType.FSDP:
+        return found | {"fsdp": True, "reshard": bool(accelerator.state.fsdp_plugin.reshard_after_forward)}
+    if kind == DistributedType.DEEPSPEED:
+        plugin = accelerator.state.deepspeed_plugin
+        bucket = plugin.deepspeed_config.get("zero_optimization", {}).get("reduce_bucket_size")
+        found |= {"zero": plugin.zero_stage or 1, "bucket": int(bucket) if isinstance(bucket, int | float) else BUCKET}
+        return found if plugin.zero_stage else found | {"shards": 1}  # stage 0 shares nothing
+    return found
+
+
+def kept(
+    model: nn.Module, weights: float, moments: float, autocast: torch.dtype | None, *, shards: int, fsdp: bool, zero: int
+) -> Kept:
+    """weights, moments: bytes of the whole model, and of AdamW's averages in the dtype of the weights.
+
+    FSDP2 and ZeRO-3 share all of it, ZeRO-2 gradients and optimizer state, ZeRO-1 the latter. With mixed precision
+    Accelerate makes trained weights float32 for FSDP2 (fsdp2_prepare_model), DeepSpeed's engine all weights 16 bits. The
+    optimizer of ZeRO has the weights of its share again, in float32 (single_partition_of_fp32_groups,
+    fp32_partitioned_groups_flat), beside AdamW's averages, and for a step their gradients: so counted on two CPU processes
+    (deepspeed 0.19.8).
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    size, numbers = sum(p.numel() * p.element_size() for p in trained), sum(p.numel() for p in trained)
+    if zero:
+        low = autocast.itemsize if autocast else 4
+        weights += sum(p.numel() * (low - p.element_size()) for p in model.parameters() if p.is_floating_point())
+        weights, gradients = weights / (shards if zero == 3 else 1), low * numbers / (shards if zero >= 2 else 1)
+        return Kept(weights, gradients, 12 * numbers / shards, 4 * numbers / shards)
+    if fsdp and autocast:
+        weights, moments, size = weights + 4 * numbers - size, moments * 4 * numbers / max(size, 1), 4 * numbers
+    return Kept(weights / shards, size / shards, moments / shards)
 
 
 def processes_of_a_copy(accelerator: Accelerator) -> int:
@@ -49,18 +101,24 @@ def whole_gradients(trained: list[Tensor], autocast: torch.dtype | None) -> int:
     return sum(p.numel() * (4 if autocast else p.element_size()) for p in trained)
 
 
-def gathered_layers(model: FlatModel, blocks: list[nn.Module], autocast: torch.dtype | None) -> int:
-    """Bytes that FSDP2 gathers at once: what lies outside the blocks, for good; the block at work, the next one; and of one
-    the whole gradients, beside the buffer from which they are shared out (foreach_reduce)."""
+def gathered_layers(
+    model: FlatModel, blocks: list[nn.Module], autocast: torch.dtype | None, reshard: bool = True, zero: int = 0
+) -> int:
+    """Bytes that FSDP2 gathers at once: what lies outside the blocks, for good; the block at work, the next one (without
+    reshard_after_forward all of them: each stays whole until its backward pass); and of one the whole gradients, beside the
+    buffer from which they are shared out (foreach_reduce). ZeRO-3 keeps up to LIVE numbers that it will want again."""
 
     def size(parameters: list[Tensor]) -> int:
         cast = [autocast if autocast and p.is_floating_point() else p.dtype for p in parameters]
         return sum(p.numel() * dtype.itemsize for p, dtype in zip(parameters, cast, strict=True))
 
+    if zero == 3:
+        numbers = sum(p.numel() for p in model.parameters())
+        return round(size(list(model.parameters())) * min(1.0, LIVE / max(numbers, 1)))
     parts = [list(block.parameters()) for block in blocks]
     outside = size(list(model.parameters())) - sum(size(part) for part in parts)
     at_work = 0
     for part in parts:
         trained = [p for p in part if p.requires_grad]
-        at_work = max(at_work, 2 * size(part) + size(trained) + whole_gradients(trained, autocast))
-    return outside + at_work
+        at_work = max(at_work, 2 * size(part) * reshard + size(trained) + whole_gradients(trained, autocast))
+    return outside + at_work + (0 if reshard else sum(size(part) for part in parts))

@@ -1,13 +1,15 @@
 """Numbers that go wrong: a step with a NaN or an infinity is not taken, and its batch is kept for a look."""
 
 import json
+import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.collators import Window
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED, AsyncScalar
+from common.processes import gather_lists
 from common.run.alerts import PAUSE
 from common.run.metrics import Metrics, full_norm
 from common.run.output_dir import checkpoints
@@ -21,11 +23,23 @@ MOST_SKIPPED = 30  # in a row: the scale begins at 2^16 and is halved each time
 GROWTH = 1e4  # of the norm of the weights, which no training comes near
 
 
-def _by_kind(model: nn.Module) -> list[list[Tensor]]:
-    """The trained matrices, and the trained vectors (norms and biases)."""
-    trained = [p.detach() for p in model.parameters() if p.requires_grad]
-    kinds = [[p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]]
+def _by_kind(model: nn.Module, process: int = 0) -> list[list[Tensor]]:
+    """The trained matrices, and the trained vectors (norms and biases). ZeRO-3 keeps them elsewhere: a process's share of
+    them, whatever happens to be gathered."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    shapes = [getattr(p, "ds_shape", p.shape) for p in trained]
+    parts = [_share(p, process) if hasattr(p, "ds_tensor") else p.detach() for p in trained]
+    kinds = [
+        [part for part, shape in zip(parts, shapes, strict=True) if (len(shape) >= 2) == is_matrix]
+        for is_matrix in (True, False)
+    ]
     return [parameters for parameters in kinds if parameters]
+
+
+def _share(p: Any, process: int) -> Tensor:
+    """A process's share of a weight under ZeRO-3, which is filled up at its end."""
+    share = p.ds_tensor.detach().flatten()
+    return share[: max(0, p.ds_numel - process * share.numel())]
 
 
 def weight_norm(parameters: list[Tensor]) -> float:
@@ -91,8 +105,13 @@ class NonFinite:
 
         The norm of the matrices, and that of the vectors, is compared with what it was when training began.
         """
-        norms = [weight_norm(parameters) for parameters in _by_kind(model)]
-        begun = self.begun = self.begun or norms
+        accelerator = self.metrics.accelerator
+        norms = [weight_norm(parameters) for parameters in _by_kind(model, accelerator.process_index)]
+        if any(hasattr(p, "ds_tensor") for p in model.parameters()):
+            norms = [math.hypot(*shares) for shares in zip(*gather_lists(accelerator, [norms]), strict=True)]
+        if len(self.begun) != len(norms):  # it begins, or goes on from a checkpoint of other kinds of weights
+            self.begun = norms
+        begun = self.begun
         if all(norm <= GROWTH * (1 + before) for norm, before in zip(norms, begun, strict=True)):
             return
         saved = checkpoints(str(self.metrics.output_dir))

@@ -70,9 +70,8 @@ class RolloutSchedule:
 
     def sample(self, rollout: int, sampler: "Sampler", seed: int) -> list[Sampled]:
         """This process's completions of a rollout: sampled now, unless that was done ahead. Those of the next ones that come
-        ahead are begun, with the weights of now."""
-        last = (len(self) - 1) // self.updates_per_rollout
-        for n in range(rollout, min(rollout + self.ahead, last) + 1):
+        ahead are begun, with the weights of now; also beyond the last one, for a run that is made longer."""
+        for n in range(rollout, rollout + self.ahead + 1):
             if n not in self._begun:
                 prompts = self.prompts(n)
                 ids, keys = [prompts[i]["prompt_ids"] for i in self.mine()], [(seed, n, i) for i in self.mine()]

@@ -34,6 +34,10 @@ class ServerFault(Exception):
     """A failure that another server may not have: no answer, an internal error, or an answer that makes no sense."""
 
 
+class ServerTimeout(ServerFault):
+    """It has been waited for long enough."""
+
+
 class SamplingParams(NamedTuple):
     """How tokens are drawn."""
 
@@ -151,7 +155,7 @@ class Server:
                 text = answer.read()
             except TimeoutError:
                 connection.close()
-                raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
+                raise ServerTimeout(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if is_kept:  # servers close idle connections: try another one
@@ -172,7 +176,7 @@ class Server:
     def _give_up_at_the_end(self, path: str) -> None:
         if TOLD_TO_END and time.monotonic() - max(TOLD_TO_END[0], self.answered) > END_SECONDS:
             path = path.split("?")[0]
-            raise ServerFault(f"no answer to {path} in the {END_SECONDS:.0f} s after a signal told the run to end")
+            raise ServerTimeout(f"no answer to {path} in the {END_SECONDS:.0f} s after a signal told the run to end")
 
     def must(self, path: str, body: dict[str, Any] | None = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
         """The JSON object of an answer, {} where it is another value. Raises ServerFault for any status but 200."""

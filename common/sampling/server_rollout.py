@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from common.errors import UserError
+from common.errors import UserError, say
 from common.sampling.generate import Sampled
-from common.sampling.server_client import SamplingParams, Server, ServerFault
+from common.sampling.server_client import SamplingParams, Server, ServerFault, ServerTimeout
 
 AT_ONCE = 64  # concurrent requests of a process
 PATIENCE = 300.0  # seconds in which a server has to give some completion,
 PATIENCE_PER_TOKEN = 0.1  # and for each token that one may have
+PAUSES = (1.0, 2.0, 4.0)  # seconds, before the last server that is left is asked again for what it failed at
 LONGEST_SECONDS = 24 * 3600.0  # of one completion
 
 
@@ -32,7 +33,7 @@ def request_seed(key: Sequence[int]) -> int:
 
 
 class Dispatch:
-    """Requests shared out to servers. What one fails at, the others take over."""
+    """Requests shared out to servers. What one fails at, the others take over; the last one left is asked again."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Dispatch:
         self.left = len(requests)
         self.changed = threading.Condition()
         self.error: BaseException | None = None
+        self.is_said = False  # that the last one is asked again
 
     def run(self) -> list[Sampled]:
         """The completions. Raises UserError where one is refused, or no server is left."""
@@ -81,8 +83,25 @@ class Dispatch:
         while (taken := self._take()) is not None:
             i, server = taken
             try:
-                request = self.requests[i]
-                result = server.complete(
+                result = self._ask(self.requests[i], server)
+                with self.changed:
+                    self.results[i], self.by[i] = result, server
+                    self.left -= 1
+            except ServerFault:
+                with self.changed:
+                    self._put_back(i)
+            except BaseException as error:  # in a thread: it is raised where the completions are asked for
+                with self.changed:
+                    self.error = self.error or error
+            with self.changed:
+                self.under_way[server] -= 1
+                self.changed.notify_all()
+
+    def _ask(self, request: Request, server: Server) -> Sampled:
+        """A completion. Raises ServerFault where the server is given up: while there are others, at once."""
+        for pause in (*PAUSES, None):
+            try:
+                return server.complete(
                     request.prompt,
                     request.seed,
                     request.limit,
@@ -91,20 +110,17 @@ class Dispatch:
                     seconds=LONGEST_SECONDS,
                     go_on=self._watch(server, time.monotonic()),
                 )
-                with self.changed:
-                    self.results[i], self.by[i] = result, server
-                    self.left -= 1
             except ServerFault as fault:
                 with self.changed:
-                    if self.error is None:
-                        self._give_up(server, str(fault))
-                        self._put_back(i)
-            except BaseException as error:  # in a thread: it is raised where the completions are asked for
-                with self.changed:
-                    self.error = self.error or error
-            with self.changed:
-                self.under_way[server] -= 1
-                self.changed.notify_all()
+                    is_last = len(self.failed) == len(self.waiting) - 1 and server.url not in self.failed
+                    if pause is None or isinstance(fault, ServerTimeout) or not is_last or self.error is not None:
+                        if self.error is None:
+                            self._give_up(server, str(fault))
+                        raise
+                    if not self.is_said:
+                        say(f"{server.url} has failed ({fault}), no other is left: asked again, {len(PAUSES)} times at most")
+                    self.is_said = True
+                    self.changed.wait_for(lambda: self.error is not None, pause)
 
     def _take(self) -> tuple[int, Server] | None:
         """The next request, and the server for it; None when all are done. The least busy server takes one of its own, or
@@ -126,13 +142,13 @@ class Dispatch:
 
         def look() -> None:
             if self.error is not None:
-                raise ServerFault("the rollout has ended")
+                raise ServerTimeout("the rollout has ended")
             if server.url in self.failed:
-                raise ServerFault(self.failed[server.url])
+                raise ServerTimeout(self.failed[server.url])
             patience = PATIENCE + PATIENCE_PER_TOKEN * max(request.limit for request in self.requests)
             silent = time.monotonic() - max(begun, server.answered)
             if silent > patience:
-                raise ServerFault(f"it hangs: no completion in {silent:.0f} s")
+                raise ServerTimeout(f"it hangs: no completion in {silent:.0f} s")
 
         return look
 

@@ -357,10 +357,10 @@ class RolloutServers:
         return placed
 
     def _note(self, failed: dict[str, str]) -> None:
-        for url in failed.keys() - self.failed.keys():
-            self.failed[url] = failed[url]
-            if self._alive():
-                say(f"{url} has failed ({failed[url]}): the other servers take over, with the same seeds")
+        new = failed.keys() - self.failed.keys()
+        self.failed |= {url: failed[url] for url in new}
+        for url in new if self._alive() else ():
+            say(f"{url} has failed ({failed[url]}): the other servers take over, with the same seeds")
 
     def _none_left(self, reasons: dict[str, str]) -> OutsideError:
         told = "; ".join(f"{url}: {reason}" for url, reason in reasons.items())

@@ -1,13 +1,17 @@
 """DeepSpeed's ZeRO-2 and ZeRO-3 over two processes give what one process gives: losses, samples, checkpoints, exports.
 
 Needs deepspeed, whose CPU part is compiled at its first run; CONTRIBUTING.md has the command. Accelerate takes DeepSpeed for
-GPUs only: the launcher below starts it on gloo. There every weight is sharded, however small, and the LM head runs in chunks.
+GPUs only: the launcher below starts it on gloo. There every weight is sharded, however small (but where a test wants it
+otherwise), and the LM head runs in chunks.
 """
 
 import importlib.util
+import json
 import shutil
 import sys
 
+from common.run.estimate import nbytes
+from common.run.gpu_memory import BUCKET, kept
 from tests.conftest import ROOT, read_metrics, run_script
 from tests.run.test_fsdp import COMMON, STAGES, assert_same_model, assert_same_untied_model, evaluations, lines, weights
 from tests.run.test_fsdp import untied as untied  # a fixture
@@ -16,6 +20,7 @@ from tests.scripts.test_equivalence import assert_same, free_port, losses
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +34,8 @@ from common.command_line import launch
 import common.model.fused_head, common.run.launch, deepspeed, yaml
 from accelerate.state import PartialState
 stage, zero, precision = sys.argv[1:4]
-config = yaml.safe_load(open(f"accelerate_configs/deepspeed_zero{zero}.yaml"))["deepspeed_config"]
+config = yaml.safe_load(open(f"accelerate_configs/deepspeed_zero{max(2, int(zero))}.yaml"))["deepspeed_config"]
+config["zero_stage"] = zero
 os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": precision}
 for name in config:
     prefix = "ACCELERATE_" if name == "gradient_clipping" else "ACCELERATE_DEEPSPEED_"
@@ -39,13 +45,30 @@ deepspeed.init_distributed("gloo")
 Accelerator = common.run.launch.Accelerator
 def accelerator(cpu, **words):
     made = Accelerator(**words)
-    made.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    threshold = int(os.environ.get("THRESHOLD", "0"))
+    made.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
     return made
 common.run.launch.Accelerator = accelerator
 common.model.fused_head.HEAD_CHUNK_ELEMENTS["cpu"] = common.model.fused_head.HEAD_CHUNK_ROWS["cpu"] = 1
 script = importlib.import_module(f"train_{stage}")
 sys.argv[1:] = sys.argv[4:]
+exec(os.environ.get("FIRST", ""))
 launch(script.main, script.Args, f"data/configs/{stage}.yaml")
+"""
+COUNT = """  # what tensors hold when AdamW begins the second step, in bytes by dtype; a step is two calls, matrices and vectors
+import gc, json, torch
+step, calls = torch.optim.AdamW.step, []
+def counted(self, *args, **words):
+    calls.append(0)
+    if len(calls) == 3 and os.environ["RANK"] == "0":
+        gc.unfreeze()
+        found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.device.type == "cpu"]
+        found += [o.grad for o in found if o.is_leaf and o.grad is not None]
+        held = {t.untyped_storage()._cdata: (str(t.dtype), t.untyped_storage().nbytes()) for t in found}
+        kinds = {kind for kind, _ in held.values()}
+        json.dump({kind: sum(n for k, n in held.values() if k == kind) for kind in kinds}, open(os.environ["COUNTED"], "w"))
+    return step(self, *args, **words)
+torch.optim.AdamW.step = counted
 """
 SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2 --learning_rate 1e-4"  # another rate at every step
 LORA = "--use_peft --lora_r 4 --merge_lora --save_best max:eval_loss"  # the best is not the last
@@ -63,13 +86,15 @@ def arguments(tmp_path):
 def sharded(tmp_path, token_cache):
     """sharded(stage, zero, *arguments): two conversations and two micro-batches on each of two processes."""
 
-    def launch(stage, zero, *argv, output="sharded", mixed_precision="no"):
+    def launch(stage, zero, *argv, output="sharded", mixed_precision="no", **environ):
         launcher = tmp_path / "launcher.py"
         launcher.write_text(LAUNCHER)
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
         command += [str(launcher), stage, str(zero), mixed_precision, *argv, "--output_dir", str(tmp_path / output)]
         command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
-        run = run_script([*command, "--dataset_cache_dir", str(token_cache)], timeout=400)  # the first one compiles
+        run = run_script(
+            [*command, "--dataset_cache_dir", str(token_cache)], timeout=400, **environ
+        )  # the first one compiles
         assert run.returncode == 0, run.stderr[-6000:]
         return tmp_path / output
 
@@ -97,6 +122,34 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, ze
     if stage == "grpo":
         tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
+
+
+@pytest.mark.parametrize("more", ["--eval_steps 0 --num_samples 0", LORA])
+def test_weights_that_stay_gathered_are_saved_as_well(more, launch, sharded, arguments):
+    """ZeRO-3's own threshold: whatever has fewer than 1e5 numbers, once it was gathered. What a run compares its weights with
+    when it saves them are their norms at the start, those of the whole model."""
+    one = launch("sft", *arguments("sft"), *more.split(), "--per_device_train_batch_size", "8", output="one")
+    two = sharded("sft", 3, *arguments("sft"), *more.split(), THRESHOLD="100000")
+    assert_same(losses(one), losses(two))
+    assert_same_model(one, two)
+    norms = [json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())["weight_norms"] for run in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("zero", "precision"), [(1, "bf16"), (2, "bf16"), (2, "no"), (3, "bf16"), (3, "no")])
+def test_tensors_hold_what_was_estimated(zero, precision, sharded, arguments, tmp_path):
+    """At a step of the optimizer, when stage 1 has its share of the gradients, too, and stage 3 has its bucket."""
+    sharded("sft", zero, *arguments("sft"), mixed_precision=precision, FIRST=COUNT, COUNTED=str(tmp_path / "counted"))
+    held = json.loads((tmp_path / "counted").read_text())
+    model = AutoModelForCausalLM.from_pretrained("data/base_model")
+    autocast = torch.bfloat16 if precision == "bf16" else None
+    parts = kept(model, nbytes(model.parameters()), 0.0, autocast, shards=2, fsdp=False, zero=zero)
+    low = parts.weights + parts.gradients / (2 if zero == 1 else 1) + (BUCKET * (2 if autocast else 4) if zero == 3 else 0)
+    high = parts.optimizer + parts.stepping
+    if autocast is None:
+        low, high = 0, low + high
+    assert held.get("torch.bfloat16", 0) - low == pytest.approx(0, abs=0.05 * parts.optimizer)
+    assert held["torch.float32"] - high == pytest.approx(0, abs=0.05 * parts.optimizer)
 
 
 @pytest.mark.parametrize("zero", [2, 3])

@@ -13,7 +13,7 @@ from common.model.load import enable_gradient_checkpointing
 from common.model.lora import add_lora
 from common.model.wrap import wrap
 from common.run.estimate import _Live, estimate, nbytes, savings, show_memory, show_size
-from common.run.gpu_memory import processes_of_a_copy, varlen_workspace
+from common.run.gpu_memory import processes_of_a_copy, sharing, varlen_workspace
 from tests.conftest import run_script
 from tests.tiny import SIZE, tiny_pair
 
@@ -157,7 +157,8 @@ def test_processes_share_or_copy():
     assert half == pytest.approx(
         (alone["weights"] - blocks / GIB) / 2 + 10 / 4 * blocks / 2 / GIB, rel=0.01
     )  # gradients 2 + 4
-    assert parts_of(model, [64], reference=True)["reference model"] == alone["weights"]
+    for options in ({}, {"shards": 4, "fsdp": True}, {"shards": 4, "zero": 3}):  # it is not prepared: whole on each process
+        assert parts_of(model, [64], reference=True, **options)["reference model"] == alone["weights"]
 
 
 @pytest.mark.parametrize(("mixed_precision", "bytes_of_each"), [("no", 4), ("bf16", 4)])
@@ -167,10 +168,82 @@ def test_fsdp_keeps_whole_gradients_between_micro_batches(mixed_precision, bytes
     numbers = sum(p.numel() for p in model.parameters())
     whole = parts_of(model, [64], accumulation=2, fsdp=True, **options)
     assert whole["gradients"] == bytes_of_each * numbers / GIB
-    for other in ({"accumulation": 1, "fsdp": True}, {"accumulation": 2}):  # ZeRO shares them after each micro-batch
+    for other in ({"accumulation": 1, "fsdp": True}, {"accumulation": 2}):
         parts = parts_of(model, [64], **options | other)
         assert parts["gradients"] == numbers / GIB
         assert parts["total"] < whole["total"]
+
+
+SMALL = (
+    2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 2 * 61 * 32 + 32
+)  # parameters: 2 blocks, embedding and head, the last norm
+
+
+def small():
+    """Two blocks of 10,304 parameters each; 3,936 outside of them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=61, tie_word_embeddings=False)
+    return wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "gradients", "optimizer", "gathered"),
+    [
+        # Bytes of a parameter, of four processes that share a model.
+        ({"fsdp": True}, 4 / 4, 4 / 4, 8 / 4, "4 4"),
+        ({"fsdp": True, "mixed_precision": "bf16"}, 4 / 4, 4 / 4, 8 / 4, "2 4"),
+        ({"fsdp": True, "mixed_precision": "bf16", "reshard": False}, 4 / 4, 4 / 4, 8 / 4, "2 4 whole"),
+        ({"zero": 1, "mixed_precision": "bf16"}, 2, 2, 12 / 4, ""),  # AdamW's averages, and weights in float32
+        ({"zero": 2, "mixed_precision": "bf16"}, 2, 2 / 4, 12 / 4, ""),
+        ({"zero": 3, "mixed_precision": "bf16"}, 2 / 4, 2 / 4, 12 / 4, "all"),
+        ({"zero": 2}, 4, 4 / 4, 12 / 4, ""),
+    ],
+    ids=str,
+)
+def test_what_each_way_of_sharing_keeps_is_worked_by_hand(options, weights, gradients, optimizer, gathered):
+    model = small()
+    assert sum(p.numel() for p in model.parameters()) == SMALL == 24544
+    buffers = nbytes(model.buffers())
+    parts = parts_of(model, [64], shards=4, **options)
+    whole = options.get("zero") in (1, 2)
+    assert parts["weights"] * GIB == weights * SMALL + buffers / (1 if whole else 4)
+    assert parts["gradients"] * GIB == gradients * SMALL and parts["optimizer"] * GIB == optimizer * SMALL
+    block, outside = 10304, 3936
+    # A block at work and the next one, or all of them; the gradients of one, whole, and the buffer of their reduction.
+    known = {
+        "4 4": 4 * outside + 2 * 4 * block + 4 * block + 4 * block,
+        "2 4": 2 * outside + 2 * 2 * block + 2 * block + 4 * block,
+        "2 4 whole": 2 * outside + 2 * 2 * block + 2 * block + 4 * block,  # of two blocks, two are all
+        "all": 2 * SMALL,
+        "": 0,
+    }
+    assert parts.get("gathered layers", 0) * GIB == known[gathered]
+    on_gpu = parts_of(model, [64], shards=4, device=torch.device("cuda"), **options)
+    low = 2 if "mixed_precision" in options else 4
+    assert on_gpu.get("buckets", 0) * GIB == (low * 500_000_000 if "zero" in options else 0)
+
+
+def test_without_resharding_every_block_stays_whole():
+    model = deep()  # ten blocks
+    block = sum(p.numel() for p in model.lm.model.layers[0].parameters())
+    options = {"shards": 8, "fsdp": True, "mixed_precision": "bf16"}
+    two, ten = (parts_of(model, [64], **options, reshard=reshard)["gathered layers"] for reshard in (True, False))
+    assert (ten - two) * GIB == pytest.approx(8 * 2 * block)  # eight more, in bfloat16
+
+
+def test_bfloat16_weights_are_float32_under_fsdp_with_mixed_precision():
+    model = small()
+    model.lm.to(torch.bfloat16)
+    parts = parts_of(model, [64], shards=4, fsdp=True, mixed_precision="bf16")
+    assert [parts[name] * GIB for name in ("gradients", "optimizer")] == [SMALL, 2 * SMALL]
+    assert parts["weights"] * GIB == SMALL + nbytes(model.buffers()) / 4
+
+
+def test_a_step_of_zero_has_its_share_of_the_gradients_in_float32():
+    """Where activations are few, that is when most is held: 2/4 and 4/4 bytes a parameter, at once."""
+    parts = parts_of(small(), [2], shards=4, zero=2, mixed_precision="bf16")
+    at_once = sum(parts[name] for name in ("gradients", "activations", "logits chunk", "not at once"))
+    assert at_once * GIB >= (2 / 4 + 4 / 4) * SMALL
 
 
 def test_the_workspace_of_varlen_attention_is_what_its_sources_allocate():
@@ -205,6 +278,25 @@ def test_the_processes_of_a_copy(kind, sizes, expected):
     sizes = sizes and ParallelismConfig(dp_replicate_size=sizes[0], dp_shard_size=sizes[1])
     run = SimpleNamespace(distributed_type=DistributedType[kind], num_processes=16, parallelism_config=sizes)
     assert processes_of_a_copy(run) == expected
+
+
+def test_how_the_accelerate_config_shares():
+    run = SimpleNamespace(distributed_type=DistributedType.FSDP, num_processes=8, parallelism_config=None)
+    for reshard in (True, False):
+        run.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(reshard_after_forward=reshard))
+        assert sharing(run) == {"shards": 8, "fsdp": True, "reshard": reshard}
+    run.distributed_type = DistributedType.DEEPSPEED
+    for stage, config, known in (
+        (2, {}, {"shards": 8, "zero": 2, "bucket": 500_000_000}),
+        (3, {"reduce_bucket_size": 1e6}, {"shards": 8, "zero": 3, "bucket": 1_000_000}),
+        (1, {"reduce_bucket_size": "auto"}, {"shards": 8, "zero": 1, "bucket": 500_000_000}),
+        (0, {}, {"shards": 1, "zero": 1, "bucket": 500_000_000}),  # nothing is shared
+    ):
+        plugin = SimpleNamespace(zero_stage=stage, deepspeed_config={"zero_optimization": config})
+        run.state = SimpleNamespace(deepspeed_plugin=plugin)
+        assert sharing(run) == known
+    run.distributed_type = DistributedType.MULTI_GPU
+    assert sharing(run) == {"shards": 1}
 
 
 def test_a_gpu_is_estimated_without_one():

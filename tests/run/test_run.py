@@ -1,11 +1,14 @@
 """When a Run saves, evaluates and ends: step by step, with what it asks put in by hand."""
 
+import math
 from types import SimpleNamespace
 
 from common.run import Run
 from common.run import run as module
+from common.run.nonfinite import _by_kind, weight_norm
 
 import pytest
+import torch
 
 
 def a_run(save_steps=0, save_every=1, last_step=9, resumed_at=-1, best=None, asked=None):
@@ -169,3 +172,15 @@ def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch,
     run.args.output_dir = "my runs"
     run.finish("more")
     assert "python -m tools.chat 'my runs'\n" in capsys.readouterr().out  # as a shell reads it
+
+
+def test_norms_under_zero_3_are_those_of_the_shares_without_what_fills_them_up():
+    """Seven numbers on two processes: shares of four, the last number of which is none. What is gathered is not looked at."""
+    whole = torch.arange(1.0, 8.0)
+    norms = []
+    for process, share in enumerate((whole[:4], torch.cat([whole[4:], torch.tensor([1e30])]))):
+        matrix, vector = (torch.nn.Parameter(torch.zeros(0)) for _ in range(2))
+        for p, shape in ((matrix, (7, 1)), (vector, (7,))):
+            p.ds_tensor, p.ds_shape, p.ds_numel = share, shape, 7
+        norms.append([weight_norm(kind) for kind in _by_kind(torch.nn.ParameterList([matrix, vector]), process)])
+    assert [math.hypot(*shares) for shares in zip(*norms, strict=True)] == pytest.approx([math.sqrt(140)] * 2)

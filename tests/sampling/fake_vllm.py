@@ -1,8 +1,9 @@
 """A server that speaks vLLM's protocol (0.32, as it was recorded) over the project's own sampler, and can play its faults.
 
-Plays: "slow", "dies in a rollout", "dies in a reload", "hangs", "500", "400 of its own" (NaN), "aborts", "refuses a reload",
-"old weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed with the weights of before),
-"restarts" (other weights in the middle of a rollout), "old version", "unknown version", "no development mode", "garbage".
+Plays: "slow", "dies in a rollout", "dies in a reload", "hangs", "500", "500 twice" (for each completion), "breaks off twice",
+"400 of its own" (NaN), "aborts", "refuses a reload", "old weights" (the version is right), "half a reload" (one matrix stays),
+"old cache" (computed with the weights of before), "restarts" (other weights in the middle of a rollout), "old version",
+"unknown version", "no development mode", "garbage".
 """
 
 import json
@@ -66,6 +67,7 @@ class FakeVLLM:
         self.generation_config, self.device, self.key = generation_config, device, key
         self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
         self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
+        self.tries: dict[int, int] = {}  # of the seeds that it has broken off or answered 500
         self.lock, self.batches, self.is_dead = threading.Lock(), threading.Lock(), False
         self.waiting: list[Asked] = []
         fake = self
@@ -208,7 +210,12 @@ class FakeVLLM:
                     self.model.lm.load_state_dict(self.first)
             if self.play == "slow":
                 time.sleep(0.3)
-        if self.play == "500" and is_of_rollout:
+        if "twice" in self.play and is_of_rollout:
+            with self.lock:
+                self.tries[body["seed"]] = tried = self.tries.get(body["seed"], 0) + 1
+            if tried <= 2 and "breaks off" in self.play:
+                raise ConnectionAbortedError
+        if is_of_rollout and (self.play == "500" or self.play == "500 twice" and tried <= 2):
             return 500, error("EngineCore encountered an issue. See stack trace (above) for the root cause.")
         if self.play == "garbage" and is_of_rollout:
             return 200, {"choices": []}

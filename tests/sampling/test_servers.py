@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9, 8], [4, 4, 4, 4], [11, 12, 13, 14], [20]]
 KEYS = [(3, 0, i) for i in range(len(PROMPTS))]
 STOPS = [1]
+PAUSES = server_rollout.PAUSES
 
 
 def slow(*values):
@@ -44,6 +45,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(server_client, "WAIT_SECONDS", 0.05)
     monkeypatch.setattr(server_rollout, "PATIENCE", 1.0)
     monkeypatch.setattr(server_rollout, "PATIENCE_PER_TOKEN", 0.0)
+    monkeypatch.setattr(server_rollout, "PAUSES", (0.01, 0.02, 0.04))
 
 
 @pytest.fixture
@@ -516,6 +518,30 @@ def test_others_take_over_and_draw_the_same(play, connect, fake, model, capsys):
     assert len(told) == 1 and "the other servers take over, with the same seeds" in told[0]
 
 
+@pytest.mark.parametrize("play", ["500 twice", "breaks off twice"])
+def test_the_last_server_is_asked_again_and_draws_the_same(play, connect, fake, model, capsys):
+    alone = connect(fake())
+    alone.sync(0)
+    dead, only = fake(play="500"), fake(play=play)
+    found = connect(dead, only)  # the first one is given up at once
+    found.sync(0)
+    prompts, keys = PROMPTS * 4, [(3, 0, i) for i in range(4 * len(PROMPTS))]
+    assert found.begin(prompts, keys).result() == alone.begin(prompts, keys).result()
+    assert list(found.failed) == [dead.url] and not found.strikes[only.url]
+    assert dead.served <= len(keys) and min(only.tries.values()) == 3
+    told = [line for line in capsys.readouterr().out.splitlines() if only.url in line]
+    assert len(told) == 1 and "no other is left: asked again, 3 times at most" in told[0]
+
+
+def test_the_last_server_is_given_up_after_its_pauses(connect, fake):
+    server = fake(play="500")
+    found = connect(server)
+    found.sync(0)
+    with pytest.raises(OutsideError, match="none is left .*HTTP 500"):
+        found.begin(PROMPTS[:1], KEYS[:1]).result()
+    assert server.served == 1 + len(PAUSES)
+
+
 def test_a_run_that_is_told_to_end_does_not_wait_for_a_server_that_hangs(connect, fake, monkeypatch):
     server = fake(play="hangs")
     found = connect(server)
@@ -527,6 +553,7 @@ def test_a_run_that_is_told_to_end_does_not_wait_for_a_server_that_hangs(connect
     told.append(time.monotonic())
     with pytest.raises(OutsideError, match="after a signal told the run to end"):
         begun.result(timeout=20)
+    assert server.served == len(PROMPTS)  # one that was waited for is not asked again
 
 
 @pytest.mark.slow
@@ -634,3 +661,4 @@ def test_the_page_has_the_bounds():
     assert "nothing on this page was seen on a GPU" in page and f"{servers.MOST_DIFFERENCE} nats" in page
     assert f"{servers.CLOSE} nats" in page and f"{servers.CLOSE_ROUNDED} otherwise" in page
     assert f"probe of {servers.PROBE_TOKENS} sampled" in page and f"After {servers.STRIKES} such rollouts" in page
+    assert PAUSES == (1.0, 2.0, 4.0) and "after 1, 2 and 4 s" in page

@@ -571,7 +571,7 @@ def test_each_process_samples_its_share(monkeypatch):
         assert [c.prompt["prompt"] for c in completions] == ["12", "12", "13", "13", "14", "14"]
 
 
-def three_prompts_a_rollout(accelerator, ahead=0):
+def three_prompts_a_rollout(accelerator, ahead=0, max_steps=9):
     """Two completions of each; windows of six completions of three processes."""
 
     class Prompts:
@@ -583,13 +583,16 @@ def three_prompts_a_rollout(accelerator, ahead=0):
         def at(self, i):
             return {"prompt": str(i), "prompt_ids": [10 + i]}
 
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_train_epochs": 1.0, "max_steps": 9}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_train_epochs": 1.0}
     served = {"windows_per_rollout": 1, "updates_per_rollout": 1, "max_completion_length": LONGEST, "rollout_ahead": ahead}
-    return RolloutSchedule(SimpleNamespace(**sizes), accelerator, Prompts(), num_generations=2, **served)
+    return RolloutSchedule(
+        SimpleNamespace(**sizes, max_steps=max_steps), accelerator, Prompts(), num_generations=2, **served
+    )
 
 
 def test_what_was_sampled_ahead_is_kept_and_goes_on():
-    """It was sampled by weights that a resumed run no longer has. Nothing is sampled twice, nor beyond the last rollout."""
+    """It was sampled by weights that a resumed run no longer has. Nothing is sampled twice; beyond the last rollout, what a
+    run that is made longer trains first."""
     begun = []
 
     class Sampler:
@@ -607,7 +610,11 @@ def test_what_was_sampled_ahead_is_kept_and_goes_on():
     again = three_prompts_a_rollout(one, ahead=2)
     again.restore(4, state)
     assert [again.sample(n, Sampler(), 7)[0] for n in range(4, 9)] == [Sampled([10 * n], [-0.5], True) for n in range(4, 9)]
-    assert begun == [0, 1, 2, 3, 4, 5, 6, 7, 8] and again.state(9) == {}
+    assert begun == [*range(11)] and [*again.state(9)["sampled_ahead"]] == [9, 10]
+    longer = three_prompts_a_rollout(one, ahead=2, max_steps=12)
+    longer.restore(9, json.loads(json.dumps(again.state(9))))
+    assert [longer.sample(n, Sampler(), 7)[0].ids for n in range(9, 12)] == [[90], [100], [110]]
+    assert begun == [*range(14)]
     other = three_prompts_a_rollout(SimpleNamespace(process_index=1, num_processes=2), ahead=2)
     other.restore(4, state)  # twice as many completions in a rollout: what there is does not fit
     assert other.state(4) == {}

@@ -16,6 +16,9 @@ from tests.scripts.test_equivalence import free_port
 from tests.scripts.test_readme import local  # noqa: F401
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 STAGES = ("pretrain", "sft", "dpo", "grpo")
 TINY = "--max_steps 2 --max_train_samples 40 --max_eval_samples 4 --eval_max_new_tokens 4 --logging_steps 1 --save_steps 0".split()
@@ -321,6 +324,34 @@ def test_two_machines_that_share_no_disk(tmp_path):
     assert all(
         "checkpoint-2 is not there on" in run.stderr and "Traceback" not in run.stderr.split("error:")[0] for run in runs
     )
+
+
+@pytest.mark.slow
+def test_the_best_adapter_is_merged_where_machines_share_no_disk(tmp_path):
+    """Only the first machine has the checkpoint that it lies in. The best is not the last."""
+    peft = pytest.importorskip("peft")
+    words = [
+        "--use_peft",
+        "--lora_r",
+        "4",
+        "--merge_lora",
+        "--max_steps",
+        "4",
+        "--eval_steps",
+        "2",
+        "--max_eval_samples",
+        "8",
+    ]
+    words += ["--model_name_or_path", "data/base_model", "--learning_rate", "1e-2", "--save_best", "max:eval_loss"]
+    outputs = [tmp_path / "one", tmp_path / "other"]
+    first, second = two_machines(tmp_path, outputs, *words)
+    assert first.returncode == second.returncode == 0, (first.stderr[-2000:], second.stderr[-2000:])
+    assert not outputs[1].exists()
+    best = json.loads((outputs[0] / "summary.json").read_text())["best"]["step"]
+    base = AutoModelForCausalLM.from_pretrained("data/base_model")
+    known = peft.PeftModel.from_pretrained(base, outputs[0] / f"checkpoint-{best}").merge_and_unload().state_dict()
+    exported = load_file(outputs[0] / "model.safetensors")
+    assert best == 2 and all(torch.allclose(exported[name], known[name], atol=1e-6) for name in exported)
 
 
 def test_the_slurm_job_hands_on_machines_ranks_and_addresses(tmp_path):

@@ -121,6 +121,16 @@ def test_a_run_that_was_killed_pushes_its_weights_and_goes_on_bit_for_bit(more, 
 
 
 @pytest.mark.slow
+def test_a_run_that_samples_ahead_is_made_longer_bit_for_bit(launch, fake):
+    more = "--rollout_ahead 1 --learning_rate 1e-4"
+    whole = launch("grpo", *words("grpo", fake().url, more=f"{more} --max_steps 8"), output="whole")
+    launch("grpo", *words("grpo", fake().url, more=more), output="longer")
+    longer = launch("grpo", *words("grpo", fake().url, more=f"{more} --max_steps 8"), output="longer")
+    assert texts(longer) == texts(whole) and read_metrics(longer) == read_metrics(whole)
+    assert_same_model(whole, longer)
+
+
+@pytest.mark.slow
 def test_what_is_sampled_does_not_depend_on_who_samples_it_and_with_how_many(launch, fake):
     whole = launch("grpo", *words("grpo", fake().url), output="whole")
     two = launch("grpo", *words("grpo", fake().url, fake().url, fake(play="dies in a rollout").url), output="two")
