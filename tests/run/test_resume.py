@@ -203,6 +203,33 @@ def test_a_folder_of_another_run_is_not_overwritten_unless_asked(launch, capsys)
     assert (output / "mine" / "notes.txt").exists()
 
 
+def test_a_finished_run_is_whole_until_the_one_that_takes_its_place_has_all_that_it_needs(launch, tmp_path):
+    words = [*STAGES["sft"], "--max_steps", "2", "--save_steps", "1"]
+    output = launch("sft", *words)
+    before = {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file() and path.name != ".lock"}
+    wrong = [
+        ["--overwrite_output_dir", "--dataset_name", tmp_path / "typo.jsonl"],
+        ["--overwrite_output_dir", "--model_name_or_path", tmp_path / "typo"],
+        ["--overwrite_output_dir", "--max_length", "2"],
+        ["--overwrite_output_dir", "--early_stopping_patience", "2"],
+        ["--max_steps", "3", "--eval_prompts", tmp_path / "typo.jsonl"],  # would go on
+    ]
+    for more in wrong:
+        with pytest.raises(UserError):
+            launch("sft", *words, *more)
+        after = {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file() and path.name != ".lock"}
+        assert after == before, more
+    launch("sft", *words, "--overwrite_output_dir", "--max_steps", "1")
+    assert json.loads((output / "dataset.json").read_text())["plan"]["steps"] == 1
+    assert not (output / "checkpoint-2").exists() and (output / "summary.json").exists()
+
+
+@pytest.mark.parametrize("more", [["--early_stopping_patience", "2"], ["--save_best", "eval_los"]])
+def test_what_cannot_be_the_best_is_said_before_anything_is_loaded(more, launch):
+    with pytest.raises(UserError, match="--save_best"):
+        launch("sft", *STAGES["sft"], *more, "--dry_run", "--dataset_name", "typo.jsonl")
+
+
 def test_the_model_that_is_started_from_is_never_deleted(launch, tmp_path):
     shutil.copytree("data/base_model", tmp_path / "out")
     with pytest.raises(UserError, match="holds the model to start from"):
