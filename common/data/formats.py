@@ -70,6 +70,9 @@ def chat_format(columns: Columns, wanted: str | None = None) -> str:
         return name
     needed = "messages, conversations, instruction + output, prompt + completion, or text"
     reason = f"no chat format fits the columns {_names(columns)}; needed: {needed} (map columns with --columns new=old)"
+    if {"chosen", "rejected"} <= {name for name in columns if columns[name] is not None}:
+        new = "messages" if isinstance(columns["chosen"], list) and "prompt" not in columns else "completion"
+        reason = f"pairs are for train_dpo.py; to train on the better answers: --columns {new}=chosen"
     raise _misfit(CHAT, columns, wanted, reason)
 
 

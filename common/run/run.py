@@ -143,7 +143,6 @@ class Run:
         # GRPO waits for the GPU anyway: there a signal is answered at once.
         self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, RolloutSchedule))
         self.bar = tqdm(
-            range(self.first_step, last_step + 1),
             desc=printable(self.name),
             initial=self.first_step,
             total=last_step,
@@ -152,11 +151,13 @@ class Run:
             dynamic_ncols=True,
         )
         LAST_WORDS.extend([self._note_death, self._save_before_the_end])  # the last one is called first
-        for step in self.bar:
-            self.step = step
-            self.alerts.watch(step)
-            self._run_suite(step)
-            yield step
+        with self.bar:
+            for step in range(self.first_step, last_step + 1):  # not of the bar, which counts no further than it has shown
+                self.bar.update(step - self.bar.n)
+                self.step = step
+                self.alerts.watch(step)
+                self._run_suite(step)
+                yield step
 
     def _note_death(self, error: BaseException) -> None:
         self.metrics.event("stopped", self.step, f"died: {error if isinstance(error, UserError) else repr(error)}")
