@@ -44,6 +44,8 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
     layers |= {f"--config {config}": _yaml_as_flags(config, args_class) if config else [], "command line": flags}
     words = sum(layers.values(), [])
     values = _parse(words, args_class)
+    if values["dataset_name"] is None and not Path(demo).exists():
+        raise UserError(f"no --dataset_name, and the embedded demo, {demo}, is not here: name one, or start where it lies")
     if values["dataset_name"] is None and values["model_name_or_path"] is None:
         say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
         layers = {f"the demo, {demo}": _yaml_as_flags(demo, args_class, beneath=words)} | layers
@@ -240,6 +242,12 @@ def _parse(words: list[str], args_class: type[CommonArgs]) -> dict[str, Any]:
     for name, value in values.items():
         declared = first_definition(args_class, name)[1].metadata
         _check_range(name, value, declared.get("within") or "(-inf, inf)")
+        if any(
+            "\ud800" <= letter <= "\udfff"
+            for word in (value if isinstance(value, list) else [value])
+            for letter in str(word)
+        ):
+            raise UserError(f"--{name} {value} is no UTF-8 text: rename what is called so, or start with PYTHONUTF8=1 set")
         if declared.get("is_path"):
             _check_path(name, value)
     return values

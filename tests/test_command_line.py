@@ -223,6 +223,22 @@ def test_a_flag_that_does_nothing_without_another_one_is_said_and_with_it_is_not
     assert "no effect" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["output_dir", "dataset_name", "run_name"])
+def test_bytes_that_are_no_utf8_are_refused_before_a_file_has_to_hold_them(flag):
+    with pytest.raises(
+        UserError, match=rf"^--{flag} .*is no UTF-8 text: rename what is called so, or start with PYTHONUTF8=1"
+    ):
+        parse("train_sft", f"--{flag}", b"/tmp/\xe4".decode("utf-8", "surrogateescape"))
+
+
+@pytest.mark.parametrize("words", [[], ["--model_name_or_path", "x"]])
+def test_in_another_folder_it_is_the_demo_that_is_missed_and_no_config(words, tmp_path, monkeypatch):
+    args_class = importlib.import_module("train_sft").Args
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^no --dataset_name, and the embedded demo, data/configs/sft.yaml, is not here"):
+        parse_args(args_class, DEMO["train_sft"], argv=words)
+
+
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_a_flag_of_other_libraries_says_what_there_is_here_and_that_exists(name):
     with pytest.raises(UserError, match=f"unknown flag --{name}") as error:

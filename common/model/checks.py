@@ -44,8 +44,8 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
                 kind = "config"
         reason = _damage(name, kind) or reason
         hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
-        if hint and name.startswith("outputs/"):
-            hint = " (no run has left a model there yet)"
+        if hint and name.startswith("outputs/"):  # and what the Hub says of it is beside the point
+            hint, reason = "", "no run has left a model there yet"
         if address := re.match(r"https?://(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)", name):
             hint, reason = "", f"that is an address; the Hub's name is {address[1]}"
         raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None

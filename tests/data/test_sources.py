@@ -385,13 +385,14 @@ def test_a_missing_source_is_an_error_of_one_line(name):
     [
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "completion"),
         ({"chosen": CHAT["messages"], "rejected": CHAT["messages"]}, "messages"),
+        ({"chosen": "Human: q", "rejected": "Human: r"}, "text"),
     ],
 )
 def test_pairs_where_chats_are_wanted_are_told_from_them_and_what_is_proposed_is_read(tmp_path, row, new):
     name = jsonl(tmp_path / "a.jsonl", [row] * 3)
     with pytest.raises(UserError, match=rf"a.jsonl:1: pairs are for train_dpo.py; .*: --columns {new}=chosen$"):
         found(name)
-    assert found(name, columns=[f"{new}=chosen"])[0][0].format in ("prompt_completion", "messages")
+    assert found(name, columns=[f"{new}=chosen"])[0][0].format in ("prompt_completion", "messages", "text")
 
 
 def test_several_names_with_commas_between_them_are_answered_with_how_they_are_written():
