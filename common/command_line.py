@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from common.args import CommonArgs, first_definition, is_within
 from common.errors import UserError, keep_talking, last_words, say, show_and_exit
+from common.flags import ELSEWHERE, other_name, without_effect
 from common.memory import is_oom
 
 import yaml
@@ -43,6 +44,8 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
     layers |= {f"--config {config}": _yaml_as_flags(config, args_class) if config else [], "command line": flags}
     words = sum(layers.values(), [])
     values = _parse(words, args_class)
+    if values["dataset_name"] is None and not Path(demo).exists():
+        raise UserError(f"no --dataset_name, and the embedded demo, {demo}, is not here: name one, or start where it lies")
     if values["dataset_name"] is None and values["model_name_or_path"] is None:
         say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
         layers = {f"the demo, {demo}": _yaml_as_flags(demo, args_class, beneath=words)} | layers
@@ -53,6 +56,8 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
         values["model_name_or_path"] = _last_stage(default_model)
     if values["dry_run"]:
         _say_origins(values, layers, args_class)
+    for line in without_effect(values, args_class):
+        say(line)
     return args_class(**values)  # what fits together is looked at when all of it is known
 
 
@@ -120,30 +125,6 @@ def _last_stage(output_dir: str) -> str:
     script = f"train_{Path(output_dir).name}.py"
     say(f"model: {base} (it ships here; there is no finished run in {output_dir}, which {script} would make)")
     return base
-
-
-# Flags of transformers and TRL that do not exist here, and what there is instead.
-_PRECISION = "the precision is Accelerate's: accelerate launch --mixed_precision bf16 (or fp16), or accelerate config"
-_MASK = "only what the assistant says is trained, unless --train_on everything asks for more"
-ELSEWHERE = {
-    "bf16": _PRECISION,
-    "fp16": _PRECISION,
-    "mixed_precision": _PRECISION,
-    "torch_dtype": "--dtype, of the weights",
-    "attn_implementation": "it is chosen when the model is loaded, and --dry_run says which",
-    "assistant_only_loss": _MASK,
-    "completion_only_loss": _MASK,
-    "max_seq_length": "--max_length",
-    "warmup_ratio": "--warmup_steps, where a value below 1 is a share of the run",
-    "eval_strategy": "--eval_steps; 0: never",
-    "save_strategy": "--save_steps; 0: only the final model",
-    "logging_strategy": "--logging_steps",
-    "deepspeed": "accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml",
-    "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
-    "use_vllm": "completions are sampled by common/sampling, from the model as it is trained",
-    "do_train": "to start the script is to train",
-    "do_eval": "--eval_steps; 0: never",
-}
 
 
 # --- the environment ------------------------------------------------------------------------------------------------
@@ -261,6 +242,12 @@ def _parse(words: list[str], args_class: type[CommonArgs]) -> dict[str, Any]:
     for name, value in values.items():
         declared = first_definition(args_class, name)[1].metadata
         _check_range(name, value, declared.get("within") or "(-inf, inf)")
+        if any(
+            "\ud800" <= letter <= "\udfff"
+            for word in (value if isinstance(value, list) else [value])
+            for letter in str(word)
+        ):
+            raise UserError(f"--{name} {value} is no UTF-8 text: rename what is called so, or start with PYTHONUTF8=1 set")
         if declared.get("is_path"):
             _check_path(name, value)
     return values
@@ -372,5 +359,6 @@ def _unknown(kind: str, word: str, args_class: type, prefix: str = "") -> str:
     name = word.removeprefix("--").replace("-", "_")
     if name in ELSEWHERE:
         return f"unknown {kind} {word}: {ELSEWHERE[name]}"
-    near = difflib.get_close_matches(name, [f.name for f in dataclasses.fields(args_class)], n=1)
+    other = other_name(name, args_class)
+    near = [other] if other else difflib.get_close_matches(name, [f.name for f in dataclasses.fields(args_class)], n=1)
     return f"unknown {kind} {word}" + (f": did you mean {prefix}{near[0]}?" if near else " (--help lists the flags)")

@@ -10,8 +10,9 @@ from types import NoneType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from common.args import CommonArgs, arg, first_definition, is_within
-from common.command_line import ELSEWHERE, parse_args
+from common.command_line import parse_args
 from common.errors import UserError
+from common.flags import ALIASES, ELSEWHERE, NEEDS
 from tests.conftest import run_script
 
 import pytest
@@ -191,6 +192,53 @@ c.launch(main, c.CommonArgs, "no.yaml")"""
     assert (run.returncode, run.stderr) == (0, "") and "a thread of this process still runs" in run.stdout
 
 
+@pytest.mark.parametrize("name", ALIASES)
+def test_a_flag_by_another_name_is_proposed_where_the_script_has_it(name):
+    own = {script: get_type_hints(importlib.import_module(script).Args) for script in SCRIPTS}
+    assert all(any(flag in flags for flags in own.values()) for flag in ALIASES[name])
+    for script, flags in own.items():
+        assert name not in flags
+        wanted = next((flag for flag in ALIASES[name] if flag in flags), None)
+        with pytest.raises(UserError, match=f"did you mean --{wanted}\\?$" if wanted else "unknown flag"):
+            parse(script, f"--{name}", "1")
+
+
+def test_a_flag_that_does_nothing_without_another_one_is_said_and_with_it_is_not(capsys):
+    known = {f.name for f in dataclasses.fields(CommonArgs)}
+    assert {name.split(" ")[0] for name in (*NEEDS, *NEEDS.values())} <= known
+    idle = ["--lora_r", "64", "--use_rslora", "--lora_target_modules", "q_proj", "v_proj", "--lr_decay_fraction", "0.5"]
+    parse("train_sft", "--dataset_name", "x", *idle)
+    said = capsys.readouterr().out
+    for line in (
+        "--lora_r 64 has no effect without --use_peft",
+        "--use_rslora has no effect without --use_peft",
+        "--lora_target_modules q_proj v_proj has no effect without --use_peft",
+        "--lr_decay_fraction 0.5 has no effect without --lr_scheduler_type wsd",
+    ):
+        assert f"{line}\n" in said
+    parse("train_sft", "--dataset_name", "x", *idle, "--use_peft", "--lr_scheduler_type", "wsd")
+    assert "no effect" not in capsys.readouterr().out
+    for script in SCRIPTS:
+        parse(script)
+    assert "no effect" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["output_dir", "dataset_name", "run_name"])
+def test_bytes_that_are_no_utf8_are_refused_before_a_file_has_to_hold_them(flag):
+    with pytest.raises(
+        UserError, match=rf"^--{flag} .*is no UTF-8 text: rename what is called so, or start with PYTHONUTF8=1"
+    ):
+        parse("train_sft", f"--{flag}", b"/tmp/\xe4".decode("utf-8", "surrogateescape"))
+
+
+@pytest.mark.parametrize("words", [[], ["--model_name_or_path", "x"]])
+def test_in_another_folder_it_is_the_demo_that_is_missed_and_no_config(words, tmp_path, monkeypatch):
+    args_class = importlib.import_module("train_sft").Args
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^no --dataset_name, and the embedded demo, data/configs/sft.yaml, is not here"):
+        parse_args(args_class, DEMO["train_sft"], argv=words)
+
+
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_a_flag_of_other_libraries_says_what_there_is_here_and_that_exists(name):
     with pytest.raises(UserError, match=f"unknown flag --{name}") as error:
@@ -198,7 +246,7 @@ def test_a_flag_of_other_libraries_says_what_there_is_here_and_that_exists(name)
     said = str(error.value)
     flags = {flag for script in SCRIPTS for flag in get_type_hints(importlib.import_module(script).Args)}
     proposed = set(re.findall(r"--(\w+)", said)) - {name}
-    assert proposed <= flags | {"mixed_precision", "config_file"} and name not in flags
+    assert proposed <= flags | {"mixed_precision", "config_file", "num_processes"} and name not in flags
     for path in re.findall(r"\S+\.yaml", said):
         assert open(path).read()
 

@@ -70,6 +70,9 @@ def chat_format(columns: Columns, wanted: str | None = None) -> str:
         return name
     needed = "messages, conversations, instruction + output, prompt + completion, or text"
     reason = f"no chat format fits the columns {_names(columns)}; needed: {needed} (map columns with --columns new=old)"
+    if (chosen := columns.get("chosen")) and columns.get("rejected"):
+        new = "completion" if "prompt" in columns else "text" if isinstance(chosen, str) else "messages"
+        reason = f"pairs are for train_dpo.py; to train on the better answers: --columns {new}=chosen"
     raise _misfit(CHAT, columns, wanted, reason)
 
 
@@ -91,8 +94,7 @@ def preference_format(columns: Columns, wanted: str | None = None) -> str:
 
 def prompt_format(columns: Columns, wanted: str | None = None) -> str:
     """The name of a prompt's format, by the columns that are not null. Raises UserError where none fits, or not `wanted`."""
-    name = _fitting(PROMPT, columns, wanted)
-    if name is None:
+    if (name := _fitting(PROMPT, columns, wanted)) is None:
         reason = f"no column prompt; found {_names(columns)} (map it: --columns prompt=question)"
         raise _misfit(PROMPT, columns, wanted, reason)
     return "prompt" if name == "verl" and wanted is None and not _is_verl(columns) else name
@@ -101,9 +103,8 @@ def prompt_format(columns: Columns, wanted: str | None = None) -> str:
 def _fitting(formats: Formats, columns: Columns, wanted: str | None, nulls: bool = False) -> str | None:
     """The first format (of the wanted name) whose columns are there. nulls: those that are null count as well."""
     for name, needed in formats:
-        if wanted is None or wanted == name:
-            if all(column in columns and (nulls or columns[column] is not None) for column in needed):
-                return name
+        if wanted in (None, name) and all(column in columns and (nulls or columns[column] is not None) for column in needed):
+            return name
     return None
 
 

@@ -13,7 +13,7 @@ from common.data.order import Order, Shuffled
 from common.data.sources import Recognise, Source, find_sources, read_rows
 from common.data.stream import Stream
 from common.data.types import Row, Tokenizer
-from common.errors import UserError
+from common.errors import UserError, say
 
 import numpy as np
 
@@ -136,6 +136,8 @@ def load_prompts(
 
     prompts = Rows(sources, encoded, "prompts", args.strict_data, args.curriculum_column)
     prompts.order = make_order(args, sources, prompts)
+    if tokenizer.chat_template and any(isinstance(row["prompt"], str) for row in prompts.rows if "prompt" in row):
+        say("prompts that are plain text go without the chat template; a --system_prompt, empty or not, makes chats of them")
     return prompts, Rows(held_out_sources, encoded, "prompts", args.strict_data)
 
 

@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,11 @@ def _read_csv(path: Path, at: int, number: int, delimiter: str) -> Iterator[Posi
     _, names = next(records(), (1, []))
     if len(set(names)) < len(names):
         raise UserError(f"{path}:1: expected the names of the columns, each one once; found {', '.join(names)}")
+    if len(names) == 1 and (other := next((mark for mark in ",;\t|" if mark in names[0]), None)):
+        raise UserError(
+            f"{path}:1: one column, named {names[0]!r}: are the fields separated by {other!r}? "
+            "A .csv has ',' between them, a .tsv tabs"
+        )
     if start[0]:
         at, number = start
     for first, fields in records():
@@ -239,6 +245,10 @@ def load_table(path: str, name: str | None, split: str, streaming: bool, optiona
         if optional and ("nknown split" in reason or "Bad split" in reason):
             return None
         hint = "" if folder.exists() else " (no such file or folder here; as a Hub name it cannot be loaded)"
+        if address := re.match(r"https?://(?:huggingface\.co|hf\.co)/datasets/([^/]+/[^/?#]+)", path):
+            hint, reason = "", f"that is an address; the Hub's name is {address[1]}"
+        elif "," in path and not folder.exists():
+            hint, reason = "", "no such file or folder; several are separated by spaces: " + " ".join(path.split(","))
         raise UserError(f"dataset {path}{hint}: {reason}") from None
 
 

@@ -16,6 +16,8 @@ import torch
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
+TOKENIZER = ("tokenizer.json", "vocab.*", "*.model")  # files that one of these is read from
+
 
 @contextlib.contextmanager
 def hub_errors(kind: str, name: str) -> Iterator[None]:
@@ -40,10 +42,12 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
                 transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
             except Exception:
                 kind = "config"
-        reason = _damage(name) or reason
+        reason = _damage(name, kind) or reason
         hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
-        if hint and name.startswith("outputs/"):
-            hint = " (no run has left a model there yet)"
+        if hint and name.startswith("outputs/"):  # and what the Hub says of it is beside the point
+            hint, reason = "", "no run has left a model there yet"
+        if address := re.match(r"https?://(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)", name):
+            hint, reason = "", f"that is an address; the Hub's name is {address[1]}"
         raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
@@ -102,10 +106,12 @@ def check_numbers(name: str, lm: torch.nn.Module) -> None:
             raise UserError(f"cannot load the model {name}: {key} is not finite: look at rope_theta in its config.json")
 
 
-def _damage(name: str) -> str | None:
-    """Which file of a model folder cannot be read at all, and why."""
+def _damage(name: str, kind: str) -> str | None:
+    """Which file of a model folder cannot be read at all, and why. kind: "tokenizer", or what else was to be loaded."""
     from safetensors import safe_open
 
+    if Path(name).is_file():
+        return "it is a file; expected the folder that holds config.json, weights and tokenizer"
     for file in sorted(Path(name).glob("*config.json")):
         try:
             if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
@@ -119,6 +125,10 @@ def _damage(name: str) -> str | None:
             return f"{adapter} names no other model as its base (base_model_name_or_path {base})"
         if (base.startswith(".") or Path(base).is_absolute()) and not Path(base).exists():
             return f"{adapter} names the base {base}, which is not there"
+    for file in sorted(found for pattern in ("*.safetensors", *TOKENIZER) for found in Path(name).glob(pattern)):
+        with open(file, "rb") as opened:
+            if opened.read(40).startswith(b"version https://git-lfs"):
+                return f"{file} only points to what Git LFS keeps: git lfs pull, in that folder"
     for file in sorted(Path(name).glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
@@ -130,6 +140,10 @@ def _damage(name: str) -> str | None:
         if inside:
             newest = max(inside, key=lambda p: int(p.name.removeprefix("checkpoint-")))
             return f"its run has not come to its end, and left no final model there; its newest checkpoint is {newest}"
+        return "there is no config.json in it: it is not the folder of a model"
+    if Path(name).is_dir() and kind == "tokenizer" and not any(map(any, map(Path(name).glob, TOKENIZER))):
+        return "there is no tokenizer in it (tokenizer.json): copy it there, or name another with --tokenizer_name"
+    if Path(name).is_dir() and not any(Path(name, file).exists() for file in ("config.json", "adapter_config.json")):
         return "there is no config.json in it: it is not the folder of a model"
     return None
 

@@ -30,7 +30,8 @@ def merged_model(
 
     adapter = str(adapter)
     if not is_adapter(adapter):
-        raise UserError(f"{adapter} holds no adapter (adapter_config.json)")
+        missing = "" if Path(adapter).exists() else ", there is no such folder"
+        raise UserError(f"{adapter} holds no adapter (adapter_config.json){missing}")
     config, peft = adapter_config(adapter, base=base), import_peft(f"the adapter {adapter}")
     name, revision = (base, None) if base else (config.base_model_name_or_path, config.revision)
     with hub_errors("model", name):

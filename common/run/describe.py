@@ -1,7 +1,6 @@
 """What a run will train on, and how, before it starts: on the console with --dry_run, and in dataset.json."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
@@ -16,7 +15,6 @@ from common.model.flat_model import FlatModel, check_positions
 from common.run import gpu_advice
 from common.run.estimate import needs, show_memory, show_size
 from common.run.load_report import in_a_line, load_report
-from common.run.output_dir import writing
 from common.sampling import RolloutSchedule, why_no_cache
 
 import numpy as np
@@ -35,8 +33,8 @@ def describe(
     held_out: Examples | Rows,
     example_name: str,
     reference: bool = False,
-) -> None:
-    """Say what will be trained on. A dry run says everything; a run says a little and writes dataset.json.
+) -> str:
+    """Say what will be trained on. A dry run says everything, a run a little; returns the text of dataset.json.
 
     example_name: what one is called. reference: a frozen model stands beside this one. Raises UserError where a sequence is
     longer than the model has positions.
@@ -72,7 +70,7 @@ def describe(
     limit = memory(accelerator.device).limit
     if args.dry_run:
         show(facts, data, tokenizer, limit, helps, args.dataset_streaming)
-        return
+        return ""
     if helps:
         say(f"memory: this run needs about {facts['memory_gib']['total']:.1f} GiB, and there are {limit:.1f}")
         show_savings(helps)
@@ -82,11 +80,8 @@ def describe(
         f"{' in the first block' if args.dataset_streaming else ''}, {len(held_out):,} held out; "
         f"{plan['steps']} steps of {plan['examples_per_step']:g} {facts['batched_as']}s"
     )
-    if accelerator.is_main_process:
-        facts["marked"] = marked(data, tokenizer)
-        text = json.dumps(facts, indent=1, ensure_ascii=False)
-        with writing(args.output_dir):
-            Path(args.output_dir, "dataset.json").write_text(text, encoding="utf-8")
+    facts["marked"] = marked(data, tokenizer)
+    return json.dumps(facts, indent=1, ensure_ascii=False)
 
 
 def typical_length(windows: Windows | RolloutSchedule) -> float:

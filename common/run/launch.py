@@ -50,7 +50,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     """The Accelerator of this run, and the checkpoint that it goes on from (None: from the beginning).
 
     Refuses launches that are not what they seem, claims the output folder, and leaves args.yaml and a copy of the script
-    in it.
+    in it; where it holds a run, `take_over` does so, when this one has all that it needs.
     """
     check_tracker(args.report_to)
     check_push(args)
@@ -106,14 +106,10 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         checkpoint = on_main_process(accelerator, lambda: claim_output_dir(args, saved_args, accelerator.num_processes))
         compare_script(args, script, checkpoint)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process and not args.dry_run:
-        inputs = inputs_of(args, script)
+    if accelerator.is_main_process and not args.dry_run and saved_args is None:
         try:
-            if args.overwrite_output_dir and saved_args is not None:
-                delete_run(output_dir)
             output_dir.mkdir(parents=True, exist_ok=True)
-            (output_dir / "summary.json").unlink(missing_ok=True)  # it stands for a complete run
-            leave_settings(args, script, inputs)
+            take_over(args, script, inputs_of(args, script))
         except OSError as error:
             raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
     accelerator.wait_for_everyone()
@@ -152,6 +148,18 @@ def refuse_a_disk_of_its_own(accelerator: Accelerator, path: Path, needed: bool,
     if needed or accelerator.distributed_type in SHARDED:
         raise UserError(f"{path} is not there on {machines}: --output_dir has to be on a disk that all machines share")
     say(f"{path} is not there on {machines}: to go on from a checkpoint, --output_dir has to be on a disk that all share")
+
+
+def take_over(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
+    """Leave the settings of this run in the output folder, and with --overwrite_output_dir nothing of an earlier one.
+
+    Not before data and model are loaded: a mistake in their names costs no finished run. Raises OSError.
+    """
+    output_dir = Path(args.output_dir)
+    if args.overwrite_output_dir and earlier_args(output_dir) is not None:
+        delete_run(output_dir)
+    (output_dir / "summary.json").unlink(missing_ok=True)  # it stands for a complete run
+    leave_settings(args, script, inputs)
 
 
 def leave_settings(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:

@@ -94,6 +94,9 @@ def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, p
     refuse_what_is_not_ours(arguments, saved_args)
     named = None if resume_from in ("auto", "none") else Path(resume_from)
     inside = named is not None and named.resolve().is_relative_to(here)
+    if named and not (named / "manifest.json").exists():
+        wanted = f"expected auto, none, or a folder like {output_dir}/checkpoint-500, with its manifest.json"
+        raise UserError(f"--resume_from_checkpoint {resume_from}: there is no checkpoint; {wanted}")
     if named and (problem := find_damage(named)) is not None:
         raise UserError(f"--resume_from_checkpoint {resume_from}: {problem}")
     if args["overwrite_output_dir"] or saved_args is None:

@@ -28,8 +28,8 @@ from common.run.checkpoint import export, load_extra, prune, resume, save_checkp
 from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
 from common.run.hub import Push
-from common.run.inputs import compare_rest, hub_commits, inputs_of, keep, loaded_code
-from common.run.launch import KEPT, hold_on, start
+from common.run.inputs import compare_rest, hub_commits, inputs_of, loaded_code
+from common.run.launch import KEPT, hold_on, start, take_over
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
 from common.run.output_dir import writing
@@ -56,9 +56,11 @@ class Run:
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
         LAST_WORDS.clear()  # of another run in this process
         self.alerts = Alerts(args)  # before anything is written: their address is a secret
+        self.best = Best(args)
         self.accelerator, self.checkpoint = start(args, script)
         self.regression = Regression(args, self.accelerator)
         self.said: set[str] = set()
+        self.facts = ""  # for dataset.json
         self.public = public_names(args)  # what a model card may name
         self.push = Push(args) if args.push_to_hub and self.accelerator.is_main_process else None
 
@@ -71,13 +73,14 @@ class Run:
         example_name: str,
         reference: bool = False,
     ) -> None:
-        """Say what will be trained on, and write it to dataset.json; with --dry_run say everything, and write nothing.
+        """Say what will be trained on, which `prepare` writes to dataset.json; with --dry_run say everything.
 
         example_name: what one is called ("pair"). reference: a second, frozen model will stand beside this one. Raises
         UserError where a sequence is longer than the model has positions.
         """
         self.regression.tokenize(tokenizer, model)
-        describe(self.args, self.accelerator, model, tokenizer, windows, held_out, example_name, reference)
+        about = self.args, self.accelerator, model, tokenizer, windows, held_out, example_name, reference
+        self.facts = describe(*about)
 
     def prepare(
         self, model: FlatModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, windows: Windows | RolloutSchedule
@@ -92,7 +95,9 @@ class Run:
             self.inputs |= {"code": loaded_code(self.script), "hub": hub_commits(args)}
             compare_rest(args, self.inputs, self.checkpoint)
             with writing(args.output_dir):
-                keep(Path(args.output_dir), self.script, self.inputs)
+                take_over(args, self.script, self.inputs)
+                if self.facts:
+                    Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         flops = flops_per_token(model, typical_length(windows))
         load_extra(model, self.checkpoint)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
@@ -109,7 +114,6 @@ class Run:
         self.nonfinite.check_weights(self.model, self.first_step)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
-        self.best = Best(args)
         for part in (self.metrics, self.retry, self.best, self.regression):
             part.restore(state)
         self._note_start()
@@ -139,7 +143,6 @@ class Run:
         # GRPO waits for the GPU anyway: there a signal is answered at once.
         self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, RolloutSchedule))
         self.bar = tqdm(
-            range(self.first_step, last_step + 1),
             desc=printable(self.name),
             initial=self.first_step,
             total=last_step,
@@ -148,11 +151,13 @@ class Run:
             dynamic_ncols=True,
         )
         LAST_WORDS.extend([self._note_death, self._save_before_the_end])  # the last one is called first
-        for step in self.bar:
-            self.step = step
-            self.alerts.watch(step)
-            self._run_suite(step)
-            yield step
+        with self.bar:
+            for step in range(self.first_step, last_step + 1):  # not of the bar, which counts no further than it has shown
+                self.bar.update(step - self.bar.n)
+                self.step = step
+                self.alerts.watch(step)
+                self._run_suite(step)
+                yield step
 
     def _note_death(self, error: BaseException) -> None:
         self.metrics.event("stopped", self.step, f"died: {error if isinstance(error, UserError) else repr(error)}")

@@ -178,6 +178,13 @@ def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, 
     assert prompts.facts()[0]["examples"] == len(prompts) and [source.label for source in prompts.sources] == ["a"]
 
 
+def test_prompts_that_pass_a_chat_template_by_are_said(tmp_path, tokenizer, capsys):
+    for content, said in (("x", True), ([{"role": "user", "content": "x"}], False)):
+        name = jsonl(tmp_path / "a.jsonl", [{"prompt": content}] * 2)
+        load_prompts(arguments(tmp_path, name), encode_prompt, tokenizer, prompt_format)
+        assert ("plain text go without the chat template" in capsys.readouterr().out) == said
+
+
 def test_prompts_are_not_streamed_and_may_not_be_empty(tmp_path, tokenizer):
     def refuse(row, tokenizer, args):
         raise BadRow("too long")

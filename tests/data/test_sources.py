@@ -345,6 +345,9 @@ def test_the_identity_of_a_dataset_is_its_fingerprint(tmp_path):
         ("a.csv", b'text\na\n"b\nc\n', "a.csv:3: not a valid table: unexpected end of data (a quote that opens is closed"),
         ("a.tsv", b'text\n"b" c\n', "a.tsv:2: not a valid table: '\\t' expected after"),
         ("a.csv", b"text,n,text\na,b,c\n", "a.csv:1: expected the names of the columns, each one once; found text, n, text"),
+        ("a.csv", b'q;a\n"x";1\n', "a.csv:1: one column, named 'q;a': are the fields separated by ';'? A .csv has ','"),
+        ("a.csv", b"q\ta\nx\t1\n", "a.csv:1: one column, named 'q\\ta': are the fields separated by '\\t'? A .csv has ','"),
+        ("a.tsv", b"q,a\nx,1\n", "a.tsv:1: one column, named 'q,a': are the fields separated by ','? A .csv has ','"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz: cannot be read: Not a gzipped file"),
         (
             "a.jsonl.gz",
@@ -375,6 +378,26 @@ def test_a_missing_source_is_an_error_of_one_line(name):
         with pytest.raises(UserError) as caught:
             read(name)
         assert line(caught).startswith(f"{name}: there is no such file") or f"dataset {name}" in line(caught)
+
+
+@pytest.mark.parametrize(
+    "row, new",
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "completion"),
+        ({"chosen": CHAT["messages"], "rejected": CHAT["messages"]}, "messages"),
+        ({"chosen": "Human: q", "rejected": "Human: r"}, "text"),
+    ],
+)
+def test_pairs_where_chats_are_wanted_are_told_from_them_and_what_is_proposed_is_read(tmp_path, row, new):
+    name = jsonl(tmp_path / "a.jsonl", [row] * 3)
+    with pytest.raises(UserError, match=rf"a.jsonl:1: pairs are for train_dpo.py; .*: --columns {new}=chosen$"):
+        found(name)
+    assert found(name, columns=[f"{new}=chosen"])[0][0].format in ("prompt_completion", "messages", "text")
+
+
+def test_several_names_with_commas_between_them_are_answered_with_how_they_are_written():
+    with pytest.raises(UserError, match="several are separated by spaces: data/sft data/dpo$"):
+        load_rows("data/sft,data/dpo")
 
 
 def test_an_empty_folder_is_an_error(tmp_path):

@@ -86,6 +86,7 @@ def with_more(folder: Path, name: str) -> None:
     save_file(tensors | {name: torch.zeros(96)}, folder / "model.safetensors", {"format": "pt"})
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"  # what a clone without it has
 BROKEN = {
     "a tensor is missing": (
         lambda f: without(f, "model.layers.0.mlp.up_proj.weight"),
@@ -107,6 +108,14 @@ BROKEN = {
     "empty": (lambda f: os.truncate(f / "model.safetensors", 0), "model.safetensors is no whole safetensors file"),
     "junk": (lambda f: (f / "model.safetensors").write_bytes(os.urandom(9999)), "model.safetensors is no whole"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
+    "pointers": (lambda f: (f / "model.safetensors").write_bytes(LFS), "only points to what Git LFS keeps: git lfs pull"),
+    "a pointer": (lambda f: (f / "tokenizer.json").write_bytes(LFS), "only points to what Git LFS keeps: git lfs pull"),
+    "no tokenizer": (
+        lambda f: [file.unlink() for file in f.glob("tokenizer*")],
+        "there is no tokenizer in it (tokenizer.json): copy it there, or name another with --tokenizer_name",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json in it: it is not the folder of a model"),
+    "a file": (lambda f: (shutil.rmtree(f), f.write_text("x")), "it is a file; expected the folder"),
     "config is a list": (lambda f: (f / "config.json").write_text("[1, 2]"), "cannot load the"),
     "config is junk": (lambda f: (f / "config.json").write_text("{"), "cannot load the"),
     "hidden size is text": (lambda f: edit_config(f, hidden_size="wide"), "cannot load the"),
@@ -145,6 +154,12 @@ def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path
     assert "\n" not in str(error.value) and says in str(error.value) and "model" in str(error.value), error.value
     assert not (tmp_path / "owned").exists() and not (ROOT / "owned").exists()
     assert "LOAD REPORT" not in capfd.readouterr().err  # of transformers, in twenty lines
+
+
+def test_an_address_of_the_hub_is_answered_with_the_name(launch):
+    for flag, path in (("--model_name_or_path", "Qwen/Qwen3-0.6B"), ("--dataset_name", "datasets/HuggingFaceTB/smoltalk")):
+        with pytest.raises(UserError, match=f"that is an address; the Hub's name is {path.removeprefix('datasets/')}$"):
+            launch("sft", *SFT, flag, f"https://huggingface.co/{path}/tree/main", "--dry_run")
 
 
 def test_a_layer_that_predicts_further_tokens_is_left_out(launch, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -219,6 +220,49 @@ def test_a_folder_of_another_run_is_not_overwritten_unless_asked(launch, capsys)
     launch("sft", *arguments, "--learning_rate", "0.5", "--overwrite_output_dir")
     assert (output / "metrics.jsonl").read_text() != before
     assert (output / "mine" / "notes.txt").exists()
+
+
+def test_a_finished_run_is_whole_until_the_one_that_takes_its_place_has_all_that_it_needs(launch, tmp_path):
+    words = [*STAGES["sft"], "--max_steps", "2", "--save_steps", "1"]
+    output = launch("sft", *words)
+    before = {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file() and path.name != ".lock"}
+    wrong = [
+        ["--overwrite_output_dir", "--dataset_name", tmp_path / "typo.jsonl"],
+        ["--overwrite_output_dir", "--model_name_or_path", tmp_path / "typo"],
+        ["--overwrite_output_dir", "--max_length", "2"],
+        ["--overwrite_output_dir", "--early_stopping_patience", "2"],
+        ["--max_steps", "3", "--eval_prompts", tmp_path / "typo.jsonl"],  # would go on
+    ]
+    for more in wrong:
+        with pytest.raises(UserError):
+            launch("sft", *words, *more)
+        after = {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file() and path.name != ".lock"}
+        assert after == before, more
+    launch("sft", *words, "--overwrite_output_dir", "--max_steps", "1")
+    assert json.loads((output / "dataset.json").read_text())["plan"]["steps"] == 1
+    assert not (output / "checkpoint-2").exists() and (output / "summary.json").exists()
+
+
+@pytest.mark.parametrize("more", [["--early_stopping_patience", "2"], ["--save_best", "eval_los"]])
+def test_what_cannot_be_the_best_is_said_before_anything_is_loaded(more, launch):
+    with pytest.raises(UserError, match="--save_best"):
+        launch("sft", *STAGES["sft"], *more, "--dry_run", "--dataset_name", "typo.jsonl")
+
+
+@pytest.mark.parametrize("name", ["true", "latest", "data/base_model"])
+def test_what_is_no_checkpoint_is_answered_with_what_is_expected(name, launch):
+    with pytest.raises(
+        UserError, match=f"{name}: there is no checkpoint; expected auto, none, or a folder like .*/checkpoint-500"
+    ):
+        launch("sft", *STAGES["sft"], "--resume_from_checkpoint", name)
+
+
+def test_the_bar_has_counted_what_is_done_when_a_line_is_said_above_it(launch, capfd):
+    launch("sft", *STAGES["sft"], "--max_steps", "4", "--eval_steps", "2", "--logging_steps", "1")
+    said = capfd.readouterr()
+    after = said.err.replace("\r", "\n").split("\n")
+    shown = {re.search(r"(\d+)/4", line)[1] for line in after if "/4" in line}
+    assert {"0", "2", "4"} <= shown
 
 
 def test_the_model_that_is_started_from_is_never_deleted(launch, tmp_path):

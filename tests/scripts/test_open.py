@@ -193,6 +193,33 @@ def test_the_edit_of_the_readme_weighs_what_it_says(train, tmp_path):
     assert losses["edited", 2, 0] == pytest.approx(losses["plain", 1, 0], rel=0.1)
 
 
+def test_the_z_loss_of_the_page_is_that_of_the_plain_model(train, tmp_path):
+    source = (ROOT / "train_sft.py").read_text()
+    flag, *hunks = (ROOT / "docs" / "loop_sft.md").read_text().split("```diff\n")[1].split("```")[0].split("@@\n")[1:]
+    added = flag.splitlines()[0][1:]
+    source = source.replace("    turn_dropping: float", f"{added}\n    turn_dropping: float", 1)
+    for hunk in hunks:
+        old, new = ("".join(line[1:] + "\n" for line in hunk.splitlines() if line[:1] == sign) for sign in "-+")
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    chat = [{"role": "user", "content": "What is 1+2?"}, {"role": "assistant", "content": "Answer: 3"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    words = ["--dataset_name", tmp_path / "a.jsonl", "--max_steps", "1", "--per_device_train_batch_size", "1"]
+    (row,) = train_metrics(train(source, *words, "--z_loss", "0.5", output="z"))
+    lm = AutoModelForCausalLM.from_pretrained(ROOT / "data" / "base_model")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "base_model")
+    ids = torch.tensor([tokenizer.apply_chat_template(chat, return_dict=False)])
+    start = len(tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False))
+    end = int((ids[0] == tokenizer.convert_tokens_to_ids("<|im_end|>")).nonzero()[-1])
+    logits = lm(ids).logits[0, start - 1 : end].double()  # which predict the answer, and its end
+    z = logits.logsumexp(-1).square().mean()
+    nll = torch.nn.functional.cross_entropy(logits, ids[0, start : end + 1])
+    assert row["z"] == pytest.approx(z.item(), rel=1e-4) and row["loss"] == pytest.approx(nll.item(), rel=1e-4)
+    (nll + 0.5 * z).backward()
+    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in lm.parameters()))
+    assert row["grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
 # --- any output -----------------------------------------------------------------------------------------------------
 
 SMOOTHED = {
