@@ -22,7 +22,7 @@ from typing import Any
 from compare import INPUTS, ROOT, WORK, arguments, our_words, run_process, save, wanted
 
 LENGTH, BATCH = 1024, 8
-CLOCKED, PROFILED = 6, 3  # steps, after WARM_UP
+CLOCKED, PROFILED = 4, 3  # steps, after WARM_UP
 WARM_UP = 2
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise")
 

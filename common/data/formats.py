@@ -72,7 +72,7 @@ def chat_format(columns: Columns, wanted: str | None = None) -> str:
     reason = f"no chat format fits the columns {_names(columns)}; needed: {needed} (map columns with --columns new=old)"
     if (chosen := columns.get("chosen")) and columns.get("rejected"):
         new = "completion" if "prompt" in columns else "text" if isinstance(chosen, str) else "messages"
-        reason = f"pairs are for train_dpo.py; to train on the better answers: --columns {new}=chosen"
+        reason = f"these are pairs, for train_dpo.py; to train on the better answers: --columns {new}=chosen"
     raise _misfit(CHAT, columns, wanted, reason)
 
 

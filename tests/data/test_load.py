@@ -190,7 +190,7 @@ def test_prompts_are_not_streamed_and_may_not_be_empty(tmp_path, tokenizer):
         raise BadRow("too long")
 
     name = jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}] * 2)
-    with pytest.raises(UserError, match="--dataset_streaming: prompts are kept in memory"):
+    with pytest.raises(UserError, match="--dataset_streaming: not here, where prompts are kept in memory"):
         load_prompts(arguments(tmp_path, name, dataset_streaming=True), encode_prompt, tokenizer, prompt_format)
     with pytest.raises(UserError, match="none of the 2 prompts can be used: too long"):
         load_prompts(arguments(tmp_path, name), refuse, tokenizer, prompt_format)
