@@ -17,7 +17,7 @@ from common.args import CommonArgs, first_definition
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("data/base_model", "data/pretrain", "data/sft", "data/dpo", "data/grpo", "data/grpo_zero", "data/prompts")
 SHIPPED += ("data/style.py", "data/regression.jsonl")
-OF_THE_DEMO = re.compile(r"(\w+_)?(train|validation|test)\.(jsonl|txt)")  # files shipped in these folders; others are the user's
+OF_THE_DEMO = re.compile(r"(\w+_)?(train|validation|test)\.(jsonl|txt)")  # others in these folders are the user's
 # Settings of this machine, or of how a run was carried out, not of the model.
 NOT_SHOWN = re.compile(
     r"output_dir|overwrite_output_dir|accept_changes|resume_from_checkpoint|dataset_cache_dir|dataset_num_proc|dry_run|run_name"

@@ -284,7 +284,7 @@ class Run:
         hold_on(self.accelerator, args, self.script, self.inputs)
         dtype = export_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
-        if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come between the last save and its pruning
+        if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
         card = partial(write_card, args.output_dir, args, self.script, self.public, best.step)
         metrics.finish(best.state() if best.step else None, also=card)

@@ -175,7 +175,7 @@ def _with(groups: Spread[list[Row]], last: list[Row]) -> list[list[Row]]:
     """The groups that were kept, and the last one, which may still be incomplete."""
     kept = groups.items()
     if groups.stride > 1 and len(kept) > len(groups.kept):
-        kept = groups.kept  # the last group need not appear twice
+        kept = groups.kept  # without the last group but one
     return [*kept, last] if last else kept
 
 
