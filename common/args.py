@@ -1,4 +1,4 @@
-"""The arguments that all four scripts share: what each is called, means and may be.
+"""The arguments that all four scripts share: names, meanings and valid values.
 
 A script extends `CommonArgs` with its own fields, of the types str, int, float, bool, Literal, list[...] and any of them
 | None. Everything under `common/` may read any field of `CommonArgs`, and none of a script's own.
@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import yaml
 
-# What another value of an argument means for a run that goes on from a checkpoint. Without a word it is another run, and
-# refused: a new flag is refused until somebody has thought about it.
+# What a new value of an argument means for a run that resumes from a checkpoint. Without an entry the run counts as a
+# different one and is refused, so a new flag is refused until somebody has thought about it.
 MayChange = Literal[
-    "course",  # how training goes on from here: the learning rate, the micro-batches of a step
-    "length",  # how long it lasts: with another value a complete run may go on
-    "evaluation",  # what evaluations measure; they stay comparable, so not with --save_best
-    "execution",  # how the run is carried out and what it writes
-    "no",  # as without a word, where the group of the flag has one
+    "course",  # how training continues from here: the learning rate, the micro-batches of a step
+    "length",  # how long training lasts: with another value a complete run may continue
+    "evaluation",  # what evaluations measure; refused with --save_best, whose evaluations must stay comparable
+    "execution",  # how the run is executed and what it writes
+    "no",  # as without an entry, if the flag's group has one
 ]
 
 
@@ -34,11 +34,12 @@ def arg(
 ) -> Any:
     """A field of the arguments, with the text that --help shows.
 
-    is_path: it names a file, a folder or something on the Hub. goes_with: another argument; where that is given, the demo's
-    value of this one does not fit it. secret: what it is stands in no file and no message.
+    is_path: names a file, a folder or something on the Hub. goes_with: another argument; if that is given, the demo's value
+    of this one no longer applies. secret: the value appears in no file and no message.
 
-    within: what a number, or each number of a list, may be: an interval like "[0, 1)", or several values and intervals,
-    "-1 or [1, 1e12]". Unset: any finite number. A script that gives a shared argument another default need not repeat it.
+    within: the valid values of a number, or of each number in a list: an interval like "[0, 1)", or several values and
+    intervals, "-1 or [1, 1e12]". Unset: any finite number. A script that changes a shared argument's default need not repeat
+    it.
     """
     metadata = {"help": help, "within": within, "may_change": may_change, "is_path": is_path, "goes_with": goes_with}
     metadata["secret"] = secret
@@ -173,7 +174,7 @@ class BatchArgs:
 class OptimizerArgs:
     """Optimizer"""
 
-    MAY_CHANGE = "course"  # where a field says nothing else
+    MAY_CHANGE = "course"  # unless a field says otherwise
 
     optim: Literal["adamw", "adamw_8bit", "muon"] = arg(
         "adamw",
@@ -212,7 +213,7 @@ class OptimizerArgs:
 class EvalArgs:
     """Evaluation, logging and saving"""
 
-    MAY_CHANGE = "execution"  # where a field says nothing else
+    MAY_CHANGE = "execution"  # unless a field says otherwise
 
     eval_steps: int = arg(
         100, help="evaluate every N steps, and before the first and after the last; 0: never", within="[0, 1e12]"
@@ -311,16 +312,16 @@ class RunArgs:
 
 @dataclass
 class CommonArgs(RunArgs, EvalArgs, OptimizerArgs, BatchArgs, DataArgs, ModelArgs):
-    """What all four scripts share. The order of the groups is that of --help."""
+    """The arguments that all four scripts share. --help shows the groups in this order."""
 
 
 def save_args(args: CommonArgs, path: Path) -> None:
-    """Every argument with its value, so that `--config <path>` repeats the run."""
+    """Write every argument with its value, so that `--config <path>` repeats the run."""
     path.write_text(yaml.safe_dump(dataclasses.asdict(args), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
-    """What another value of each argument means for a run that goes on (see MayChange)."""
+    """What a new value of each argument means for a resumed run (see MayChange)."""
     found = {}
     for f in dataclasses.fields(args_class):
         cls, first = first_definition(args_class, f.name)
@@ -330,7 +331,7 @@ def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
 
 
 def is_within(number: float, within: str) -> bool:
-    """Whether a number is one of the values, or in one of the intervals, of a text like "-1 or [1, 1e12]"."""
+    """Whether a number matches a value or an interval in a text like "-1 or [1, 1e12]"."""
     for part in within.split(" or "):
         low, high = (float(end) for end in (part.strip("[]()").split(",") * 2)[:2])
         if (low <= number if part[0] != "(" else low < number) and (number <= high if part[-1] != ")" else number < high):
@@ -339,6 +340,6 @@ def is_within(number: float, within: str) -> bool:
 
 
 def first_definition(args_class: type, name: str) -> tuple[type, dataclasses.Field]:
-    """The class that introduces a field, and the field as it stands there: a script changes defaults and help only."""
+    """The class that introduces a field, and the field as defined there: scripts change only defaults and help."""
     cls = next(cls for cls in reversed(args_class.__mro__) if name in cls.__dict__.get("__annotations__", {}))
     return cls, cls.__dataclass_fields__[name]

@@ -1,9 +1,9 @@
 """The maths of the stages: pure functions of tensors and floats (torch only).
 
 Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `logps[t] = log p(token t | the tokens
-before it in the same sequence)`, 0 where token t is not a target. Nothing here takes a mean: the caller divides by
-the size of the whole window (all micro-batches of all processes), so that the gradient does not depend on how the
-window was split.
+before it in the same sequence)`, 0 if token t is not a target. Nothing here takes a mean: the caller divides by the
+size of the whole window (all micro-batches of all processes), so that the gradient does not depend on how the window is
+split.
 
 Shape letters: T tokens of the flat row, S sequences in it, B pairs, P prompts, G completions per prompt,
 C completions, F reward functions.
@@ -21,7 +21,7 @@ DPO_LOSS_TYPES = (
 )
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 REFERENCE_FREE = ("simpo", "orpo")
-SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")  # those with a share of flipped pairs
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")  # those that support a share of flipped pairs
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_pp")
 
@@ -29,7 +29,7 @@ ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_pp")
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sums per sequence of a flat row.
 
-    values (T,), cu_seqlens (S+1,) int, the borders of the sequences. Returns (S,).
+    values (T,), cu_seqlens (S+1,) int, the sequence boundaries. Returns (S,).
     """
     return values.new_zeros(len(cu_seqlens) - 1).index_add(0, segment_ids(cu_seqlens, len(values)), values)
 
@@ -138,16 +138,16 @@ def dpo_loss(
     elif loss_type == "simpo":
         shifted = margin - simpo_gamma
         losses = -(1 - label_smoothing) * F.logsigmoid(shifted) - label_smoothing * F.logsigmoid(-shifted)
-    else:  # orpo: log odds = log p - log(1 - p), with log(1 - e^x) in the form that keeps its digits near p = 1
+    else:  # orpo: log odds = log p - log(1 - p), with log(1 - e^x) in the form that is accurate near p = 1
         log_odds = (chosen_mean - rejected_mean) - (log1mexp(chosen_mean) - log1mexp(rejected_mean))
         losses = -beta * F.logsigmoid(log_odds)
     return losses, chosen_reward, rejected_reward
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, without losing digits at either end (Mächler 2012)."""
+    """log(1 - exp(x)) for x < 0, accurate at both ends (Mächler 2012)."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
-    near = x > -0.6931  # where exp(x) > 1/2; both branches get inputs on which their gradients are finite
+    near = x > -0.6931  # exp(x) > 1/2; both branches get inputs with finite gradients
     return torch.where(
         near, torch.log(-torch.expm1(torch.where(near, x, -0.5))), torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
     )
@@ -203,7 +203,7 @@ def bradley_terry_loss(
 def combine_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum over the reward functions: (C, F), (F,) -> (C,).
 
-    NaN means that a function abstained (returned None): it is left out; where all abstained the result is NaN.
+    NaN means that a function abstained (returned None) and is left out; if all abstained the result is NaN.
     """
     total = (rewards_per_func * weights).nansum(-1)
     return total.masked_fill(rewards_per_func.isnan().all(-1), float("nan"))
@@ -220,7 +220,7 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: s
     all get exactly 0. Raises ValueError for another scale_rewards or estimator.
     """
     known = ~rewards.isnan()
-    among = rewards.reshape(1, -1) if estimator == "reinforce_pp" else rewards  # what each is compared with
+    among = rewards.reshape(1, -1) if estimator == "reinforce_pp" else rewards  # what each reward is compared with
     mean = among.nanmean(-1, keepdim=True)
     low = among.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
     high = among.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
