@@ -7,7 +7,7 @@ Over the P pairs of a window (all micro-batches of all processes), π the model,
            - sft_weight/N · Σ over the N tokens of the chosen answers of log π(token)
 
 log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off.
-The second term is RPO's (2404.19733), off by default. --loss_type chooses relatives of the first one, of which simpo and
+The second term is RPO's (2404.19733), off by default. --loss_type selects variants of the first one, of which simpo and
 orpo need no π_ref; several are summed with --loss_weights (MPO, 2411.10442: sigmoid 0.8, bco_pair 0.2, --sft_weight 1).
 Both answers of a pair are in the same row, after their prompt, which is stored once.
 
@@ -17,7 +17,7 @@ Both answers of a pair are in the same row, after their prompt, which is stored 
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
 loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
-one before; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
 load-balancing loss of a mixture of experts (common/model/experts.py).
@@ -98,7 +98,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
-    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
+    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
         reference.precompute(args, train, held_out)  # kept on disk; the model is freed
@@ -134,7 +134,7 @@ def main(args: Args) -> None:
         return logged | {"loss": logged["loss"] + sft_weight * logged["nll_loss"]}
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         P, chosen_tokens = window.num_sequences // 2, window.total("loss_mask", sequences=slice(0, None, 2))
         for batch in window:
             with accelerator.accumulate(model):

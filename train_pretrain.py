@@ -13,10 +13,10 @@ never sees its neighbours).
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
-holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
-common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
-modules. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
 the load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
@@ -81,7 +81,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
 
 
 def new_model_config(args: Args, tokenizer: Tokenizer):
-    """The configuration of a new model, where none is named."""
+    """The configuration of a new model, unless one is named."""
     if args.config_name:
         return load_config(args.config_name, tokenizer)
     return llama_config(
@@ -124,7 +124,7 @@ def main(args: Args) -> None:
     else:  # documents of more than max_length tokens are cut
         pieces = (chunk(data, args.max_length, across=False) for data in (train, held_out))
         train, held_out = (pack(data, args.max_length) for data in pieces)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of an update
     baseline = unigram_perplexity(train, held_out, len(tokenizer))
 
     # --- model -------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):

@@ -5,7 +5,7 @@ Over the N trained tokens of a window (all micro-batches of all processes that m
     loss = -1/N · Σ_t m_t · log p(token_t | token_<t)
 
 m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All sequences of a
-micro-batch lie end to end in one row, without padding, and do not see each other. With --loss_type dft each token's term is
+micro-batch form one row, end to end, and do not attend to each other. With --loss_type dft each token's term is
 multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629): improbable tokens count least, not most.
 
     accelerate launch train_sft.py                                            # the embedded demo, ~1 minute on a CPU
@@ -13,10 +13,10 @@ multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629)
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_sft.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
-holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
-common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
-modules. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
 the load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
@@ -66,11 +66,11 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=chat_format)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # of a file, else the first held-out ones
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of an update
 
     # --- model -------------------------------------------------------------------------------------------------------
     model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
@@ -83,7 +83,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):

@@ -197,7 +197,7 @@ def main(args: Args) -> None:
     check_vocabulary(args, tokenizer)
     prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode_prompt)
-    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
         prompts,
@@ -235,7 +235,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)

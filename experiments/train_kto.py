@@ -14,7 +14,7 @@ and has no gradient. --loss_type apo_zero_unpaired does without it.
 
 Shapes: T tokens of the row, S sequences in it, a prompt with its answer each. A batch holds label (S,), 1: a good answer;
 loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
-one before; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
 load-balancing loss of a mixture of experts (common/model/experts.py).
@@ -82,7 +82,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
-    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
+    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer)
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def main(args: Args) -> None:
         return evaluate_means(args, accelerator, model, held_out, lambda batch: answer_losses(batch, model(batch), kl))
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         kl = kl_of([row for example in window.examples for row in example])  # of the whole window
         run.metrics.add(kl=kl)
         for batch in window:

@@ -7,15 +7,15 @@ Over the N trained tokens of a window (all micro-batches of all processes that m
 (Szegedy et al. 2016, arXiv 1512.00567, section 7), the same as torch's cross_entropy with label_smoothing.
 
 m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All sequences of a
-micro-batch lie end to end in one row, without padding, and do not see each other.
+micro-batch form one row, end to end without padding, and do not attend to each other.
 
     accelerate launch -m experiments.train_label_smoothing                    # the embedded demo, ~1 minute on a CPU
 
 Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
-holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
-common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
-modules. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
 the load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
@@ -65,11 +65,11 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=chat_format)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # of a file, else the first held-out ones
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of an update
 
     # --- model -------------------------------------------------------------------------------------------------------
     model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
@@ -82,7 +82,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):

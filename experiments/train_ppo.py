@@ -11,8 +11,8 @@ processes), N of them:
     loss = 1/N Σ_t [-min(ρ_t A_t, clip(ρ_t, 1-ε, 1+ε_high) A_t) + vf_coef/2 max((V_t-R_t)², (V'_t-R_t)²) - entropy_coef H_t]
 
 1. V_t is read where the token before t stands: it knows the prompt and what was written, and not token t. It begins at 0.
-2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
-   temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
+2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the sampling
+   temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
 3. KL is to the model at the start. --use_kl_in_reward false puts it into the loss, as in GRPO, by the k3 estimator; with
    β = 0 there is no such model in memory.
 4. A completion that no function rewarded, and with --mask_truncated_completions one that was cut, counts nowhere.
@@ -110,11 +110,11 @@ class Completion:
 
     prompt: Prompt
     ids: list[int]
-    logps: list[float]  # of the tokens, under what sampled them, temperature included
+    logps: list[float]  # of the tokens under the sampler, temperature included
     finished: bool  # with a stop token
     text: str
-    rewards: list[float | None]  # one of each function; None: it abstained
-    counted: bool  # it is trained on
+    rewards: list[float | None]  # one per function; None: it abstained
+    counted: bool  # whether it is trained on
     reward: float = math.nan  # their weighted sum; NaN: all abstained
 
 
@@ -132,9 +132,9 @@ def roll_out(
     rollouts: RolloutSchedule,
     rollout: int,
 ) -> list[Completion]:
-    """Sample and score one completion for each of C prompts (each occurs num_generations times); each process its
-    share, and all of them get everything. What is drawn for a completion is a function of (seed, rollout, its place),
-    whoever samples it."""
+    """Sample and score one completion for each of C prompts (each occurs num_generations times). Each process samples
+    a share and gets them all. A completion's random numbers are a function of (seed, rollout, its place), whichever
+    process samples it."""
     prompts = rollouts.prompts(rollout)
     mine = [prompts[i] for i in rollouts.mine()]
     sampled = rollouts.sample(rollout, sampler, args.seed)
@@ -233,7 +233,7 @@ def main(args: Args) -> None:
     weights = args.reward_weights or [1.0] * len(rewards)
     scored = {"rewards": rewards, "weights": weights}
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode, **scored)
-    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
         prompts,
@@ -266,7 +266,7 @@ def main(args: Args) -> None:
         top_p=args.top_p,
         batch_size=args.generation_batch_size,
     )
-    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
+    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
@@ -278,7 +278,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -341,7 +341,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         if step % rollouts.updates_per_rollout == 0:
-            sampler.check(run.metrics)  # that what sampled is what is trained
+            sampler.check(run.metrics)  # that the sampler has the trained weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()

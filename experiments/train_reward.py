@@ -13,7 +13,7 @@ Both answers of a pair are in the same row, after their prompt, which is stored 
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
 loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
-one before; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
 load-balancing loss of a mixture of experts (common/model/experts.py).
@@ -112,7 +112,7 @@ def main(args: Args) -> None:
         return pair_losses(batch, model(batch, extra=["score"]))
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         P = window.num_sequences // (1 + pairs)
         for batch in window:
             with accelerator.accumulate(model):

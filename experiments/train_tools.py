@@ -10,16 +10,16 @@ As in train_grpo.py, over the tokens t that the model itself has written in the 
 
 1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo
    and dr_grpo (whose paper also has --scale_rewards none). A completion that no function rewarded has A_i = 0; with
-   --mask_truncated_completions the tokens of one that was cut count nowhere, and it is still one of the completions.
-2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
-   temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
-3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
-4. A completion without advantage (all rewards of its group are equal) teaches nothing. It stays in the denominator; it is
-   run through the model, and is in the means that are logged, only for β, entropy_coef, top_entropy_quantile, sequence_mask.
-5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
-   value of the loss says little: look at the reward.
-6. Where what sampled was not quite π_old (--rollout_server), the clipped part is multiplied by
-   min(π_old / π_sampler, importance_cap), or completions of which it was too far are left out (docs/rollouts.md).
+   --mask_truncated_completions the tokens of a truncated one count nowhere, but it still counts as a completion.
+2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the sampling
+   temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
+3. KL is relative to the initial model, by the k3 estimator times ρ; with β = 0 (the default) no such model is loaded.
+4. A completion without advantage (all rewards of its group are equal) has no gradient. It stays in the denominator, but is
+   run through the model, and included in logged means, only for β, entropy_coef, top_entropy_quantile or sequence_mask.
+5. One rollout gives steps_per_generation windows, each used num_iterations times; with both at 1 (the default) ρ = 1, and
+   the value of the loss means little: watch the reward.
+6. If the sampler differs from π_old (--rollout_server), the clipped part is multiplied by
+   min(π_old / π_sampler, importance_cap), or completions with too large a difference are left out (docs/rollouts.md).
 7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` begins an episode, and may return text that is put
    after the prompt; `get_reward()`, if there is one, is a reward beside --reward_funcs, which get the objects as
    `environments`; any other public method is a tool. What goes wrong in a tool is told to the model, in words.
@@ -149,11 +149,11 @@ class Completion:
 
     prompt: Prompt
     ids: list[int]
-    logps: list[float]  # of the tokens, under what sampled them, temperature included
+    logps: list[float]  # of the tokens under the sampler, temperature included
     finished: bool  # with a stop token
     text: str
-    rewards: list[float | None]  # one of each function; None: it abstained
-    counted: bool  # it is trained on
+    rewards: list[float | None]  # one per function; None: it abstained
+    counted: bool  # whether it is trained on
     reward: float = math.nan  # their weighted sum; NaN: all abstained
     advantage: float = 0.0
     environment: Any = None
@@ -295,7 +295,7 @@ def roll_out(
 
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
-    """The reward of each completion, and its advantage over its group; 0 where no function gave a reward."""
+    """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
     table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
     per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
     reward = combine_rewards(per_function, weight)  # (C,)
@@ -309,8 +309,8 @@ def add_advantages(completions: list[Completion], weights: list[float], args: Ar
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
     """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
-    A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
-    denominators, and is not run through the model, unless a threshold is found among all completions.
+    A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays in the
+    denominators, but is not run through the model, unless a threshold over all completions is needed.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
@@ -379,7 +379,7 @@ def main(args: Args) -> None:
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout) + environment.rewards
     weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=to_prompt).rows
-    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
         prompts,
@@ -410,7 +410,7 @@ def main(args: Args) -> None:
         top_p=args.top_p,
         batch_size=args.generation_batch_size,
     )
-    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
+    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
@@ -443,7 +443,7 @@ def main(args: Args) -> None:
         return {"old_logps": out.logps} | ({"entropy": out.entropy} if top_entropy else {})
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -506,7 +506,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         if step % rollouts.updates_per_rollout == 0:
-            sampler.check(run.metrics)  # that what sampled is what is trained
+            sampler.check(run.metrics)  # that the sampler has the trained weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -189,8 +189,7 @@ def as_chat(columns: Columns, format: str | None = None) -> dict[str, Any]:
 
 
 def as_preference(columns: Columns, format: str | None = None) -> dict[str, Any]:
-    """{"prompt", "chosen", "rejected"}: all strings (plain text) or all lists of messages; chosen and rejected contain only
-    the answers.
+    """{"prompt", "chosen", "rejected"}: all strings (plain text) or all lists of messages; the latter two are answers only.
 
     Reads prompt + chosen + rejected (strings or messages); chosen + rejected as whole conversations, whose longest common
     prefix is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ..."); LLaMA-Factory's conversations or
@@ -368,8 +367,7 @@ def _is_trained(turn: dict[str, Any]) -> bool:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI stores them as JSON text, which chat templates would encode
-    again."""
+    """A tool call with its arguments as an object: OpenAI's are JSON text, which chat templates would encode again."""
     if not isinstance(call, dict):
         raise BadRow("a tool call is not an object")
     if call.get("function") is not None:
