@@ -46,17 +46,17 @@ class Args(CommonArgs):
     output_dir: str = arg("outputs/dpo", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     per_device_train_batch_size: int = arg(8, help="pairs (with --packing: rows) per process and micro-batch")
-    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers keep their start", within="[2, 1e8]")
+    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers are truncated", within="[2, 1e8]")
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     beta: float = arg(0.1, help="how strongly the model is kept close to the reference", within="(0, inf)")
     loss_type: list[Literal[DPO_LOSS_TYPES]] = arg(["sigmoid"], help="one or several; simpo, orpo: without the reference")
-    loss_weights: list[float] | None = arg(None, help="of several loss types; unset: 1 for each", within="(0, inf)")
+    loss_weights: list[float] | None = arg(None, help="weights of several loss types; unset: 1 each", within="(0, inf)")
     label_smoothing: float = arg(0.0, help="assumed share of pairs whose labels are swapped", within="[0, 0.5)")
     simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)")
     sft_weight: float | None = arg(None, help="weight of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
     precompute_ref_log_probs: bool = arg(
-        False, help="score all pairs with the reference once, keep that on disk, and free the model", may_change="execution"
+        False, help="score all pairs with the reference once, cache the scores, and free the model", may_change="execution"
     )
 
     def __post_init__(self) -> None:

@@ -63,26 +63,26 @@ class Args(CommonArgs):
     reward_funcs: list[str] = arg(
         ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
     )
-    reward_weights: list[float] | None = arg(None, help="unset: 1 for each", within="(-inf, inf)", goes_with="reward_funcs")
+    reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="standard deviation that divides advantages")
     advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
 
     # Sampling
     num_generations: int = arg(8, help="G, completions per prompt, which are compared", within="[2, 1e5]")
-    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
-    max_completion_length: int = arg(256, help="tokens; longer completions are cut", within="[1, 1e7]")
-    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int = arg(
-        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
     )
-    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+    mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
     rollout_server: list[str] | None = arg(
         None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
     )
-    rollout_ahead: int = arg(0, help="rollouts sampled ahead, while another one is trained on", within="[0, 8]")
+    rollout_ahead: int = arg(0, help="rollouts sampled in advance, during training on another", within="[0, 8]")
 
     # Algorithm
     beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
@@ -90,16 +90,16 @@ class Args(CommonArgs):
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
     delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(1, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="what a token weighs; cispo: as dapo")
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="weight of a token; cispo: as dapo")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
     use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
     importance_correction: Literal["auto", "token_truncate", "sequence_mask", "none"] = arg(
-        "auto", help="for samples of another model; auto: token_truncate with rollout_server or rollout_ahead, else none"
+        "auto", help="if another model samples; auto: token_truncate with rollout_server or rollout_ahead, else none"
     )
     importance_cap: float = arg(2.0, help="largest weight of a token, or ratio of a completion", within="[1, 1e6]")
-    top_entropy_quantile: float = arg(1.0, help="share of tokens, of the highest entropy, that are trained", within="(0, 1]")
+    top_entropy_quantile: float = arg(1.0, help="train only this share of tokens, of highest entropy", within="(0, 1]")
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
-    steps_per_generation: int = arg(1, help="windows that one rollout serves", within="[1, 1e6]")
+    steps_per_generation: int = arg(1, help="windows of a rollout", within="[1, 1e6]")
 
     def __post_init__(self) -> None:
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):

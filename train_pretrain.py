@@ -49,10 +49,10 @@ class Args(CommonArgs):
     packing_strategy: Literal["wrapped", "bfd"] = arg(
         "wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed"
     )
-    vocab_size: int = arg(8192, help="of the byte-level BPE tokenizer that is trained if none is named", within="[1, 1e7]")
+    vocab_size: int = arg(8192, help="size of the byte-level BPE tokenizer trained if none is named", within="[1, 1e7]")
     # --model_name_or_path continues training a model; otherwise a new one, from --config_name or these sizes (Llama type)
     config_name: str | None = arg(None, help="Hub name or folder with a config.json", is_path=True)
-    hidden_size: int = arg(512, help="of a new model", within="[1, 1e6]")
+    hidden_size: int = arg(512, help="hidden size of a new model", within="[1, 1e6]")
     num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]")
     num_heads: int = arg(8, help="attention heads", within="[1, 1e5]")
     num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads", within="[1, 1e5]")
@@ -60,7 +60,7 @@ class Args(CommonArgs):
     num_experts: int = arg(0, help="experts in place of each MLP (Mixtral type); 0: none", within="0 or [2, 1e4]")
     num_experts_per_tok: int = arg(2, help="experts that a token is routed to", within="[1, 1e4]")
     moe_intermediate_size: int | None = arg(
-        None, help="width of an expert; unset: the experts of a token are together as wide as the MLP", within="[1, 1e7]"
+        None, help="width of an expert; unset: a token's experts are together as wide as the MLP", within="[1, 1e7]"
     )
     initializer_range: float = arg(0.02, help="standard deviation of the initial weights", within="(0, 10]")
     tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")

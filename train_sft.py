@@ -40,10 +40,10 @@ import torch  # after common, which sets how CPU threads wait
 class Args(CommonArgs):
     output_dir: str = arg("outputs/sft", help="folder for everything that the run writes")
     per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
-    max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
+    max_length: int = arg(1024, help="tokens of a conversation; longer ones are truncated", within="[2, 1e8]")
     train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
     loss_type: Literal["nll", "dft"] = arg("nll", help="dft: tokens weighted by their probability")
-    turn_dropping: float = arg(0.0, help="probability, drawn anew in each epoch, that a chat is cut short", within="[0, 1]")
+    turn_dropping: float = arg(0.0, help="probability, in each epoch, that a chat is cut short", within="[0, 1]")
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
 

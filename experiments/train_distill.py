@@ -54,17 +54,17 @@ class Args(CommonArgs):
     # Algorithm
     teacher_model_name_or_path: str | None = arg(None, help="Hub name or folder of the teacher", is_path=True)
     beta: float = arg(1.0, help="1: reverse KL, 0: forward KL, between them the generalised JSD", within="[0, 1]")
-    lmbda: float = arg(1.0, help="share of the completions that are sampled; the others are the data's", within="[0, 1]")
+    lmbda: float = arg(1.0, help="share of completions that are sampled; the others are the data's", within="[0, 1]")
 
     # Sampling
-    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
-    max_completion_length: int = arg(256, help="tokens; longer completions are cut", within="[1, 1e7]")
-    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int = arg(
-        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
     )
     rollout_server: list[str] | None = arg(
         None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"

@@ -43,13 +43,13 @@ class Args(CommonArgs):
     output_dir: str = arg("outputs/kto", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     per_device_train_batch_size: int = arg(8, help="answers (with --packing: rows) per process and micro-batch")
-    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers keep their start", within="[2, 1e8]")
+    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers are truncated", within="[2, 1e8]")
     packing: bool = arg(False, help="fill rows of max_length with several answers (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     beta: float = arg(0.1, help="how strongly the model is kept close to the reference", within="(0, inf)")
-    loss_type: Literal[KTO_LOSS_TYPES] = arg("kto", help="apo_zero_unpaired does without the KL term")
-    desirable_weight: float = arg(1.0, help="of good answers: more where they are the fewer", within="[0, inf)")
-    undesirable_weight: float = arg(1.0, help="of bad answers", within="[0, inf)")
+    loss_type: Literal[KTO_LOSS_TYPES] = arg("kto", help="apo_zero_unpaired has no KL term")
+    desirable_weight: float = arg(1.0, help="weight of good answers; higher if they are fewer", within="[0, inf)")
+    undesirable_weight: float = arg(1.0, help="weight of bad answers", within="[0, inf)")
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:

@@ -61,39 +61,39 @@ class Args(CommonArgs):
     reward_funcs: list[str] = arg(
         ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
     )
-    reward_weights: list[float] | None = arg(None, help="unset: 1 for each", within="(-inf, inf)", goes_with="reward_funcs")
+    reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
 
     # Sampling
     num_generations: int = arg(1, help="completions of a prompt in a rollout", within="[1, 1e5]")
-    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
-    max_completion_length: int = arg(256, help="tokens; longer completions are cut", within="[1, 1e7]")
-    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int = arg(
-        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
     )
-    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+    mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
     rollout_server: list[str] | None = arg(
         None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
     )
-    rollout_ahead: int = arg(0, help="rollouts sampled ahead, while another one is trained on", within="[0, 8]")
+    rollout_ahead: int = arg(0, help="rollouts sampled in advance, during training on another", within="[0, 8]")
 
     # Algorithm
-    gamma: float = arg(1.0, help="what a reward is worth a token earlier", within="[0, 1]")
-    lam: float = arg(0.95, help="of the advantages; 1: the return less the value, 0: one token ahead", within="[0, 1]")
+    gamma: float = arg(1.0, help="discount factor per token", within="[0, 1]")
+    lam: float = arg(0.95, help="GAE's λ; 1: return minus value, 0: one token ahead", within="[0, 1]")
     vf_coef: float = arg(0.1, help="weight of the critic's loss", within="[0, inf)")
-    vf_lr_multiplier: float = arg(10.0, help="the critic's head learns so many times as fast", within="(0, 1e6]")
-    cliprange_value: float = arg(0.2, help="how far a value may move from that of the rollout", within="(0, inf)")
+    vf_lr_multiplier: float = arg(10.0, help="the critic head's learning rate, relative to the model's", within="(0, 1e6]")
+    cliprange_value: float = arg(0.2, help="clip range of a value around the rollout's", within="(0, inf)")
     beta: float = arg(0.05, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
-    use_kl_in_reward: bool = arg(True, help="take the KL from the reward of each token; false: add it to the loss")
+    use_kl_in_reward: bool = arg(True, help="subtract the KL from each token's reward; false: add it to the loss")
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon", within="[0, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
     importance_cap: float = arg(2.0, help="largest weight of a token that another model sampled", within="[1, 1e6]")
     num_iterations: int = arg(4, help="updates on each window of a rollout: epochs", within="[1, 1e6]")
-    steps_per_generation: int = arg(1, help="windows that one rollout serves: minibatches", within="[1, 1e6]")
+    steps_per_generation: int = arg(1, help="windows of a rollout: minibatches", within="[1, 1e6]")
 
     def __post_init__(self) -> None:
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):

@@ -49,7 +49,7 @@ class Args(CommonArgs):
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     objective: Literal["pairs", "regression"] = arg("pairs", help="regression: on the number of each row, column score")
-    center_rewards_coefficient: float = arg(0.0, help="how strongly scores are held around 0", within="[0, inf)")
+    center_rewards_coefficient: float = arg(0.0, help="weight of the term that keeps scores near 0", within="[0, inf)")
 
     def __post_init__(self) -> None:
         if self.use_peft and not self.merge_lora:
