@@ -1,16 +1,16 @@
 """On-policy distillation: prompts and a teacher -> a model that writes what the teacher would have written in its place.
 
-Completions are sampled from the model, and at each of their tokens its distribution is drawn to the teacher's (GKD: Agarwal
-et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a window (all micro-batches of all processes):
+Completions are sampled from the model, and at each of their tokens its distribution is pulled towards the teacher's (GKD:
+Agarwal et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a window (all micro-batches of all processes):
 
     loss = 1/N Σ_t D(π(· | tokens before t), π_teacher(· | tokens before t))
 
 1. D is the reverse KL(π || π_teacher) with --beta 1 (the default), the forward KL(π_teacher || π) with 0, between them the
-   generalised Jensen-Shannon divergence, as in TRL. It is over the whole vocabulary, and the sampling has no gradient.
-2. The share --lmbda of the completions is sampled, by default all; the others are those of the data.
-3. Both distributions have the temperature of the sampling. Logits of the two exist for a chunk of the tokens at a time.
-4. The teacher has the student's tokens. Where one's vocabulary is padded to more of them, these are left out; the teacher
-   reads another token in the place of one that it lacks.
+   generalised Jensen-Shannon divergence, as in TRL. It covers the whole vocabulary; sampling has no gradient.
+2. The share --lmbda of the completions is sampled, by default all; the others come from the data.
+3. Both distributions use the sampling temperature. Their logits exist for only one chunk of tokens at a time.
+4. The teacher uses the student's tokens. Tokens that only one vocabulary is padded with are left out; the teacher reads a
+   substitute for a token that it lacks.
 
     accelerate launch -m experiments.train_distill                            # the embedded demo, after train_grpo.py
     accelerate launch -m experiments.train_distill --model_name_or_path outputs/sft --teacher_model_name_or_path outputs/grpo
@@ -83,12 +83,12 @@ class Args(CommonArgs):
 
 @dataclass
 class Completion:
-    """What follows a prompt."""
+    """The text after a prompt."""
 
     prompt: Prompt
     ids: list[int]
     finished: bool  # with a stop token
-    sampled: bool  # from the model; else of the data
+    sampled: bool  # by the model; otherwise from the data
 
 
 def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
@@ -97,7 +97,7 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
-    """A dataset row as what `encode_prompt` makes of it, with its completion where --lmbda asks for some of the data's."""
+    """The result of `encode_prompt`, plus the row's completion if --lmbda uses some of the data's."""
     prompt = encode_prompt(row, tokenizer, args)
     if args.lmbda == 1:
         return prompt
@@ -109,7 +109,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 
 
 def check_vocabulary(args: Args, tokenizer: Tokenizer) -> None:
-    """Raise UserError where a token of the student's is another one of the teacher's."""
+    """Raise UserError if a token of the student means another one for the teacher."""
     name = args.teacher_model_name_or_path
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(args, name).get_vocab()
     if other := sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)):
@@ -122,7 +122,7 @@ def check_vocabulary(args: Args, tokenizer: Tokenizer) -> None:
 def divergence(
     logits: torch.Tensor, rows: torch.Tensor, *, teacher_logits: Callable[[torch.Tensor], torch.Tensor], beta: float
 ) -> torch.Tensor:
-    """Of a chunk of the targets: (n, V), (n,) -> (n,). teacher_logits: (n,) -> (n, V)."""
+    """The divergence for a chunk of targets: (n, V), (n,) -> (n,). teacher_logits: (n,) -> (n, V)."""
     theirs = teacher_logits(rows)
     V = min(logits.shape[1], theirs.shape[1])  # one of them may be padded
     return generalized_jsd(logits[:, :V], theirs[:, :V], beta)
@@ -131,8 +131,8 @@ def divergence(
 def roll_out(
     args: Args, accelerator: Accelerator, sampler: Sampler, prompts: list[Prompt], rollout: int
 ) -> list[Completion]:
-    """A completion of each prompt: the share args.lmbda of them sampled, evenly among those of the data; each process its
-    share, and all of them get everything. What is drawn is a function of (seed, rollout, place), whoever samples it."""
+    """A completion of each prompt: the share args.lmbda of them sampled, spread evenly among those of the data. Each process
+    samples a share and gets them all. Random numbers are a function of (seed, rollout, place), whichever process samples."""
     places = range(rollout * len(prompts), (rollout + 1) * len(prompts))
     is_sampled = [int((place + 1) * args.lmbda) > int(place * args.lmbda) for place in places]
     asked = [i for i in range(len(prompts)) if is_sampled[i]]
@@ -172,14 +172,14 @@ def make_window(completions: list[Completion], args: Args, accelerator: Accelera
 
 
 def log_rollout(run: Run, step: int, completions: list[Completion], tokenizer: Tokenizer) -> None:
-    """The rollout that serves `step`: lengths of what was sampled, and a line per completion in completions.jsonl."""
+    """Log the rollout used from `step` on: lengths of sampled completions, and a line for each in completions.jsonl."""
     sampled = [c for c in completions if c.sampled]
     if sampled:
         lengths = [len(c.ids) for c in sampled]
         logged = {"mean": np.mean(lengths), "min": min(lengths), "max": max(lengths)}
         run.metrics.add(**{f"completions/{name}_length": float(length) for name, length in logged.items()})
         run.metrics.add(**{"completions/clipped_ratio": float(np.mean([not c.finished for c in sampled]))})
-    run.metrics.close_window()  # they count also where the step is not taken
+    run.metrics.close_window()  # they count even if the step is skipped
     texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
     lines = [
         {"step": step, "prompt": c.prompt["prompt"], "completion": text, "finished": c.finished, "sampled": c.sampled}

@@ -1,4 +1,4 @@
-"""KTO: answers, each labelled good or bad, without a pair -> a model that writes the good ones.
+"""KTO: single answers labelled good or bad -> a model that writes good ones.
 
 Over the S answers of a window (all micro-batches of all processes), π the model, π_ref the model at the start
 (Ethayarajh et al. 2024, arXiv 2402.01306), w the weight of the label:
@@ -6,8 +6,8 @@ Over the S answers of a window (all micro-batches of all processes), π the mode
     loss = 1/S · Σ w · [1 - σ(±(β·log π(answer)/π_ref(answer) - β·KL))],    + for a good answer, - for a bad one
 
 log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off.
-KL is the mean of log π/π_ref over the window's mismatched pairs, each prompt with the answer of the next row, at least 0,
-and has no gradient. --loss_type apo_zero_unpaired does without it.
+KL is the mean of log π/π_ref over the window's mismatched pairs (each prompt with the next row's answer), at least 0,
+without gradient. --loss_type apo_zero_unpaired omits it.
 
     accelerate launch -m experiments.train_kto                                # the embedded demo, ~1 minute on a CPU
     accelerate launch -m experiments.train_kto --model_name_or_path outputs/sft --dataset_name labelled.jsonl
@@ -88,15 +88,15 @@ def main(args: Args) -> None:
     # --- the gradient of a window ------------------------------------------------------------------------------------
     @torch.no_grad()
     def kl_of(rows: list[Sequence]) -> torch.Tensor:
-        """The KL term of these rows, which all processes hold and share out: ()."""
+        """The KL term of these rows, which all processes have and share the work for: ()."""
         total = torch.zeros((), device=accelerator.device)
-        if args.loss_type == "kto" and len(rows) > 1:  # a row alone has no mismatched pair
+        if args.loss_type == "kto" and len(rows) > 1:  # a single row has no mismatched pair
             for batch in eval_batches(mismatched(rows, args.max_length), accelerator, args.per_device_eval_batch_size):
                 total += (model(batch).logps - reference(batch).logps).sum()
         return (accelerator.reduce(total, "sum") / len(rows)).clamp(min=0)
 
     def answer_losses(batch: Batch, out: Output, kl: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss of each answer, and what is logged beside it, (S,) each."""
+        """The loss of each answer and the metrics logged with it, (S,) each."""
         logps = segment_sum(out.logps, batch["cu_seqlens"])  # (S,)
         ref_logps = reference.sums(batch)
         losses, rewards = kto_loss(
@@ -110,7 +110,7 @@ def main(args: Args) -> None:
         return {"loss": losses, "rewards": rewards, "rewards/accuracies": is_right.float()}
 
     def evaluate() -> dict[str, float]:
-        """With the KL term of the held-out rows."""
+        """Evaluate, with the KL term of the held-out rows."""
         kl = kl_of([row for i in range(len(held_out)) for row in held_out[i]])
         return evaluate_means(args, accelerator, model, held_out, lambda batch: answer_losses(batch, model(batch), kl))
 

@@ -1,7 +1,7 @@
-"""Proximal policy optimisation: prompts and rewards -> a model that is better at what is rewarded, by a critic's values.
+"""Proximal policy optimisation: prompts and rewards -> a model with higher rewards, trained with a critic.
 
-A completion is sampled for each prompt; a critic, a small head on the model's own states, says what can be expected before
-each of its tokens, and what came out better is made more probable (Schulman et al. 2017, arXiv 1707.06347; for language
+A completion is sampled for each prompt; a critic, a small head on the model's own states, predicts the return before
+each of its tokens, and what turned out better becomes more probable (Schulman et al. 2017, arXiv 1707.06347; for language
 models Ouyang et al. 2022, 2203.02155). Over the tokens t of the completions of a window (all micro-batches of all
 processes), N of them:
 
@@ -10,14 +10,14 @@ processes), N of them:
     ρ_t  = π(token_t) / π_old(token_t),   V' = clip(V, V_old - c, V_old + c)
     loss = 1/N Σ_t [-min(ρ_t A_t, clip(ρ_t, 1-ε, 1+ε_high) A_t) + vf_coef/2 max((V_t-R_t)², (V'_t-R_t)²) - entropy_coef H_t]
 
-1. V_t is read where the token before t stands: it knows the prompt and what was written, and not token t. It begins at 0.
+1. V_t is read at the token before t: it depends on the prompt and the text so far, not on token t. It starts at 0.
 2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the sampling
    temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
-3. KL is to the model at the start. --use_kl_in_reward false puts it into the loss, as in GRPO, by the k3 estimator; with
-   β = 0 there is no such model in memory.
-4. A completion that no function rewarded, and with --mask_truncated_completions one that was cut, counts nowhere.
-5. One rollout serves steps_per_generation windows (minibatches), num_iterations times each (epochs). Values and advantages
-   stay what they were when it was sampled; a minibatch is whitened by itself.
+3. KL is relative to the initial model. --use_kl_in_reward false puts it into the loss, as in GRPO, by the k3 estimator;
+   with β = 0 no such model is loaded.
+4. A completion that no function rewarded, or with --mask_truncated_completions a truncated one, counts nowhere.
+5. One rollout gives steps_per_generation windows (minibatches), each used num_iterations times (epochs). Values and
+   advantages stay as they were when it was sampled; each minibatch is whitened separately.
 
     accelerate launch -m experiments.train_ppo                                # the embedded demo, ~2 minutes on a CPU
     accelerate launch -m experiments.train_ppo --model_name_or_path outputs/sft --dataset_name prompts.jsonl
@@ -149,7 +149,7 @@ def roll_out(
 
 
 def add_rewards(completions: list[Completion], weights: list[float]) -> None:
-    """The reward of each completion; NaN where no function gave one."""
+    """Set each completion's reward; NaN if no function gave one."""
     table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
     per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
     reward = combine_rewards(per_function, weight)  # (C,)
@@ -190,7 +190,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
 
 
 def value_head(D: int) -> nn.Module:
-    """The critic: (T, D) -> (T, 1), at first 0 everywhere."""
+    """The critic: (T, D) -> (T, 1), initially 0 everywhere."""
     last = nn.Linear(4 * D, 1)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
@@ -198,14 +198,14 @@ def value_head(D: int) -> nn.Module:
 
 
 def values_of(out: Output, batch: Batch) -> torch.Tensor:
-    """What the critic says before each target: (T,), 0 elsewhere."""
+    """The critic's value before each target: (T,), 0 elsewhere."""
     values = out.extra["value"][batch["previous"], 0].float()  # (N,)
     return torch.zeros_like(out.logps).index_put((batch["targets"],), values)
 
 
 def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict[str, float]:
-    """Give this process's completions their returns, and their advantages, whitened over those of all processes. Returns
-    which share of the variance of the returns the critic explains."""
+    """Add returns to this process's completions, and advantages, whitened over all processes. Returns the explained variance
+    of the critic."""
     pairs = []
     for [sequence] in window.examples:
         on, rewards, values = sequence["loss_mask"] > 0, sequence["reward"], sequence["old_values"]
@@ -215,7 +215,7 @@ def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict
         sequence["advantage"][on] = gae(*(torch.tensor(x[on]) for x in (rewards, values)), gamma=args.gamma, lam=args.lam)
         sequence["return"][on] = sequence["advantage"][on] + values[on]
         pairs += zip(sequence["advantage"][on].tolist(), sequence["return"][on].tolist(), strict=True)
-    advantages, returns = np.array(gather_lists(accelerator, pairs) or [(0.0, 0.0)]).T  # of all tokens that count
+    advantages, returns = np.array(gather_lists(accelerator, pairs) or [(0.0, 0.0)]).T  # all tokens that count
     for [sequence] in window.examples:
         whitened = (sequence["advantage"] - advantages.mean()) / (advantages.std() + 1e-8)
         sequence["advantage"] = (whitened * (sequence["loss_mask"] > 0)).astype(np.float32)
@@ -272,7 +272,7 @@ def main(args: Args) -> None:
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
 
     def at_rollout(batch: Batch) -> dict[str, torch.Tensor]:
-        """What the model says of a batch before its first update on the rollout."""
+        """The model's outputs for a batch before its first update on the rollout."""
         out = unwrapped(batch, temperature=args.temperature, extra=["value"])
         return {"old_logps": out.logps, "old_values": values_of(out, batch)}
 

@@ -4,8 +4,8 @@ Over the P pairs of a window (all micro-batches of all processes), r the score (
 
     loss = 1/P · Σ -log σ(r(chosen) - r(rejected) - margin) + center_rewards_coefficient · (r(chosen) + r(rejected))²
 
---objective regression: of rows with a number, the column score, it is the mean of (r - score)². r is a linear head on the
-state of the last token. Dropout is off. The end is an AutoModelForSequenceClassification in output_dir/classifier.
+--objective regression: for rows with a number in the column score, it is the mean of (r - score)². r is a linear head on the
+state of the last token. Dropout is off. The result is an AutoModelForSequenceClassification in output_dir/classifier.
 Both answers of a pair are in the same row, after their prompt, which is stored once.
 
     accelerate launch -m experiments.train_reward                             # the embedded demo, ~1 minute on a CPU
@@ -92,7 +92,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
-        """The loss of each pair, and what is logged beside it, (B,) each; for a regression of each answer."""
+        """The loss of each pair and the metrics logged with it, (B,) each; for a regression of each answer."""
         scores = out.extra["score"][batch["cu_seqlens"][1:] - 1, 0].float()  # (S,)
         if not pairs:
             return {"loss": (scores - batch["score"]) ** 2, "rewards": scores}
@@ -105,7 +105,7 @@ def main(args: Args) -> None:
             "rewards/rejected": rejected_rewards,
             "rewards/margins": chosen_rewards - rejected_rewards,
             "rewards/accuracies": (chosen_rewards > rejected_rewards).float(),
-            "rewards/confidences": (chosen_rewards - rejected_rewards).abs().sigmoid(),  # calibrated: as large as that
+            "rewards/confidences": (chosen_rewards - rejected_rewards).abs().sigmoid(),  # if calibrated, the accuracy
         }
 
     def eval_losses(batch: Batch) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Rejection-sampling fine-tuning: prompts and rewards -> the model's own answers that they accept -> SFT on these.
+"""Rejection-sampling fine-tuning: prompts and rewards -> the model's own accepted answers -> SFT on these.
 
 Before its first step the model answers each prompt num_generations times. The answers whose rewards add up to
 reward_threshold or more are written to output_dir/accepted.jsonl, each once (Yuan et al. 2023, arXiv 2308.01825). The rest
@@ -80,8 +80,8 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> dict[str, Any]:
 
 
 def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer, file: Path) -> None:
-    """Answer the prompts of the dataset, each process its share, and write the distinct answers that the rewards accept.
-    What is drawn for an answer is a function of (seed, its place)."""
+    """Answer the dataset's prompts, each process a share, and write the distinct answers that the rewards accept. The random
+    numbers of an answer are a function of (seed, its place)."""
     prompts = load_prompts(args, encode_prompt, tokenizer, recognise=prompt_format)[0].rows
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
     mine = range(accelerator.process_index, len(prompts) * args.num_generations, accelerator.num_processes)
@@ -105,7 +105,7 @@ def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, token
     if not accepted:
         wanted = f"at most {args.max_completion_length} tokens and a reward of {args.reward_threshold:g} or more"
         raise UserError(f"no answer has {wanted}: nothing to train on (--max_completion_length, --reward_threshold)")
-    if accelerator.is_main_process or args.dry_run:  # which has a folder on each process
+    if accelerator.is_main_process or args.dry_run:  # in a dry run each process has its own folder
         rows = []
         for i, text in accepted:
             row = {name: prompts[i][name] for name in ("prompt", "tools") if name in prompts[i]}
@@ -125,7 +125,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args)
     model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
     file = Path(tempfile.mkdtemp() if args.dry_run else args.output_dir, "accepted.jsonl")
-    if run.checkpoint is None:  # else it is there, of the model before its first step
+    if run.checkpoint is None:  # else the file exists, with answers of the initial model
         write_accepted(args, accelerator, model, tokenizer, file)
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
     own |= dict.fromkeys(("dataset_config", "dataset_weights", "dataset_format"))

@@ -1,8 +1,8 @@
-"""GRPO with tools: prompts, an environment and rewards -> a model that calls tools where that is rewarded.
+"""GRPO with tools: prompts, an environment and rewards -> a model that calls tools when that is rewarded.
 
-A completion is an episode of several turns, in an environment of its own: an object of the user's class, whose public
-methods the model may call. What they say is put after the turn, and the model goes on; a turn without a call is the last.
-As in train_grpo.py, over the tokens t that the model itself has written in the completions i of a window:
+A completion is an episode of several turns, in its own environment: an object of the user's class, whose public methods
+the model may call. Their output is appended to the turn, and the model continues; a turn without a call is the last.
+As in train_grpo.py, over the tokens t that the model itself wrote in the completions i of a window:
 
     A_i  = (r_i - mean of the group) / (std of the group + 1e-4)
     ρ_t  = π(token_t) / π_old(token_t)
@@ -20,12 +20,12 @@ As in train_grpo.py, over the tokens t that the model itself has written in the 
    the value of the loss means little: watch the reward.
 6. If the sampler differs from π_old (--rollout_server), the clipped part is multiplied by
    min(π_old / π_sampler, importance_cap), or completions with too large a difference are left out (docs/rollouts.md).
-7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` begins an episode, and may return text that is put
-   after the prompt; `get_reward()`, if there is one, is a reward beside --reward_funcs, which get the objects as
-   `environments`; any other public method is a tool. What goes wrong in a tool is told to the model, in words.
-8. A call is JSON in <tool_call> tags where the chat template asks for that, else, in short, [name argument].
+7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` starts an episode, and may return text to append
+   to the prompt; `get_reward()`, if there is one, is a reward in addition to --reward_funcs, which get the objects
+   as `environments`; any other public method is a tool. Errors of a tool are reported to the model, in words.
+8. A call is JSON in <tool_call> tags if the chat template asks for that, else the short form [name argument].
 9. max_completion_length counts all tokens after the prompt. An episode that needs more, or more turns with calls than
-   max_tool_calling_iterations, is cut.
+   max_tool_calling_iterations, is truncated.
 10. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions of a prompt.
 
     accelerate launch train_sft.py --config experiments/configs/tools_sft.yaml  # has seen a calculator used now and then
@@ -136,7 +136,7 @@ class Args(CommonArgs):
 
 
 class Environment(NamedTuple):
-    """The user's class: what makes an object for an episode, its tools, and its own reward, if it has one."""
+    """The user's class: a function that makes an episode's object, its tools, and its own reward, if any."""
 
     make: Callable[[], Any]
     tools: Tools
@@ -145,7 +145,7 @@ class Environment(NamedTuple):
 
 @dataclass
 class Completion:
-    """An episode: what was sampled for one prompt, turn by turn, and what the tools have said."""
+    """An episode: everything sampled for one prompt, turn by turn, and the tools' output."""
 
     prompt: Prompt
     ids: list[int]
@@ -157,24 +157,24 @@ class Completion:
     reward: float = math.nan  # their weighted sum; NaN: all abstained
     advantage: float = 0.0
     environment: Any = None
-    sampled: list[int] = field(default_factory=list)  # 1: the model has written the token; 0: a tool, or the framing
+    sampled: list[int] = field(default_factory=list)  # 1: the model wrote the token; 0: a tool, or the framing
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: int = 0
     failures: int = 0
 
     def write(self, ids: list[int], logps: list[float] | None = None) -> None:
-        """These tokens come next. logps: with which the model has sampled them; None: it has not, and they are 0."""
+        """Append tokens. logps: their log-probabilities if the model sampled them; None: it did not, and they are 0."""
         self.ids, self.logps = self.ids + ids, self.logps + (logps or [0.0] * len(ids))
         self.sampled = self.sampled + [int(logps is not None)] * len(ids)
 
 
 def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
-    """The class that --environment_factory names. One object is made, to see its methods."""
+    """The class named by --environment_factory. One object is created to inspect its methods."""
     where = f"--environment_factory {args.environment_factory}"
     try:
         make = from_file(args.environment_factory, args.tool_timeout, "class")
         made = must("making one", make, args.tool_timeout)
-        # Static ones, too, and those of the class, but not what a built-in base brings along.
+        # Including static and class methods, but not those inherited from a built-in base.
         members = inspect.getmembers(type(made), callable)
         methods = [name for name, m in members if inspect.isfunction(inspect.unwrap(m)) or inspect.ismethod(m)]
         names = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
@@ -203,7 +203,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args, tools: Tools) -> Prompt:
 
 
 def begin(args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Prompt, key: tuple[int, ...]) -> Completion:
-    """An episode before its first turn. key: the seed of what is random in its environment."""
+    """An episode before its first turn. key: the seed of its environment's randomness."""
     made = must("--environment_factory: making one", environment.make, args.tool_timeout)
     columns = {name: value for name, value in prompt.items() if name not in ("prompt_ids", "tools")}
     columns = {"seed": int(np.random.default_rng(key).integers(2**31))} | columns
@@ -219,24 +219,23 @@ def begin(args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Pr
 
 
 def answer(args: Args, tools: Tools, c: Completion, wanted: dict[str, Any]) -> str:
-    """What a tool says to a call. What goes wrong is said to the model, too."""
+    """A tool's response to a call. Errors are reported to the model, too."""
     c.calls += 1
     try:
         if wanted["name"] not in tools.arguments or "error" in wanted:
             raise ValueError(wanted.get("error", f"there is no tool {wanted['name']}, but {', '.join(tools.arguments)}"))
         said = str(call(getattr(c.environment, wanted["name"]), args.tool_timeout, **wanted["arguments"]))
-    except BaseException as error:  # a user's code may raise anything, and call sys.exit
+    except BaseException as error:  # user code may raise anything, and call sys.exit
         c.failures += 1
         said = f"error: {quoted(error, 500, str) or type(error).__name__}"
         if isinstance(error, TimeLimitReached):
             said = f"error: it took more than {args.tool_timeout:g} s"
-    said = said[: 256 * args.max_completion_length]  # no token has so many characters: what is cut would not fit anyway
-    return said.encode(errors="replace").decode()  # halves of surrogate pairs are no text
+    said = said[: 256 * args.max_completion_length]  # no token has so many characters: the rest would not fit anyway
+    return said.encode(errors="replace").decode()  # lone surrogates are not valid text
 
 
 def end_turn(args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn: Sampled, is_last: bool) -> bool:
-    """Take over what was sampled in a turn, and write after it what the tools say to its calls. Returns whether the episode
-    goes on."""
+    """Add a sampled turn, followed by the tools' responses to its calls. Returns whether the episode continues."""
     c.write(turn.ids, turn.logps)
     can_go_on = turn.ids[-1] == tokenizer.convert_tokens_to_ids(end_of_turn(tokenizer))
     calls = read_calls(tokenizer.decode(turn.ids, clean_up_tokenization_spaces=False), tools) if can_go_on else []
@@ -265,8 +264,8 @@ def roll_out(
     group: int,
     temperature: float,
 ) -> list[Completion]:
-    """Play and score one episode for each of C prompts (each occurs `group` times); each process its share, and all of
-    them get everything. What is drawn in an episode is a function of (key, its place, turn), whoever plays it."""
+    """Run and score one episode for each of C prompts (each occurs `group` times). Each process runs a share and gets them
+    all. An episode's random numbers are a function of (key, its place, turn), whichever process runs it."""
     share = -(-len(prompts) // accelerator.num_processes)
     mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
     completions = [begin(args, tokenizer, environment, prompts[i], (*key, i // group)) for i in mine]
@@ -282,7 +281,7 @@ def roll_out(
         is_last = turn == args.max_tool_calling_iterations
         turns = zip(playing.items(), sampled, strict=True)
         playing = {i: c for (i, c), s in turns if end_turn(args, tokenizer, environment.tools, c, s, is_last)}
-        if not any(gather_lists(accelerator, [len(playing)])):  # all processes sample as often: weights may be sharded
+        if not any(gather_lists(accelerator, [len(playing)])):  # all processes sample equally often: weights may be sharded
             break
     written = [[token for token, is_sampled in zip(c.ids, c.sampled, strict=True) if is_sampled] for c in completions]
     objects = {"environments": [c.environment for c in completions]}
@@ -361,7 +360,7 @@ def add_token_weights(windows: list[Window], completions: list[Completion], args
 
 
 def log_rollout(run: Run, step: int, completions: list[Completion], rewards: list[Reward], group: int) -> None:
-    """As Run.log_rollout; and how often tools are called in an episode, and which share of the calls fails."""
+    """Like Run.log_rollout, plus the number of tool calls per episode, and the share of calls that fail."""
     calls, failures = (sum(getattr(completion, name) for completion in completions) for name in ("calls", "failures"))
     tools = {"tools/call_frequency": calls / len(completions), "tools/failure_frequency": failures / max(calls, 1)}
     run.log_rollout(step, completions, rewards, group, lengths=[sum(c.sampled) for c in completions], **tools)
@@ -418,7 +417,7 @@ def main(args: Args) -> None:
     play = partial(roll_out, args, accelerator, sampler, tokenizer, rewards, environment)
 
     def evaluate() -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """The held-out prompts, played at each of eval_temperatures: means, and the episodes."""
+        """Run the held-out prompts at each of eval_temperatures: means, and the episodes."""
         means, samples = {}, []
         sampler.sync(run.step)  # servers get the weights
         for temperature in args.eval_temperatures if eval_prompts else ():
