@@ -29,7 +29,7 @@ MESSAGES = (
 
 
 # On a CPU: the size of a row's hidden states that fits its cache, and the tokens below which matrix products are slow.
-# Autocast converts the weights anew for each part.
+# Autocast converts the weights again for each part.
 CACHED_NUMBERS, LEAST_TOKENS, LEAST_TOKENS_AUTOCAST = 2**18, 512, 1024
 
 

@@ -162,7 +162,7 @@ def add_rewards(completions: list[Completion], weights: list[float]) -> None:
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
     """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
-    The reward of a completion stands on its last token.
+    The reward of a completion is on its last token.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes

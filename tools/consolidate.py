@@ -15,7 +15,7 @@ from common.run.output_dir import find_damage
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m tools.consolidate", description="make a model folder of a sharded checkpoint")
+    parser = argparse.ArgumentParser("python -m tools.consolidate", description="sharded checkpoint -> model folder")
     parser.add_argument("checkpoint", help="a checkpoint of a run with --sharded_checkpoints")
     parser.add_argument("out", help="folder to write the model to")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")

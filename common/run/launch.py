@@ -130,8 +130,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
 
 
 def refuse_a_disk_of_its_own(accelerator: Accelerator, path: Path, needed: bool, patience: float = 30.0) -> None:
-    """Check that every machine sees what the main process has written. Called on every process. If one does not, and needs
-    to (to resume from it, or to write its shards beside it), raises UserError on all processes; otherwise prints a line.
+    """Check that every machine sees what the main process has written. Called on every process. If one does not but must (to
+    resume from it, or to write its shards beside it), raises UserError on all processes; otherwise prints a line.
 
     patience: seconds to wait, as a network file system may show new files late.
     """
