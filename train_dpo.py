@@ -7,8 +7,8 @@ Over the P pairs of a window (all micro-batches of all processes), π the model,
            - sft_weight/N · Σ over the N tokens of the chosen answers of log π(token)
 
 log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off.
-The second term is RPO's (2404.19733), off by default. --loss_type selects variants of the first one, of which simpo and
-orpo need no π_ref; several are summed with --loss_weights (MPO, 2411.10442: sigmoid 0.8, bco_pair 0.2, --sft_weight 1).
+The second term (RPO, 2404.19733) is off by default. --loss_type selects variants of the first one (simpo and orpo
+need no π_ref); several are summed with --loss_weights (MPO, 2411.10442: sigmoid 0.8, bco_pair 0.2, --sft_weight 1).
 Both answers of a pair are in the same row, after their prompt, which is stored once.
 
     accelerate launch train_dpo.py                                            # the embedded demo, ~1 minute on a CPU
@@ -138,7 +138,7 @@ def main(args: Args) -> None:
         P, chosen_tokens = window.num_sequences // 2, window.total("loss_mask", sequences=slice(0, None, 2))
         for batch in window:
             with accelerator.accumulate(model):
-                pair_mask = batch["sequence_mask"][::2]  # (B,) 1; 0 where a process has no pair left
+                pair_mask = batch["sequence_mask"][::2]  # (B,) 1; 0 if a process has no pair left
                 out = model(batch)
                 logged = pair_losses(batch, out)
                 sft_loss = -(logged["logps/chosen"] * pair_mask).sum() / chosen_tokens
@@ -146,7 +146,7 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -163,7 +163,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

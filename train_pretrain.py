@@ -71,7 +71,7 @@ class Args(CommonArgs):
         if self.num_experts and (self.model_name_or_path or self.config_name):
             raise UserError("--num_experts is for a new model: not with --model_name_or_path or --config_name")
         if self.num_experts and self.router_aux_loss_coef is None:
-            self.router_aux_loss_coef = 0.01  # without it a new model soon routes all tokens to a few experts
+            self.router_aux_loss_coef = 0.01  # otherwise a new model soon routes all tokens to a few experts
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
@@ -124,7 +124,7 @@ def main(args: Args) -> None:
     else:  # documents of more than max_length tokens are cut
         pieces = (chunk(data, args.max_length, across=False) for data in (train, held_out))
         train, held_out = (pack(data, args.max_length) for data in pieces)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of an update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
     baseline = unigram_perplexity(train, held_out, len(tokenizer))
 
     # --- model -------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def main(args: Args) -> None:
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -167,7 +167,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

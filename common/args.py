@@ -317,7 +317,7 @@ def save_args(args: CommonArgs, path: Path) -> None:
 
 
 def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
-    """What a new value of each argument means for a resumed run (see MayChange)."""
+    """The effect of a new value of each argument on a resumed run (see MayChange)."""
     found = {}
     for f in dataclasses.fields(args_class):
         cls, first = first_definition(args_class, f.name)

@@ -1,4 +1,4 @@
-"""On-policy distillation: prompts and a teacher -> a model that writes what the teacher would have written in its place.
+"""On-policy distillation: prompts and a teacher -> a model that writes what the teacher would have written.
 
 Completions are sampled from the model, and at each of their tokens its distribution is pulled towards the teacher's (GKD:
 Agarwal et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a window (all micro-batches of all processes):
@@ -87,7 +87,7 @@ class Completion:
 
     prompt: Prompt
     ids: list[int]
-    finished: bool  # with a stop token
+    finished: bool  # ended with a stop token
     sampled: bool  # by the model; otherwise from the data
 
 
@@ -249,7 +249,7 @@ def main(args: Args) -> None:
             run.metrics.add(mask, entropy=out.entropy)
             run.metrics.add(batch["sampled"], **{"loss/sampled": losses})
             run.metrics.add(mask - batch["sampled"], **{"loss/data": losses})
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(rollouts)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -267,7 +267,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

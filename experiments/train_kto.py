@@ -120,7 +120,7 @@ def main(args: Args) -> None:
         run.metrics.add(kl=kl)
         for batch in window:
             with accelerator.accumulate(model):
-                mask = batch["sequence_mask"]  # (S,) 1; 0 where a process has no answer left
+                mask = batch["sequence_mask"]  # (S,) 1; 0 if a process has no answer left
                 out = model(batch)
                 logged = answer_losses(batch, out, kl)
                 loss = (logged.pop("loss") * mask).sum() / window.num_sequences  # <- the algorithm
@@ -129,7 +129,7 @@ def main(args: Args) -> None:
             run.metrics.add(mask * (1 - batch["label"]), **{"rewards/rejected": logged.pop("rewards")})
             run.metrics.add(mask, **logged)
             run.metrics.add_sum(loss=loss)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -146,7 +146,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -116,14 +116,14 @@ def main(args: Args) -> None:
         P = window.num_sequences // (1 + pairs)
         for batch in window:
             with accelerator.accumulate(model):
-                pair_mask = batch["sequence_mask"][:: 1 + pairs]  # (B,) 1; 0 where a process has no pair left
+                pair_mask = batch["sequence_mask"][:: 1 + pairs]  # (B,) 1; 0 if a process has no pair left
                 out = model(batch, extra=["score"])
                 logged = pair_losses(batch, out)
                 loss = (logged.pop("loss") * pair_mask).sum() / P  # <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -139,7 +139,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

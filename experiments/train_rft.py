@@ -69,7 +69,7 @@ class Args(CommonArgs):
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)} and any field
-    of your own, n numbers or one, which arrives in the batch (--turn_dropping cuts it as it does the tokens). A row that
+    of your own, n numbers or one, which is passed on to the batch (--turn_dropping truncates it like the tokens). A row that
     raises BadRow is left out, counted and reported."""
     return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
 
@@ -134,7 +134,7 @@ def main(args: Args) -> None:
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of an update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
 
     # --- model -------------------------------------------------------------------------------------------------------
     optimizer = make_optimizer(args, model)
@@ -159,7 +159,7 @@ def main(args: Args) -> None:
                     loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -176,7 +176,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -150,7 +150,7 @@ class Completion:
     prompt: Prompt
     ids: list[int]
     logps: list[float]  # of the tokens under the sampler, temperature included
-    finished: bool  # with a stop token
+    finished: bool  # ended with a stop token
     text: str
     rewards: list[float | None]  # one per function; None: it abstained
     counted: bool  # whether it is trained on
@@ -471,7 +471,7 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     # Saved between rollouts, so that a checkpoint need not hold completions.
@@ -505,9 +505,9 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         if step % rollouts.updates_per_rollout == 0:
-            sampler.check(run.metrics)  # that the sampler has the trained weights
+            sampler.check(run.metrics)  # fails if the sampler has other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

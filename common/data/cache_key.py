@@ -87,7 +87,7 @@ def constants(function: FunctionType) -> dict[str, Any]:
 
 
 def _used(function: FunctionType) -> tuple[list[FunctionType], list[type], list[ModuleType]]:
-    """What a function's result may depend on: functions and classes of its module, and other user modules."""
+    """Everything that a function's result may depend on: functions and classes of its module, and other user modules."""
     functions, classes, modules = [function], [], []
     for f in functions:  # grows during the loop
         values = [f.__globals__.get(name) for code in _codes(f) for name in code.co_names]

@@ -53,7 +53,7 @@ class Encoded(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What all examples of a dataset have in common."""
+    """The properties that all examples of a dataset share."""
 
     per_example: int  # sequences per example
     fields: dict[str, Field]  # besides ids and mask

@@ -144,7 +144,7 @@ def estimate(
         if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
             made = of_the_run(*(run.forward.made for run in runs))
             if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-                # Little survives between the blocks, so count one block's share: its forward, recomputed forward and
+                # Little survives between the blocks, so only one block's share is lost: its forward, recomputed forward and
                 # backward, and its gradients, which cannot reuse the space of activations.
                 made /= max(1, len(stages) - 1)
                 made += max(of_the_run(*(stretch.made for stretch in stage)) for stage in stages)

@@ -176,7 +176,7 @@ def _case(row: Row) -> Case:
 
 
 def _problem(name: str, value: Any) -> str:
-    """What a check's value has to be, if it is something else; else ""."""
+    """The required form of a check's value, if it does not have it; else ""."""
     if name in ("regex", "reward"):
         return "" if isinstance(value, str) and value else "expected text"
     if name == "number":
