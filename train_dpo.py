@@ -7,8 +7,8 @@ Over the P pairs of a window (all micro-batches of all processes), π the model,
            - sft_weight/N · Σ over the N tokens of the chosen answers of log π(token)
 
 log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off.
-The second term is RPO's (2404.19733), off by default. --loss_type chooses relatives of the first one, of which simpo and
-orpo need no π_ref; several are summed with --loss_weights (MPO, 2411.10442: sigmoid 0.8, bco_pair 0.2, --sft_weight 1).
+The second term (RPO, 2404.19733) is off by default. --loss_type selects variants of the first one (simpo and orpo
+need no π_ref); several are summed with --loss_weights (MPO, 2411.10442: sigmoid 0.8, bco_pair 0.2, --sft_weight 1).
 Both answers of a pair are in the same row, after their prompt, which is stored once.
 
     accelerate launch train_dpo.py                                            # the embedded demo, ~1 minute on a CPU
@@ -17,7 +17,7 @@ Both answers of a pair are in the same row, after their prompt, which is stored 
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
 loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
-one before; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
 load-balancing loss of a mixture of experts (common/model/experts.py).
@@ -46,17 +46,17 @@ class Args(CommonArgs):
     output_dir: str = arg("outputs/dpo", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     per_device_train_batch_size: int = arg(8, help="pairs (with --packing: rows) per process and micro-batch")
-    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers keep their start", within="[2, 1e8]")
+    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers are truncated", within="[2, 1e8]")
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     beta: float = arg(0.1, help="how strongly the model is kept close to the reference", within="(0, inf)")
     loss_type: list[Literal[DPO_LOSS_TYPES]] = arg(["sigmoid"], help="one or several; simpo, orpo: without the reference")
-    loss_weights: list[float] | None = arg(None, help="of several loss types; unset: 1 for each", within="(0, inf)")
+    loss_weights: list[float] | None = arg(None, help="weights of several loss types; unset: 1 each", within="(0, inf)")
     label_smoothing: float = arg(0.0, help="assumed share of pairs whose labels are swapped", within="[0, 0.5)")
     simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)")
     sft_weight: float | None = arg(None, help="weight of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
     precompute_ref_log_probs: bool = arg(
-        False, help="score all pairs with the reference once, keep that on disk, and free the model", may_change="execution"
+        False, help="score all pairs with the reference once, cache the scores, and free the model", may_change="execution"
     )
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
-    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
+    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
         reference.precompute(args, train, held_out)  # kept on disk; the model is freed
@@ -134,11 +134,11 @@ def main(args: Args) -> None:
         return logged | {"loss": logged["loss"] + sft_weight * logged["nll_loss"]}
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         P, chosen_tokens = window.num_sequences // 2, window.total("loss_mask", sequences=slice(0, None, 2))
         for batch in window:
             with accelerator.accumulate(model):
-                pair_mask = batch["sequence_mask"][::2]  # (B,) 1; 0 where a process has no pair left
+                pair_mask = batch["sequence_mask"][::2]  # (B,) 1; 0 if a process has no pair left
                 out = model(batch)
                 logged = pair_losses(batch, out)
                 sft_loss = -(logged["logps/chosen"] * pair_mask).sum() / chosen_tokens
@@ -146,7 +146,7 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -163,7 +163,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -9,16 +9,16 @@ For each prompt, G completions are sampled from the model; each is compared with
 
 1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo
    and dr_grpo (whose paper also has --scale_rewards none). A completion that no function rewarded has A_i = 0; with
-   --mask_truncated_completions the tokens of one that was cut count nowhere, and it is still one of the completions.
-2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
-   temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
-3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
-4. A completion without advantage (all rewards of its group are equal) teaches nothing. It stays in the denominator; it is
-   run through the model, and is in the means that are logged, only for β, entropy_coef, top_entropy_quantile, sequence_mask.
-5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
-   value of the loss says little: look at the reward.
-6. Where what sampled was not quite π_old (--rollout_server, --rollout_ahead), the clipped part is multiplied by
-   min(π_old / π_sampler, importance_cap), or completions of which it was too far are left out (docs/rollouts.md).
+   --mask_truncated_completions the tokens of a truncated one count nowhere, but it still counts as a completion.
+2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the sampling
+   temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
+3. KL is relative to the initial model, by the k3 estimator times ρ; with β = 0 (the default) no such model is loaded.
+4. A completion without advantage (all rewards of its group are equal) has no gradient. It stays in the denominator, but is
+   run through the model, and included in logged means, only for β, entropy_coef, top_entropy_quantile or sequence_mask.
+5. One rollout gives steps_per_generation windows, each used num_iterations times; with both at 1 (the default) ρ = 1, and
+   the value of the loss means little: watch the reward.
+6. If the sampler differs from π_old (--rollout_server, --rollout_ahead), the clipped part is multiplied by
+   min(π_old / π_sampler, importance_cap), or completions with too large a difference are left out (docs/rollouts.md).
 
     accelerate launch train_grpo.py                                           # the embedded demo, ~1 minute on a CPU
     accelerate launch train_grpo.py --model_name_or_path outputs/sft --dataset_name prompts.jsonl --reward_funcs my.py:reward
@@ -63,26 +63,26 @@ class Args(CommonArgs):
     reward_funcs: list[str] = arg(
         ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
     )
-    reward_weights: list[float] | None = arg(None, help="unset: 1 for each", within="(-inf, inf)", goes_with="reward_funcs")
+    reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="standard deviation that divides advantages")
     advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
 
     # Sampling
     num_generations: int = arg(8, help="G, completions per prompt, which are compared", within="[2, 1e5]")
-    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
-    max_completion_length: int = arg(256, help="tokens; longer completions are cut", within="[1, 1e7]")
-    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int = arg(
-        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
     )
-    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+    mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
     rollout_server: list[str] | None = arg(
         None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
     )
-    rollout_ahead: int = arg(0, help="rollouts sampled ahead, while another one is trained on", within="[0, 8]")
+    rollout_ahead: int = arg(0, help="rollouts sampled in advance, during training on another", within="[0, 8]")
 
     # Algorithm
     beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
@@ -90,16 +90,16 @@ class Args(CommonArgs):
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
     delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(1, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="what a token weighs; cispo: as dapo")
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="weight of a token; cispo: as dapo")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
     use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
     importance_correction: Literal["auto", "token_truncate", "sequence_mask", "none"] = arg(
-        "auto", help="for samples of another model; auto: token_truncate with rollout_server or rollout_ahead, else none"
+        "auto", help="if another model samples; auto: token_truncate with rollout_server or rollout_ahead, else none"
     )
     importance_cap: float = arg(2.0, help="largest weight of a token, or ratio of a completion", within="[1, 1e6]")
-    top_entropy_quantile: float = arg(1.0, help="share of tokens, of the highest entropy, that are trained", within="(0, 1]")
+    top_entropy_quantile: float = arg(1.0, help="train only this share of tokens, of highest entropy", within="(0, 1]")
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
-    steps_per_generation: int = arg(1, help="windows that one rollout serves", within="[1, 1e6]")
+    steps_per_generation: int = arg(1, help="windows of a rollout", within="[1, 1e6]")
 
     def __post_init__(self) -> None:
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
@@ -118,11 +118,11 @@ class Completion:
 
     prompt: Prompt
     ids: list[int]
-    logps: list[float]  # of the tokens, under what sampled them, temperature included
-    finished: bool  # with a stop token
+    logps: list[float]  # of the tokens under the sampler, temperature included
+    finished: bool  # ended with a stop token
     text: str
-    rewards: list[float | None]  # one of each function; None: it abstained
-    counted: bool  # it is trained on
+    rewards: list[float | None]  # one per function; None: it abstained
+    counted: bool  # whether it is trained on
     reward: float = math.nan  # their weighted sum; NaN: all abstained
     advantage: float = 0.0
 
@@ -141,8 +141,8 @@ def roll_out(
     rollouts: RolloutSchedule,
     rollout: int,
 ) -> list[Completion]:
-    """Sample and score one completion for each of C prompts (each occurs G times); each process its share, and all of
-    them get everything. What is drawn for a completion is a function of (seed, rollout, its place), whoever samples it."""
+    """Sample and score one completion for each of C prompts (each occurs G times). Each process samples a share and gets
+    them all. A completion's random numbers are a function of (seed, rollout, its place), whichever process samples it."""
     prompts = rollouts.prompts(rollout)
     mine = [prompts[i] for i in rollouts.mine()]
     sampled = rollouts.sample(rollout, sampler, args.seed)
@@ -157,7 +157,7 @@ def roll_out(
 
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
-    """The reward of each completion, and its advantage over its group; 0 where no function gave a reward."""
+    """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
     table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
     per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
     reward = combine_rewards(per_function, weight)  # (C,)
@@ -171,8 +171,8 @@ def add_advantages(completions: list[Completion], weights: list[float], args: Ar
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
     """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
-    A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
-    denominators, and is not run through the model, unless a threshold is found among all completions.
+    A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays in the
+    denominators, but is not run through the model, unless a threshold over all completions is needed.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
@@ -233,7 +233,7 @@ def main(args: Args) -> None:
     weights = args.reward_weights or [1.0] * len(rewards)
     scored = {"rewards": rewards, "weights": weights}
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode, **scored)
-    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
         prompts,
@@ -265,7 +265,7 @@ def main(args: Args) -> None:
         top_p=args.top_p,
         batch_size=args.generation_batch_size,
     )
-    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
+    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
@@ -281,7 +281,7 @@ def main(args: Args) -> None:
         return {"old_logps": out.logps} | ({"entropy": out.entropy} if top_entropy else {})
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -310,7 +310,7 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     # Saved between rollouts, so that a checkpoint need not hold completions.
@@ -344,9 +344,9 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         if step % rollouts.updates_per_rollout == 0:
-            sampler.check(run.metrics)  # that what sampled is what is trained
+            sampler.check(run.metrics)  # fails if the sampler has other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -13,10 +13,10 @@ never sees its neighbours).
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
-holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
-common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
-modules. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
 the load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
@@ -49,10 +49,10 @@ class Args(CommonArgs):
     packing_strategy: Literal["wrapped", "bfd"] = arg(
         "wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed"
     )
-    vocab_size: int = arg(8192, help="of the byte-level BPE tokenizer that is trained if none is named", within="[1, 1e7]")
+    vocab_size: int = arg(8192, help="size of the byte-level BPE tokenizer trained if none is named", within="[1, 1e7]")
     # --model_name_or_path continues training a model; otherwise a new one, from --config_name or these sizes (Llama type)
     config_name: str | None = arg(None, help="Hub name or folder with a config.json", is_path=True)
-    hidden_size: int = arg(512, help="of a new model", within="[1, 1e6]")
+    hidden_size: int = arg(512, help="hidden size of a new model", within="[1, 1e6]")
     num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]")
     num_heads: int = arg(8, help="attention heads", within="[1, 1e5]")
     num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads", within="[1, 1e5]")
@@ -60,7 +60,7 @@ class Args(CommonArgs):
     num_experts: int = arg(0, help="experts in place of each MLP (Mixtral type); 0: none", within="0 or [2, 1e4]")
     num_experts_per_tok: int = arg(2, help="experts that a token is routed to", within="[1, 1e4]")
     moe_intermediate_size: int | None = arg(
-        None, help="width of an expert; unset: the experts of a token are together as wide as the MLP", within="[1, 1e7]"
+        None, help="width of an expert; unset: a token's experts are together as wide as the MLP", within="[1, 1e7]"
     )
     initializer_range: float = arg(0.02, help="standard deviation of the initial weights", within="(0, 10]")
     tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")
@@ -71,7 +71,7 @@ class Args(CommonArgs):
         if self.num_experts and (self.model_name_or_path or self.config_name):
             raise UserError("--num_experts is for a new model: not with --model_name_or_path or --config_name")
         if self.num_experts and self.router_aux_loss_coef is None:
-            self.router_aux_loss_coef = 0.01  # without it a new model soon routes all tokens to a few experts
+            self.router_aux_loss_coef = 0.01  # otherwise a new model soon routes all tokens to a few experts
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
@@ -81,7 +81,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
 
 
 def new_model_config(args: Args, tokenizer: Tokenizer):
-    """The configuration of a new model, where none is named."""
+    """The configuration of a new model, unless one is named."""
     if args.config_name:
         return load_config(args.config_name, tokenizer)
     return llama_config(
@@ -124,7 +124,7 @@ def main(args: Args) -> None:
     else:  # documents of more than max_length tokens are cut
         pieces = (chunk(data, args.max_length, across=False) for data in (train, held_out))
         train, held_out = (pack(data, args.max_length) for data in pieces)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
     baseline = unigram_perplexity(train, held_out, len(tokenizer))
 
     # --- model -------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):
@@ -148,7 +148,7 @@ def main(args: Args) -> None:
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -167,7 +167,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

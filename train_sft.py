@@ -5,7 +5,7 @@ Over the N trained tokens of a window (all micro-batches of all processes that m
     loss = -1/N · Σ_t m_t · log p(token_t | token_<t)
 
 m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All sequences of a
-micro-batch lie end to end in one row, without padding, and do not see each other. With --loss_type dft each token's term is
+micro-batch form one row, end to end, and do not attend to each other. With --loss_type dft each token's term is
 multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629): improbable tokens count least, not most.
 
     accelerate launch train_sft.py                                            # the embedded demo, ~1 minute on a CPU
@@ -13,10 +13,10 @@ multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629)
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_sft.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
-holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
-common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
-modules. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
 the load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
@@ -40,10 +40,10 @@ import torch  # after common, which sets how CPU threads wait
 class Args(CommonArgs):
     output_dir: str = arg("outputs/sft", help="folder for everything that the run writes")
     per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
-    max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
+    max_length: int = arg(1024, help="tokens of a conversation; longer ones are truncated", within="[2, 1e8]")
     train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
     loss_type: Literal["nll", "dft"] = arg("nll", help="dft: tokens weighted by their probability")
-    turn_dropping: float = arg(0.0, help="probability, drawn anew in each epoch, that a chat is cut short", within="[0, 1]")
+    turn_dropping: float = arg(0.0, help="probability, in each epoch, that a chat is cut short", within="[0, 1]")
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
 
@@ -54,7 +54,7 @@ class Args(CommonArgs):
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)} and any field
-    of your own, n numbers or one, which arrives in the batch (--turn_dropping cuts it as it does the tokens). A row that
+    of your own, n numbers or one, which is passed on to the batch (--turn_dropping truncates it like the tokens). A row that
     raises BadRow is left out, counted and reported."""
     return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
 
@@ -66,11 +66,11 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=chat_format)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # of a file, else the first held-out ones
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
 
     # --- model -------------------------------------------------------------------------------------------------------
     model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
@@ -83,7 +83,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):
@@ -96,7 +96,7 @@ def main(args: Args) -> None:
                     loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -113,7 +113,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -1,8 +1,8 @@
-"""What the four scripts call: a calculator with a filing cabinet, never a framework.
+"""Everything that the four scripts call: a library of functions, never a framework.
 
-The scripts import it before torch, because of what it does by itself: CPU threads that wait for each other go to sleep
-early. Measured with the demo's pretraining on two cores, in tokens/s: OpenMP's default of spinning for long
-30k on idle cores and 0.6k to 7k beside busy processes; sleeping at once 19k and 15k; this setting 26k and 12k.
+The scripts import it before torch for its side effect: CPU threads that wait for each other go to sleep early. Measured with
+the demo's pretraining on two cores, in tokens/s: OpenMP's default of spinning for long 30k on idle cores and 0.6k to 7k
+beside busy processes; sleeping at once 19k and 15k; this setting 26k and 12k.
 """
 
 import gc
@@ -11,18 +11,18 @@ import sys
 import time
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-for _stream in (0, 1, 2):  # closed (`>&- 2>&-`): the next file that is opened would take its place, and get what is printed
+for _stream in (0, 1, 2):  # if closed (`>&- 2>&-`), the next opened file would get its number, and all output
     try:
         os.fstat(_stream)
     except OSError:
         os.open(os.devnull, os.O_RDWR)
-# The libraries make a million objects that stay, through which Python would look again and again while they are imported:
-# 6.0 s of CPU time for the imports of a run, and with this 5.3 s. `Run.steps` goes back to what is usual.
+# The libraries create a million permanent objects, which the garbage collector would scan again and again during imports:
+# 6.0 s of CPU time for the imports of a run, and 5.3 s with this. `Run.steps` restores the default.
 gc.set_threshold(100_000, 20, 100)
 
 
 def _leave_quietly(kind: type[BaseException], error: BaseException, traceback: object) -> None:
-    """Ctrl-C while libraries are imported, or in a tool: nothing is lost, and a traceback would say nothing."""
+    """On Ctrl-C during imports, or in a tool, exit without a traceback: nothing is lost."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return
@@ -34,4 +34,4 @@ def _leave_quietly(kind: type[BaseException], error: BaseException, traceback: o
 
 sys.excepthook = _leave_quietly
 
-START = time.time()  # of this process, but for the moment that Python takes: what --max_hours counts from
+START = time.time()  # start of this process, except for Python's own startup: --max_hours counts from here

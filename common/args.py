@@ -1,4 +1,4 @@
-"""The arguments that all four scripts share: what each is called, means and may be.
+"""The arguments that all four scripts share: names, meanings and valid values.
 
 A script extends `CommonArgs` with its own fields, of the types str, int, float, bool, Literal, list[...] and any of them
 | None. Everything under `common/` may read any field of `CommonArgs`, and none of a script's own.
@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import yaml
 
-# What another value of an argument means for a run that goes on from a checkpoint. Without a word it is another run, and
-# refused: a new flag is refused until somebody has thought about it.
+# What a new value of an argument means for a run that resumes from a checkpoint. Without an entry the run counts as a
+# different one and is refused, so a new flag is refused until somebody has thought about it.
 MayChange = Literal[
-    "course",  # how training goes on from here: the learning rate, the micro-batches of a step
-    "length",  # how long it lasts: with another value a complete run may go on
-    "evaluation",  # what evaluations measure; they stay comparable, so not with --save_best
-    "execution",  # how the run is carried out and what it writes
-    "no",  # as without a word, where the group of the flag has one
+    "course",  # how training continues from here: the learning rate, the micro-batches of a step
+    "length",  # how long training lasts: with another value a complete run may continue
+    "evaluation",  # what evaluations measure; refused with --save_best, whose evaluations must stay comparable
+    "execution",  # how the run is executed and what it writes
+    "no",  # as without an entry, if the flag's group has one
 ]
 
 
@@ -34,11 +34,12 @@ def arg(
 ) -> Any:
     """A field of the arguments, with the text that --help shows.
 
-    is_path: it names a file, a folder or something on the Hub. goes_with: another argument; where that is given, the demo's
-    value of this one does not fit it. secret: what it is stands in no file and no message.
+    is_path: names a file, a folder or something on the Hub. goes_with: another argument; if that is given, the demo's value
+    of this one no longer applies. secret: the value appears in no file and no message.
 
-    within: what a number, or each number of a list, may be: an interval like "[0, 1)", or several values and intervals,
-    "-1 or [1, 1e12]". Unset: any finite number. A script that gives a shared argument another default need not repeat it.
+    within: the valid values of a number, or of each number in a list: an interval like "[0, 1)", or several values and
+    intervals, "-1 or [1, 1e12]". Unset: any finite number. A script that changes a shared argument's default need not repeat
+    it.
     """
     metadata = {"help": help, "within": within, "may_change": may_change, "is_path": is_path, "goes_with": goes_with}
     metadata["secret"] = secret
@@ -52,18 +53,16 @@ class ModelArgs:
     """Model"""
 
     model_name_or_path: str | None = arg(
-        help="Hub name or folder; unset: the last stage's output, else data/base_model", is_path=True
+        help="Hub name or folder; unset: the previous stage's output, else data/base_model", is_path=True
     )
     model_revision: str | None = arg(help="branch, tag or commit of a Hub model")
-    tokenizer_name: str | None = arg(
-        help="Hub name or folder of the tokenizer, where it is not the model's own", is_path=True
-    )
+    tokenizer_name: str | None = arg(help="Hub name or folder of the tokenizer, if it is not the model's own", is_path=True)
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
-    trust_remote_code: bool = arg(False, help="run Python code that a Hub model brings along", may_change="execution")
-    dtype: Literal["float32", "bfloat16"] = arg("float32", help="of the weights; autocast comes from accelerate config")
+    trust_remote_code: bool = arg(False, help="run Python code that comes with a Hub model", may_change="execution")
+    dtype: Literal["float32", "bfloat16"] = arg("float32", help="dtype of the weights; accelerate config sets autocast")
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = arg(
         "auto",
-        help="of the final model; auto: as its base was. Checkpoints are as trained",
+        help="dtype of the final model; auto: its base's. Checkpoints keep the training dtype",
         may_change="execution",
     )
     gradient_checkpointing: bool = arg(
@@ -75,15 +74,15 @@ class ModelArgs:
     torch_compile: bool = arg(False, help="compile the model's layers", may_change="execution")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
     lora_r: int = arg(16, help="rank of the adapters", within="[1, 1e5]")
-    lora_alpha: int = arg(32, help="their scale is alpha / r", within="[1, 1e6]")
+    lora_alpha: int = arg(32, help="the adapters are scaled by alpha / r", within="[1, 1e6]")
     lora_dropout: float = arg(0.0, help="dropout in the adapters", within="[0, 1)")
     lora_target_modules: list[str] | None = arg(
-        help="names of the layers to adapt; unset, or all-linear: all linear layers but the head and the routers of experts"
+        help="layers to adapt, by name; unset, or all-linear: all linear layers except the head and expert routers"
     )
-    use_dora: bool = arg(False, help="DoRA: train the magnitude of each row beside its direction (slower)")
-    use_rslora: bool = arg(False, help="the adapters' scale is alpha / sqrt(r), for large r")
+    use_dora: bool = arg(False, help="DoRA: train each row's magnitude and direction separately (slower)")
+    use_rslora: bool = arg(False, help="scale the adapters by alpha / sqrt(r), for large r")
     init_lora_weights: Literal["true", "gaussian", "pissa", "olora"] = arg(
-        "true", help="how A is drawn; B is 0. pissa and olora are refused: they change the base"
+        "true", help="initialisation of A; B is 0. pissa and olora are refused: they change the base"
     )
     load_in_4bit: bool = arg(False, help="QLoRA: the frozen base in NF4, under --use_peft (needs bitsandbytes)")
     load_in_8bit: bool = arg(False, help="the same in 8 bits")
@@ -101,9 +100,7 @@ class DataArgs:
     )
     dataset_config: str | None = arg(help="configuration of a Hub dataset")
     dataset_train_split: str = arg("train", help="split to train on")
-    dataset_eval_split: str = arg(
-        "validation", help="split to evaluate on, where the dataset has it", may_change="evaluation"
-    )
+    dataset_eval_split: str = arg("validation", help="split to evaluate on, if the dataset has it", may_change="evaluation")
     dataset_weights: list[float] | None = arg(
         help="share of each source among the samples; unset: each row once per epoch", within="(0, inf)"
     )
@@ -113,29 +110,29 @@ class DataArgs:
         help="a separate dataset for evaluation", may_change="evaluation", is_path=True
     )
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row", within="[0, 1)")
-    max_train_samples: int | None = arg(help="use the first N rows of each source only", within="[1, inf)")
+    max_train_samples: int | None = arg(help="use only the first N rows of each source", within="[1, inf)")
     max_eval_samples: int | None = arg(
-        help="evaluate on the first N rows of each source only", within="[1, inf)", may_change="evaluation"
+        help="evaluate on only the first N rows of each source", within="[1, inf)", may_change="evaluation"
     )
     strict_data: bool = arg(
-        False, help="a row that cannot be used ends the run, instead of being left out and counted", may_change="execution"
+        False, help="end the run at an unusable row, instead of leaving it out and counting it", may_change="execution"
     )
     dataset_cache_dir: str = arg(
         "outputs/token_cache",
-        help="folder of tokenised datasets, which later runs use again",
+        help="cache of tokenised datasets, reused by later runs",
         may_change="execution",
         is_path=True,
     )
     dataset_num_proc: int | None = arg(
-        help="processes that tokenise; unset: one for each core", within="[1, 1e3]", may_change="execution"
+        help="tokenisation processes; unset: one per core", within="[1, 1e3]", may_change="execution"
     )
     dataset_streaming: bool = arg(False, help="read and tokenise while training; needs max_steps")
     streaming_buffer_size: int = arg(
-        10_000, help="rows that are packed and shuffled among themselves when streaming", within="[1, 1e9]"
+        10_000, help="rows that are packed and shuffled together when streaming", within="[1, 1e9]"
     )
-    curriculum_column: str | None = arg(help="a number in the rows, or length: from easy to hard at the start of the run")
+    curriculum_column: str | None = arg(help="column with each row's difficulty, or length: start the run from easy to hard")
     curriculum_fraction: float = arg(
-        0.5, help="share of the first epoch that goes from easy to hard; the rest is shuffled", within="(0, 1]"
+        0.5, help="share of the first epoch ordered from easy to hard; the rest is shuffled", within="(0, 1]"
     )
     dry_run: bool = arg(
         False, help="show what would be trained on, and how, then stop; writes nothing to output_dir", may_change="execution"
@@ -147,7 +144,7 @@ class BatchArgs:
     """Batch and length of the run"""
 
     per_device_train_batch_size: int = arg(8, help="per process and micro-batch", within="[1, 1e6]", may_change="course")
-    per_device_eval_batch_size: int = arg(16, help="the same, in evaluation", within="[1, 1e6]", may_change="execution")
+    per_device_eval_batch_size: int = arg(16, help="the same for evaluation", within="[1, 1e6]", may_change="execution")
     gradient_accumulation_steps: int = arg(
         1, help="micro-batches per optimizer step", within="[1, 1e6]", may_change="course"
     )
@@ -156,14 +153,14 @@ class BatchArgs:
     )
     empty_cache_above: float = arg(
         0.9,
-        help="share of the memory above which the allocator's cache is released (CUDA's does so by itself)",
+        help="share of the memory in use above which the allocator's cache is released (CUDA's does so by itself)",
         within="(0, 1]",
         may_change="execution",
     )
     num_train_epochs: float = arg(1.0, help="passes over the data", within="(0, 1e6]", may_change="length")
     max_steps: int = arg(
         -1,
-        help="optimizer steps; above 0 it replaces num_train_epochs",
+        help="optimizer steps; if positive, replaces num_train_epochs",
         within="-1 or [1, 1e12]",
         may_change="length",
     )
@@ -173,7 +170,7 @@ class BatchArgs:
 class OptimizerArgs:
     """Optimizer"""
 
-    MAY_CHANGE = "course"  # where a field says nothing else
+    MAY_CHANGE = "course"  # unless a field says otherwise
 
     optim: Literal["adamw", "adamw_8bit", "muon"] = arg(
         "adamw",
@@ -183,7 +180,7 @@ class OptimizerArgs:
     learning_rate: float = arg(2e-5, help="peak learning rate of AdamW", within="[0, inf)")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("cosine", help="wsd: flat, then linear")
     warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run", within="[0, 1e12]")
-    lr_decay_fraction: float = arg(0.2, help="wsd: the share of the run in which the rate falls", within="(0, 1]")
+    lr_decay_fraction: float = arg(0.2, help="wsd: share of the run in which the rate decays", within="(0, 1]")
     min_lr_ratio: float = arg(0.0, help="final learning rate, as a share of the peak", within="[0, 1]")
     weight_decay: float = arg(0.0, help="on matrices only, not on norms and biases", within="[0, inf)")
     adam_beta1: float = arg(0.9, help="AdamW", within="[0, 1)")
@@ -193,16 +190,16 @@ class OptimizerArgs:
         1.0, help="clip the gradient of the window to this norm; 0 turns clipping off", within="[0, inf)"
     )
     router_aux_loss_coef: float | None = arg(
-        help="load-balancing loss of experts; unset: the model's own, where its config has output_router_logits",
+        help="weight of the experts' load-balancing loss; unset: the model's, if its config has output_router_logits",
         within="[0, inf)",
     )
-    router_z_loss_coef: float = arg(0.0, help="a loss on the size of the routers' logits (ST-MoE: 0.001)", within="[0, inf)")
+    router_z_loss_coef: float = arg(0.0, help="weight of the z-loss of the routers (ST-MoE: 0.001)", within="[0, inf)")
     router_bias_update_rate: float = arg(
         0.0, help="step of the biases that balance DeepSeek-V3, GLM-4-MoE, ... without a loss (0.001)", within="[0, 1]"
     )
     max_bad_steps: int = arg(
         3,
-        help="end the run after this many steps in a row with a NaN or an infinity; none of them is taken",
+        help="end the run after this many steps in a row with a NaN or an infinity; each of them is skipped",
         within="[1, 1e12]",
         may_change="execution",
     )
@@ -212,7 +209,7 @@ class OptimizerArgs:
 class EvalArgs:
     """Evaluation, logging and saving"""
 
-    MAY_CHANGE = "execution"  # where a field says nothing else
+    MAY_CHANGE = "execution"  # unless a field says otherwise
 
     eval_steps: int = arg(
         100, help="evaluate every N steps, and before the first and after the last; 0: never", within="[0, 1e12]"
@@ -225,18 +222,18 @@ class EvalArgs:
     eval_reward_funcs: list[str] | None = arg(
         help="scores of the completions: names as for reward_funcs of train_grpo.py", may_change="evaluation", is_path=True
     )
-    reward_timeout: float = arg(600.0, help="seconds that one call of a reward function may take; 0: any", within="[0, 1e9]")
+    reward_timeout: float = arg(600.0, help="time limit for a reward function call, in seconds; 0: none", within="[0, 1e9]")
     eval_temperatures: list[float] = arg(
         [0.0], help="sampling temperatures of those completions; 0 is greedy", within="[0, inf)", may_change="evaluation"
     )
-    eval_max_new_tokens: int = arg(128, help="most tokens of a completion", within="[1, 1e7]", may_change="evaluation")
+    eval_max_new_tokens: int = arg(128, help="maximum tokens of a completion", within="[1, 1e7]", may_change="evaluation")
     regression_suite: str | None = arg(
-        help="file of rows {id, group, prompt or messages, checks}: what the model has to answer (docs/regression.md)",
+        help="file of rows {id, group, prompt or messages, checks} to test the model with (docs/regression.md)",
         may_change="evaluation",
         is_path=True,
     )
     regression_steps: int | None = arg(
-        help="run the suite every N steps; 0: before the first and after the last only; unset: eval_steps",
+        help="run the suite every N steps; 0: only before the first and after the last; unset: eval_steps",
         within="[0, 1e12]",
     )
     regression_samples: int = arg(
@@ -250,7 +247,7 @@ class EvalArgs:
     logging_steps: int = arg(10, help="write metrics every N steps", within="[0, 1e12]")
     save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model", within="[0, 1e12]")
     save_minutes: float | None = arg(
-        help="also write one when the last is more than this many minutes old", within="(0, 1e9]"
+        help="also write a checkpoint when the last one is older than this many minutes", within="(0, 1e9]"
     )
     save_total_limit: int = arg(2, help="checkpoints to keep; 0: all", within="[0, 1e6]")
     sharded_checkpoints: bool = arg(
@@ -264,7 +261,7 @@ class EvalArgs:
         0, help="end after N evaluations without a better save_best; 0: never", within="[0, 1e6]", may_change="length"
     )
     early_stopping_delta: float = arg(
-        0.0, help="the least improvement that counts for it", within="[0, inf)", may_change="course"
+        0.0, help="smallest improvement that resets the patience", within="[0, inf)", may_change="course"
     )
     max_hours: float | None = arg(
         help="save and stop in time for this limit, counted from the start; exit code 75", within="(0, 1e6]"
@@ -296,31 +293,31 @@ class RunArgs:
     )
     resume_from_checkpoint: str = arg(
         "auto",
-        help="auto (newest whole checkpoint of this same run), none, or a folder",
+        help="auto (newest intact checkpoint of this run), none, or a folder",
         may_change="execution",
         is_path=True,
     )
-    seed: int = arg(0, help="order of the data, initial weights, dropout, sampling: everything random", within="[0, 1e9]")
-    push_to_hub: bool = arg(False, help="send the final model to the Hub, with its card", may_change="execution")
-    hub_model_id: str | None = arg(help="OWNER/NAME there", may_change="execution")
+    seed: int = arg(0, help="seed of everything random: data order, initial weights, dropout, sampling", within="[0, 1e9]")
+    push_to_hub: bool = arg(False, help="push the final model and its card to the Hub", may_change="execution")
+    hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", may_change="execution")
     hub_private_repo: bool = arg(False, help="make a new repository private", may_change="execution")
     hub_strategy: Literal["end", "every_save"] = arg(
-        "end", help="every_save: each checkpoint's model as well, while training goes on", may_change="execution"
+        "end", help="every_save: also push each checkpoint's model during training", may_change="execution"
     )
 
 
 @dataclass
 class CommonArgs(RunArgs, EvalArgs, OptimizerArgs, BatchArgs, DataArgs, ModelArgs):
-    """What all four scripts share. The order of the groups is that of --help."""
+    """The arguments that all four scripts share. --help shows the groups in this order."""
 
 
 def save_args(args: CommonArgs, path: Path) -> None:
-    """Every argument with its value, so that `--config <path>` repeats the run."""
+    """Write every argument with its value, so that `--config <path>` repeats the run."""
     path.write_text(yaml.safe_dump(dataclasses.asdict(args), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
-    """What another value of each argument means for a run that goes on (see MayChange)."""
+    """The effect of a new value of each argument on a resumed run (see MayChange)."""
     found = {}
     for f in dataclasses.fields(args_class):
         cls, first = first_definition(args_class, f.name)
@@ -330,7 +327,7 @@ def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
 
 
 def is_within(number: float, within: str) -> bool:
-    """Whether a number is one of the values, or in one of the intervals, of a text like "-1 or [1, 1e12]"."""
+    """Whether a number matches a value or an interval in a text like "-1 or [1, 1e12]"."""
     for part in within.split(" or "):
         low, high = (float(end) for end in (part.strip("[]()").split(",") * 2)[:2])
         if (low <= number if part[0] != "(" else low < number) and (number <= high if part[-1] != ")" else number < high):
@@ -339,6 +336,6 @@ def is_within(number: float, within: str) -> bool:
 
 
 def first_definition(args_class: type, name: str) -> tuple[type, dataclasses.Field]:
-    """The class that introduces a field, and the field as it stands there: a script changes defaults and help only."""
+    """The class that introduces a field, and the field as defined there: scripts change only defaults and help."""
     cls = next(cls for cls in reversed(args_class.__mro__) if name in cls.__dict__.get("__annotations__", {}))
     return cls, cls.__dataclass_fields__[name]

@@ -1,8 +1,8 @@
 """Batches: the flat row that every stage trains on, and the windows of a run.
 
-A *sequence* is a dict with `input_ids` (n,), `loss_mask` (n,), and any other field that a script's `encode` puts into it:
-arrays of n become per-token fields of the batch, numbers become per-sequence fields. An *example* is a list of sequences
-that stay together: one conversation, the chosen and rejected answer of a pair, a pack. A *micro-batch* is one flat row of
+A *sequence* is a dict with `input_ids` (n,), `loss_mask` (n,), and any other field that a script's `encode` adds: arrays of
+n numbers become per-token fields of the batch, single numbers per-sequence fields. An *example* is a list of sequences that
+stay together: one conversation, the chosen and rejected answers of a pair, a pack. A *micro-batch* is one flat row of
 examples. A *window* is all micro-batches of all processes that make one optimizer step.
 """
 
@@ -26,31 +26,31 @@ import torch
 from accelerate import Accelerator
 
 Batch = dict[str, Any]  # see flat_batch
-LEAST_SHARED = 8  # tokens: a start shorter than this costs about what it saves
+LEAST_SHARED = 8  # tokens: sharing a shorter prefix costs about what it saves
 
 
 def flat_batch(examples: Listing[Example], device: torch.device, weight: float = 1.0) -> Batch:
     """One flat row of examples, T tokens for S sequences.
 
-    A sequence that begins as the one before it shares those tokens (`shared_start`): the row holds them once, with the
+    A sequence that begins like the one before it shares those tokens (`shared_start`): the row holds them once, with the
     first sequence that has them.
 
-    Returns input_ids (1, T) and position_ids (1, T) int64; cu_seqlens (S+1,) int64, the borders of what each sequence has
-    for itself; loss_mask (T,) float32, 0 on the first token of each sequence; targets (N,) int64, the positions whose
-    log-probability is wanted, and previous (N,) int64, those of the tokens before them; sequence_mask (S,) float32, 1; and
-    every other field of the sequences, per token (T,) or per sequence (S,): float32, or int64 where it holds integers. Not
-    tensors: lengths, S ints, of the sequences in full, and token_map (sum of lengths,) int64, the place in the row of each
-    of their tokens, or None where nothing is shared.
+    Returns input_ids (1, T) and position_ids (1, T) int64; cu_seqlens (S+1,) int64, the boundaries of each sequence's own
+    tokens; loss_mask (T,) float32, 0 on the first token of each sequence; targets (N,) int64, the positions whose
+    log-probability is needed, and previous (N,) int64, those of the tokens before them; sequence_mask (S,) float32, 1; and
+    every other field of the sequences, per token (T,) or per sequence (S,), int64 for integers, else float32. Not tensors:
+    lengths, S ints, of the full sequences, and token_map (sum of lengths,) int64, the place in the row of each of their
+    tokens, or None if nothing is shared.
 
     weight 0 makes it a filler, for a process that has no row left: loss_mask, sequence_mask and all other fields of the
-    sequences are 0, as what a FlatModel says of it is, so that it adds nothing to any sum.
+    sequences are 0, and so is a FlatModel's output for it, so that it adds nothing to any sum.
     """
     sequences = [sequence for example in examples for sequence in example]
     lengths = [len(sequence["input_ids"]) for sequence in sequences]
     shared = shared_starts(sequences)
     starts = np.cumsum([0, *lengths])
     column = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    own = column >= np.repeat(shared, lengths)  # of all tokens of the sequences, end to end, those that enter the row
+    own = column >= np.repeat(shared, lengths)  # which tokens of the sequences, end to end, are put into the row
     token_map = np.cumsum(own) - 1
     for s in np.flatnonzero(shared):
         token_map[starts[s] : starts[s] + shared[s]] = token_map[starts[s - 1] : starts[s - 1] + shared[s]]
@@ -61,7 +61,7 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     positions = column[own]
     T = len(positions)
     loss_mask = row("loss_mask").astype(np.float32)
-    loss_mask[positions == 0] = 0.0  # the first token of a sequence has nothing before it
+    loss_mask[positions == 0] = 0.0  # the first token of a sequence has no predecessor
     # A row without a target still scores one token, so that every parameter takes part in the backward pass.
     targets = np.flatnonzero(loss_mask) if loss_mask.any() else np.array([min(1, T - 1)])
     batch = {
@@ -89,10 +89,10 @@ def shared_starts(sequences: Listing[Sequence]) -> list[int]:
 
 
 def shared_start(one: Sequence, other: Sequence) -> int:
-    """With how many tokens of its neighbour `other` begins that it does not train; 0 for less than pays.
+    """The number of untrained tokens at the start of `other` that it shares with its neighbour; 0 if sharing does not pay.
 
-    A field of one's own that is not 0 on a token, in either of them, may make something of that token in each of the two;
-    and of a sequence without a trained token the last one may be what counts. There nothing is shared.
+    A script's own field that is not 0 on a token, in either sequence, may use that token differently in each; and in a
+    sequence without a trained token the last one may be read. Such tokens are not shared.
     """
     a, b, mask = one["input_ids"], other["input_ids"], other["loss_mask"]
     n = min(len(a), len(b))
@@ -107,14 +107,14 @@ def shared_start(one: Sequence, other: Sequence) -> int:
 
 
 def split_row(values: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """Per-token results of a flat batch (T,) for each sequence in full: S tensors (n,), a shared start in each of them."""
+    """Per-token results of a flat batch (T,), split by full sequence: S tensors (n,), each including a shared prefix."""
     if batch["token_map"] is not None:
         values = values[to_device(batch["token_map"], values.device)]
     return list(values.split(batch["lengths"]))
 
 
 class Window:
-    """The examples of one optimizer step: iterating gives this process's micro-batches."""
+    """The examples of one optimizer step: iterating yields this process's micro-batches."""
 
     def __init__(
         self,
@@ -126,17 +126,17 @@ class Window:
         origins: Callable[[], list[str]] | None = None,
         num_tokens: int | None = None,
     ):
-        """examples: of all processes. mine: for each micro-batch of this process, which of them; as many micro-batches as
-        on any other process. indivisible: how many sequences of an example stay together even where a micro-batch is
-        split: 2 for pairs. origins(): the source and row that each example comes from. num_tokens: of all processes, where
-        `examples` are not all of them."""
+        """examples: those of all processes. mine: for each micro-batch of this process, the indices of its examples; every
+        process has the same number of micro-batches. indivisible: sequences of an example that stay together even if a
+        micro-batch is split: 2 for pairs. origins(): the source and row of each example. num_tokens: over all processes, if
+        `examples` does not contain all of them."""
         self.examples, self.origins, self._num_tokens = examples, origins, num_tokens
         self._accelerator, self._mine, self._indivisible = accelerator, mine, indivisible
         self._micro_batches = self._split(1, math.inf)
 
     def split(self, parts: int, tokens: float = math.inf) -> "Window":
-        """From now on each micro-batch is split into so many parts, these into parts of about so many tokens or some more,
-        as far as it goes. The gradient of the window stays the same."""
+        """From now on split each micro-batch into this many parts, and these into parts of at least about `tokens` tokens,
+        as far as possible. The gradient of the window stays the same."""
         self._micro_batches = self._split(parts, tokens)
         return self
 
@@ -150,7 +150,7 @@ class Window:
                 for example in [self.examples[i]]
                 for at in range(0, len(example), step)
             ]
-            if not atoms:  # a process without a row at the end of the run takes part: its peers wait for its gradients
+            if not atoms:  # a process without a row at the end of the run still takes part: its peers wait for its gradients
                 found.append([])
                 continue
             sequences = [sequence for atom in atoms for sequence in atom]
@@ -167,29 +167,29 @@ class Window:
 
     def __iter__(self) -> Iterator[Batch]:
         self._accelerator.gradient_accumulation_steps = len(self)
-        self._accelerator.step = 0  # of Accelerate's count of micro-batches: a window may have been given up in the middle
+        self._accelerator.step = 0  # Accelerate's count of micro-batches: a window may have been abandoned half way
         for atoms in self._micro_batches:
             yield flat_batch(atoms or self.examples[:1], self._accelerator.device, weight=1.0 if atoms else 0.0)
 
     @property
     def num_micro_batches(self) -> int:
-        """Of all processes. Accelerate takes the mean over the micro-batches of a process, DDP that over the processes: a
-        loss that is summed over the window is multiplied by this."""
+        """Over all processes. Accelerate averages over the micro-batches of a process, and DDP over the processes: a loss
+        that is summed over the window is multiplied by this."""
         return len(self) * self._accelerator.num_processes
 
     @property
     def own_tokens(self) -> int:
-        """Of this process's micro-batches."""
+        """Tokens of this process's micro-batches."""
         return sum(len(sequence["input_ids"]) for sequence in self.sequences)
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Of this process's micro-batches."""
+        """The sequences of this process's micro-batches."""
         return [sequence for atoms in self._micro_batches for atom in atoms for sequence in atom]
 
     @property
     def num_sequences(self) -> int:
-        """Of all processes. Raises ValueError as `total` does."""
+        """Sequences of all processes. Raises ValueError as `total` does."""
         self._require_all("num_sequences")
         return sum(len(example) for example in self.examples)
 
@@ -199,45 +199,46 @@ class Window:
 
     @property
     def num_tokens(self) -> int:
-        """Of all processes."""
+        """Tokens of all processes."""
         if self._num_tokens is not None:
             return self._num_tokens
         return sum(len(sequence["input_ids"]) for example in self.examples for sequence in example)
 
     def total(self, field: str, sequences: slice = slice(None)) -> float:
-        """Sum over the window, all processes, of a field as it arrives in the batches: the denominator of a loss. (loss_mask
-        is 0 there on the first token of each sequence, which nothing predicts; a field of one's own is what `encode` gave.)
+        """Sum over the window, all processes, of a field as it arrives in the batches: the denominator of a loss. (There,
+        loss_mask is 0 on the first token of each sequence, which nothing predicts; a script's own field is as returned by
+        `encode`.)
 
-        sequences: of each example, those that count, for instance slice(0, None, 2) for the first of each pair. Raises
-        ValueError where this process does not know the examples of the others (GRPO).
+        sequences: those of each example that count, for instance slice(0, None, 2) for the first of each pair. Raises
+        ValueError if this process does not know the examples of the others (GRPO).
         """
         self._require_all("total")
         found = [sequence for example in self.examples for sequence in example[sequences]]
         if found and field not in found[0]:
             raise ValueError(f"window.total: the sequences have no field {field}; they have {', '.join(found[0])}")
-        if found and field == "loss_mask":  # at once: of a thousand processes there are ten thousand
+        if found and field == "loss_mask":  # in one step: a thousand processes have ten thousand sequences
             return float(np.concatenate([sequence[field][1:] for sequence in found]).sum(dtype=np.float64))
         return float(sum(np.sum(sequence[field]) for sequence in found))
 
     def trained_share(self) -> float:
-        """The share of the tokens that are trained."""
+        """The fraction of tokens that are trained."""
         sequences = [sequence for example in self.examples for sequence in example]
         trained = sum(int(sequence["loss_mask"][1:].sum()) for sequence in sequences)
         return trained / max(1, sum(len(sequence["input_ids"]) for sequence in sequences))
 
     def add_field(self, name: str, values: Callable[[Batch], torch.Tensor]) -> None:
-        """Give every sequence of this process a per-token field: values(batch) (T,), computed without gradients. As
+        """Add a per-token field to every sequence of this process: values(batch) (T,), computed without gradients. See
         `add_fields`."""
         self.add_fields(lambda batch: {name: values(batch)})
 
     @torch.no_grad()
     def add_fields(self, values: Callable[[Batch], dict[str, torch.Tensor]]) -> None:
-        """Give every sequence of this process per-token fields: values(batch), (T,) by name, computed without gradients.
+        """Add per-token fields to every sequence of this process: values(batch), (T,) by name, computed without gradients.
 
-        Where memory runs out a micro-batch is taken in two halves, unless processes call a sharded model together.
+        If memory runs out a micro-batch is processed in two halves, unless processes call a sharded model together.
         """
         waiting = [atoms or self.examples[:1] for atoms in self._micro_batches]
-        for atoms in waiting:  # which grows on the way
+        for atoms in waiting:  # grows during the loop
             batch = flat_batch(atoms, self._accelerator.device)
             try:
                 with self._accelerator.autocast():
@@ -246,7 +247,7 @@ class Window:
                 if not is_oom(error) or len(atoms) < 2 or self._accelerator.distributed_type in SHARDED:
                     raise
                 rows = None
-            if rows is None:  # here the exception is gone, and with it what its frames held
+            if rows is None:  # by now the exception is gone, and with it the tensors of its frames
                 empty_caches(self._accelerator.device)
                 waiting += [atoms[: len(atoms) // 2], atoms[len(atoms) // 2 :]]
                 continue
@@ -257,7 +258,7 @@ class Window:
 
     @property
     def most_parts(self) -> int:
-        """Into how many parts the micro-batch that can be split most can be split."""
+        """The largest number of parts into which any micro-batch can be split."""
         step = self._indivisible
         return max(sum(len(self.examples[i]) // step for i in members) for members in self._mine)
 
@@ -281,25 +282,24 @@ class Windows:
     ):
         """train: the example at each position of the run. indivisible: see Window.
 
-        A window has gradient_accumulation_steps micro-batches on each process, each of per_device_train_batch_size
-        examples; or, where max_tokens is positive, of up to max_tokens tokens, dealt out so that all cost about the same.
-        The run is max_steps windows, or, where that is not positive, num_train_epochs passes, of which the last window may
-        be short.
+        A window has gradient_accumulation_steps micro-batches on each process, each of per_device_train_batch_size examples;
+        or, if max_tokens is positive, of up to max_tokens tokens, distributed so that all cost about the same. The run lasts
+        max_steps windows, or, if that is not positive, num_train_epochs passes, of which the last window may be smaller.
         """
         self.train, self.max_tokens, self.max_steps = train, max_tokens, args.max_steps
-        self.longest = train.longest  # tokens of a sequence
+        self.longest = train.longest  # tokens of the longest sequence
         self._accelerator, self._batch_size = accelerator, args.per_device_train_batch_size
         self._indivisible = indivisible
-        self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes  # micro-batches of a window
+        self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes  # micro-batches per window
         self.size = self._batch_size * self._parts
-        # It decides which examples have been seen after so many steps.
+        # It determines which examples have been used after a number of steps.
         self.step_size = f"{self._parts} micro-batches" if max_tokens else f"{self.size} samples"
         if args.max_steps <= 0:
             self.end = max(1, round(args.num_train_epochs * len(train)))
         else:
             self.end = None if max_tokens else args.max_steps * self.size
-        self._shift = 0  # of a stream that is resumed on another number of processes, and goes on where it was
-        self._borders = {0: 0}  # with max_tokens: step -> position, as far as it is known
+        self._shift = 0  # for a stream resumed with another number of processes, which continues at its position
+        self._borders = {0: 0}  # with max_tokens: step -> position, as far as known
 
     def __len__(self) -> int:
         if self.max_steps > 0:
@@ -319,8 +319,8 @@ class Windows:
         return self._window(examples, mine, lambda: [self.train.where(position) for position in positions])
 
     def dealt(self, step: int) -> list[list[int]]:
-        """Which of a window's examples each of its micro-batches has, of all processes: the first is process 0's, the second
-        process 1's. Planned from lengths alone, the same on every process."""
+        """The examples of each of a window's micro-batches, over all processes: the first is process 0's, the second process
+        1's. Planned from lengths alone, the same on every process."""
         positions = range(self.start(step), self.start(step + 1))
         if self.max_tokens:
             return balance([self.train.size(position) for position in positions], self._parts, self.max_tokens)
@@ -328,9 +328,9 @@ class Windows:
         return [list(range(min(i * B, n), min((i + 1) * B, n))) for i in range(self._parts)]
 
     def largest(self) -> Window:
-        """A window of one micro-batch, or of two where a step has more: the longest examples that the run can meet
+        """A window of one micro-batch, or of two if a step has more, with the longest examples that the run can meet
         together."""
-        examples = self.train.examples  # of a stream: of its first block
+        examples = self.train.examples  # for a stream, its first block
         longest = np.argsort(-examples.lengths, kind="stable").tolist()
         if self.max_tokens:
             fits = np.cumsum(examples.lengths[longest]) <= self.max_tokens
@@ -358,7 +358,7 @@ class Windows:
         return self._borders[step]
 
     def _fill(self, position: int) -> int:
-        """Where the window ends that starts at a position: the emptiest micro-batch has no room for the next example."""
+        """The end of the window that starts at a position: no micro-batch has room for the next example."""
         loads = [0] * self._parts  # a heap
         while self.end is None or position < self.end:
             size = self.train.size(position)
@@ -371,11 +371,11 @@ class Windows:
         return position
 
     def plan(self) -> dict[str, Any]:
-        """What the run will be: steps, examples and tokens of a step, steps of an epoch (None for a stream), and the sizes
-        of the examples in the largest micro-batch, as far as the first windows tell."""
+        """The plan of the run: steps, examples and tokens per step, steps per epoch (None for a stream), and the sizes of
+        the examples in the largest micro-batch, judging by the first windows."""
         some = range(min(len(self), 50))
         sizes, micro_batches = [], []
-        for step in some:  # one after the other: a stream does not go back
+        for step in some:  # in order: a stream does not go back
             sizes.append([self.train.size(i) for i in range(self.start(step), self.start(step + 1))])
             micro_batches += [[sizes[-1][i] for i in part] for part in self.dealt(step)]
         per_step = sum(map(len, sizes)) / len(sizes) if self.max_tokens else self.size
@@ -391,13 +391,13 @@ class Windows:
         return plan
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed run need not read a stream from its start to find its place."""
+        """State for a checkpoint, so that a resumed run need not read a stream from its start to find its place."""
         if not hasattr(self.train, "state"):
-            return {}  # the order is computed
+            return {}  # the order is recomputed
         return {"position": self.start(step), **self.train.state(self.start(step))}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        """Go on at a step with what `state(step)` gave."""
+        """Resume at a step from the result of `state(step)`."""
         if state:
             self._borders[step] = state["position"]
             self._shift = state["position"] - step * self.size
@@ -407,7 +407,7 @@ class Windows:
 def eval_batches(examples: Listing[Example], accelerator: Any, batch_size: int) -> Iterator[dict[str, Any]]:
     """This process's share of an evaluation set, in order: each example exactly once over all processes.
 
-    All processes get the same number of batches, fillers (weight 0) included.
+    All processes get the same number of batches, including fillers (weight 0).
     """
     step = batch_size * accelerator.num_processes
     for start in range(0, len(examples), step):

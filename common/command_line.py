@@ -1,6 +1,6 @@
-"""The command line of a script: flags > YAML (--config) > environment > default, and how `main` is called with them.
+"""The command line of a script: flags > YAML (--config) > environment > defaults, and how `main` is called with them.
 
-The values of all of them go through the same conversion and checks; an unknown flag, key or variable is an error.
+All values go through the same conversion and checks; an unknown flag, key or variable is an error.
 """
 
 import argparse
@@ -29,12 +29,12 @@ Args = TypeVar("Args", bound=CommonArgs)
 
 
 def parse_args(args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None) -> Args:
-    """The arguments of a run, or UserError for an unknown flag, key or variable, or a value of the wrong type.
+    """The arguments of a run. Raises UserError for an unknown flag, key or variable, or a value of the wrong type.
 
-    A variable is PLAINLOOP_ and the name of a flag; PLAINLOOP_CONFIG is a --config. demo: the YAML file of the embedded
-    default. It applies, and that is said, when neither a model nor a dataset is named; it lies beneath all of them. Where
-    only a model is named, its dataset does. default_model: the output folder of the stage before, the default of
-    --model_name_or_path; None: a new model. With --dry_run, what is not a default is said, with where it comes from.
+    A variable is PLAINLOOP_ plus the name of a flag; PLAINLOOP_CONFIG is a --config. demo: the YAML file of the built-in
+    demo. It applies, with a message, if neither a model nor a dataset is named, with the lowest priority. If only a model is
+    named, only its dataset applies. default_model: the output folder of the previous stage, the default of
+    --model_name_or_path; None: a new model. With --dry_run, prints each value that is not a default and where it comes from.
     """
     variables = _environment(args_class)
     flags = [_spelled(word) for word in (sys.argv[1:] if argv is None else argv)]
@@ -58,16 +58,16 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
         _say_origins(values, layers, args_class)
     for line in without_effect(values, args_class):
         say(line)
-    return args_class(**values)  # what fits together is looked at when all of it is known
+    return args_class(**values)  # combinations are checked once all of it is known
 
 
 def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, default_model: str | None = None) -> None:
-    """Read the arguments (see `parse_args`), call `main` with them, and end the process.
+    """Parse the arguments (see `parse_args`), call `main` with them, and end the process.
 
     A UserError becomes one line and exit code 1; so does running out of memory outside of the training steps.
     """
     keep_talking()
-    if not sys.warnoptions:  # of libraries about each other: nobody who trains can do anything about them
+    if not sys.warnoptions:  # libraries' warnings about each other, which no user can act on
         warnings.simplefilter("ignore", FutureWarning)
     code: str | int | None = 0
     try:
@@ -86,7 +86,7 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
         show_and_exit(
             UserError(f"out of memory {where} ({reason}); what was saved is kept, the same command goes on from it")
         )
-    except KeyboardInterrupt:  # while data and model are loaded; common/run/signals.py takes over for the training
+    except KeyboardInterrupt:  # while data and model are loaded; during training common/run/signals.py handles it
         say("stopped before the first step: there is nothing to save")
         code = 130
     except SystemExit as stop:
@@ -96,14 +96,14 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
         raise
     sys.stdout.flush()
     sys.stderr.flush()
-    if code or os.environ.get("WORLD_SIZE", "1") != "1":  # nothing is destroyed: see KEPT in common/run/launch.py
+    if code or os.environ.get("WORLD_SIZE", "1") != "1":  # without destroying anything: see KEPT in common/run/launch.py
         os._exit(int(code))
-    if main.__module__ == "__main__" and not hasattr(sys, "ps1"):  # a script that ends here, and no notebook
+    if main.__module__ == "__main__" and not hasattr(sys, "ps1"):  # a script that ends here, not a notebook
         _leave_within(60)
 
 
 def _leave_within(seconds: float) -> None:
-    """Python waits for all threads at its end; one of a reward function may never end."""
+    """Limit Python's wait for threads at exit: one of a reward function may never end."""
 
     def leave() -> None:
         say(f"a thread of this process still runs after {seconds:g} s: it is not waited for")
@@ -115,7 +115,7 @@ def _leave_within(seconds: float) -> None:
 
 
 def _last_stage(output_dir: str) -> str:
-    """The model that a stage starts from by default: the stage before, if it has finished, else the one that ships here."""
+    """The default model of a stage: the previous stage's, if it has finished, else the one shipped here."""
     base = "data/base_model"
     if Path(output_dir, "summary.json").exists():
         say(f"model: {output_dir} (the finished run of the last stage)")
@@ -134,9 +134,9 @@ OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
 
 
 def _environment(args_class: type[CommonArgs]) -> dict[str, list[str]]:
-    """{argument: its words}, of the variables that are set. An empty one counts as not set, as containers have it.
+    """{argument: its words} of the variables that are set. An empty one counts as not set, as is usual in containers.
 
-    Several values are separated as in a shell, or a JSON list. Raises UserError for a variable that is no flag.
+    Several values are separated as in a shell, or are a JSON list. Raises UserError for a variable that matches no flag.
     """
     types, found = get_type_hints(args_class), {}
     for variable, value in sorted(os.environ.items()):
@@ -162,7 +162,7 @@ def _environment(args_class: type[CommonArgs]) -> dict[str, list[str]]:
 
 def _several(variable: str, value: str) -> list[str]:
     """The values of a variable for an argument that takes several."""
-    if value.lstrip().startswith("{"):  # a source with its settings
+    if value.lstrip().startswith("{"):  # a source with settings
         return [value]
     try:
         if not value.lstrip().startswith("["):
@@ -173,7 +173,7 @@ def _several(variable: str, value: str) -> list[str]:
 
 
 def _say_origins(values: dict[str, Any], layers: dict[str, list[str]], args_class: type[CommonArgs]) -> None:
-    """Each value that is not the default, with the last of the layers that gives it."""
+    """Print each value that is not a default, with the highest layer that sets it."""
     origins: dict[str, str] = {}
     for origin, words in layers.items():
         names = [word.removeprefix("--").split("=")[0] for word in words if word.startswith("--")]
@@ -201,10 +201,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(words: list[str], args_class: type[CommonArgs]) -> dict[str, Any]:
-    """The values of all arguments, each checked by itself."""
+    """The values of all arguments, each checked individually."""
     parser = _Parser(allow_abbrev=False, usage="%(prog)s [--config FILE] [--flag value ...]")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")  # taken out before
-    parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")  # -1e-3, too
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")  # removed before parsing
+    parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")  # also -1e-3
     own = parser.add_argument_group("This script")
     groups = {args_class: own} | {cls: parser.add_argument_group(cls.__doc__) for cls in reversed(CommonArgs.__mro__[1:-1])}
     types = get_type_hints(args_class)
@@ -254,16 +254,16 @@ def _parse(words: list[str], args_class: type[CommonArgs]) -> dict[str, Any]:
 
 
 def _check_range(name: str, value: Any, within: str) -> None:
-    """Raise UserError for a number, alone or in a list, outside of what `arg` says that the argument may be."""
+    """Raise UserError for a number, alone or in a list, outside the argument's range (see `arg`)."""
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, int | float) and not isinstance(number, bool) and not is_within(number, within):
             raise UserError(f"--{name} {number} is out of range, which is {within}")
 
 
 def _check_path(name: str, value: Any) -> None:
-    """Raise UserError for what no file can be called: the system would, wherever it is first looked for."""
+    """Raise UserError for an impossible file name: otherwise the system would, wherever it is first used."""
     for word in value if isinstance(value, list) else [value]:
-        if word is None or word.startswith(("{", "regex:")):  # a source with its settings; a pattern
+        if word is None or word.startswith(("{", "regex:")):  # a source with settings; a pattern
             continue
         sizes = [len(part.encode("utf-8", "surrogateescape")) for part in (word, *word.split("/"))]
         if "\0" in word or sizes[0] >= 4096 or max(sizes[1:]) > 255:
@@ -278,7 +278,7 @@ def _without_none(kind: Any) -> Any:
 
 
 class _NoKeyTwice(yaml.SafeLoader):
-    """YAML takes the last of two values of a key, and drops the first in silence."""
+    """Refuses duplicate keys, of which YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -303,7 +303,7 @@ def _spelled(word: str) -> str:
 
 
 def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
-    """(the file behind --config, the other arguments)."""
+    """(the file after --config, the other arguments)."""
     for i, word in enumerate(argv):
         if word == "--config":
             if i + 1 == len(argv):
@@ -317,7 +317,7 @@ def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
 def _yaml_as_flags(path: str, args_class: type[CommonArgs], beneath: list[str] | None = None) -> list[str]:
     """A YAML mapping as command-line words, so that both go through the same conversion and checks.
 
-    beneath: other words, which leave out what belongs to an argument that they give (see goes_with of `arg`).
+    beneath: words of higher priority; values that depend on an argument given there are left out (see goes_with of `arg`).
     """
     _check_path("config", path)
     given = {word.removeprefix("--").split("=")[0] for word in beneath or []}
@@ -325,8 +325,8 @@ def _yaml_as_flags(path: str, args_class: type[CommonArgs], beneath: list[str] |
         values = _NoKeyTwice(Path(path).read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         raise UserError(f"--config {path}: there is no such file") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or 5,000 digits
-        for mark in ("context_mark", "problem_mark"):  # which would quote lines, and one of them may hold a secret
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or 5,000 digits
+        for mark in ("context_mark", "problem_mark"):  # they would quote lines, which may contain a secret
             if getattr(error, mark, None) is not None:
                 getattr(error, mark).buffer = None
         raise UserError(f"--config {path}: cannot be read as YAML: {error}") from None
@@ -343,7 +343,7 @@ def _yaml_as_flags(path: str, args_class: type[CommonArgs], beneath: list[str] |
             raise UserError(f"--config {path}: {name} takes one value, not a list")
         if beneath and first_definition(args_class, name)[1].metadata.get("goes_with") in given:
             continue
-        if isinstance(value, list):  # a mapping in a list is a source with its settings
+        if isinstance(value, list):  # a mapping in a list is a source with settings
             words += (
                 [f"--{name}", *(json.dumps(v, default=str) if isinstance(v, dict) else str(v) for v in value)]
                 if value
@@ -355,7 +355,7 @@ def _yaml_as_flags(path: str, args_class: type[CommonArgs], beneath: list[str] |
 
 
 def _unknown(kind: str, word: str, args_class: type, prefix: str = "") -> str:
-    word = re.sub(r"(https?://).*", r"\1…", word.split("=")[0])  # which may be a secret
+    word = re.sub(r"(https?://).*", r"\1…", word.split("=")[0])  # the rest may be a secret
     name = word.removeprefix("--").replace("-", "_")
     if name in ELSEWHERE:
         return f"unknown {kind} {word}: {ELSEWHERE[name]}"

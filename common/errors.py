@@ -1,4 +1,4 @@
-"""What the user is told: lines on the way, and the one exception that stands for a mistake of theirs."""
+"""Messages to the user: progress lines, and the one exception for the user's mistakes."""
 
 import contextlib
 import errno
@@ -11,9 +11,9 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 LONGEST = 2_000  # characters of a message
-# What is called with the error that ends a run, before its process ends.
+# Functions called with the error that ends a run, before its process ends.
 LAST_WORDS: list[Callable[[BaseException], None]] = []
-# time.monotonic() of the signals that have asked this run to end: what waits for others may give up sooner.
+# time.monotonic() of signals that asked this run to end: pending waits may then give up sooner.
 TOLD_TO_END: list[float] = []
 
 
@@ -21,19 +21,18 @@ class UserError(Exception):
     """Bad input. The message is one line: what is wrong, where, what was expected, how to mend it."""
 
     def __init__(self, message: str):
-        message = " ".join(message.split())  # other people's exceptions are quoted, and often have many lines
-        if len(message) > LONGEST:  # what is to be done stands at the end
+        message = " ".join(message.split())  # quoted exceptions of libraries often have many lines
+        if len(message) > LONGEST:  # the remedy is at the end
             message = f"{message[: LONGEST - 600]} … {message[-600:]}"
         super().__init__(message)
 
 
 class OutsideError(UserError):
-    """Something that a run needs is gone, raised on all processes; nothing is wrong with the run, and it is saved before it
-    ends."""
+    """Something that a run needs is gone, raised on all processes; the run itself is sound, and is saved before it ends."""
 
 
 def quoted(value: Any, limit: int = 120, form: Any = repr) -> str:
-    """A value of somebody else's code, as a message may quote it: that it can be shown at all is not certain."""
+    """A value from user code or data, shortened for a message; it may even fail to print."""
     try:
         text = form(value)
     except Exception:  # an integer of 5,000 digits, or a __repr__ that raises
@@ -41,16 +40,16 @@ def quoted(value: Any, limit: int = 120, form: Any = repr) -> str:
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
-# Of safetensors, tokenizers and torch, which have exceptions of their own for a full disk.
+# safetensors, tokenizers and torch have their own exceptions for a full disk.
 _DISK = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 
 
 def is_of_the_disk(error: Exception) -> bool:
-    """Whether it is that something could not be written or read, whichever class it has."""
+    """Whether an error of any class means that something could not be written or read."""
     return isinstance(error, OSError) or bool(_DISK.search(str(error)))
 
 
-SECRETS: list[str] = []  # what no message may show, whoever wrote it: a reward function that fails at it, say
+SECRETS: list[str] = []  # must not appear in any message, whoever wrote it, such as a failing reward function
 
 
 def hidden(text: str) -> str:
@@ -59,35 +58,34 @@ def hidden(text: str) -> str:
     return text
 
 
-# Control characters but for line breaks and tabs, and marks that turn the direction of writing: on a terminal they could
-# clear it, hide a line, or set its title.
+# Control characters other than line breaks and tabs, and bidirectional marks: in a terminal they could clear it, hide a
+# line, or set its title.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Text of data, of models or of file names, as a terminal may get it: control characters are spelled out, secrets left
-    out."""
+    """Text from data, models or file names made safe for a terminal: control characters are escaped, secrets removed."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), hidden(text))
 
 
 def is_first() -> bool:
-    """Whether this is the process that speaks, of those that a launcher has started."""
+    """Whether this is the process that prints, of those started by a launcher."""
     return os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.environ.get("RANK", "0") == "0"
 
 
 def show_and_exit(error: UserError) -> None:
-    """Print one line, no traceback, and leave with exit code 1."""
+    """Print one line without a traceback, and exit with code 1."""
     where = "" if is_first() else f"[rank {os.environ['RANK']}] "
     print(printable(f"{where}error: {error}"), file=sys.stderr, flush=True)
     last_words(error)
-    # A rank that failed alone must not wait for the others at interpreter exit: leave at once.
+    # A rank that failed alone must not wait for the others at interpreter exit: leave immediately.
     sys.stdout.flush()
     os._exit(1)
 
 
 def as_command(main: Callable[[], int | None]) -> None:
-    """Call a tool's `main` as a program, and end it: a UserError is one line, Ctrl-C a word, and a reader that has left
-    (`| head`) no error."""
+    """Call a tool's `main` and end the program: a UserError is one line, Ctrl-C a word, and a reader that has left (`|
+    head`) no error."""
     keep_talking()
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -102,16 +100,16 @@ def as_command(main: Callable[[], int | None]) -> None:
 
 
 def last_words(error: BaseException) -> None:
-    """Call what waits for the end of the run by an error, each once."""
+    """Call the functions waiting for an error that ends the run, each once."""
     while LAST_WORDS:
         with contextlib.suppress(Exception):
             LAST_WORDS.pop()(error)
 
 
 def say(line: str, file: TextIO | None = None, *, as_it_is: bool = False) -> None:
-    """A line for the user, once per run and not once per process, above the progress bar if there is one.
+    """Print a line for the user, once per run rather than once per process, above the progress bar if there is one.
 
-    as_it_is: it is `printable` but for the colours that it has been given.
+    as_it_is: the line is already `printable`, apart from its own colours.
     """
     if is_first():
         file = file or sys.stdout
@@ -120,7 +118,7 @@ def say(line: str, file: TextIO | None = None, *, as_it_is: bool = False) -> Non
 
 
 class _Lasting:
-    """A stream whose disk may be full, and whose reader may leave: that costs lines, and not the run."""
+    """A stream whose disk may be full, or whose reader may leave: that loses lines, but does not end the run."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._problem = stream, ""
@@ -144,21 +142,21 @@ class _Lasting:
         self._problem = ""
         try:
             act()
-        except ValueError:  # closed, by a reward function
+        except ValueError:  # closed by a reward function
             pass
         except OSError as error:
             self._problem = error.strerror or type(error).__name__
-            if error.errno in (errno.EPIPE, errno.EIO, errno.ENXIO):  # nobody is there any more
+            if error.errno in (errno.EPIPE, errno.EIO, errno.ENXIO):  # the reader is gone
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
 
 
 def keep_talking() -> None:
-    """From here on nothing that is printed ends the run: a full disk, a pipe or a terminal that is gone, or a character
-    that the terminal's encoding does not have."""
+    """From now on no failure to print ends the run: a full disk, a pipe or terminal that is gone, or a character missing in
+    the terminal's encoding."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # None: it was closed from the start
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # None: closed from the start
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, stream if isinstance(stream, _Lasting) else _Lasting(stream))

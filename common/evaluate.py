@@ -1,7 +1,7 @@
-"""Evaluation that the stages share: losses on held-out examples, and scored completions of fixed prompts.
+"""Evaluation shared by the stages: losses on held-out examples, and scored completions of fixed prompts.
 
-Sums and counts are reduced over the processes, fillers have weight 0: the result is that of the whole set, on any number
-of processes and for any batch size.
+Sums and counts are reduced over the processes, and fillers have weight 0: the result covers the whole set, for any number
+of processes and any batch size.
 """
 
 import contextlib
@@ -32,29 +32,29 @@ from torch import Tensor, nn
 
 
 class EvalPrompts(NamedTuple):
-    """What is completed at each evaluation, and how it is scored."""
+    """The prompts completed at each evaluation, and their scoring."""
 
-    rows: list[dict[str, Any]]  # {"prompt", "prompt_ids", and the columns that the rewards read}
-    score: Scorer | None  # (rows, token ids of the completions) -> {name: scores}; None: nothing is scored
+    rows: list[dict[str, Any]]  # {"prompt", "prompt_ids", and columns for the rewards}
+    score: Scorer | None  # (rows, token ids of the completions) -> {name: scores}; None: no scoring
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; training mode again afterwards."""
+    """Context without gradients and dropout; training mode is restored afterwards."""
     model.eval()
     with torch.no_grad():
         yield
     model.train()
     for module in model.modules():
-        if hasattr(module, "reshard"):  # FSDP2 leaves the outermost part whole where no backward pass follows
+        if hasattr(module, "reshard"):  # FSDP2 leaves the root module unsharded if no backward pass follows
             module.reshard()
 
 
 def evaluate_nll(args: CommonArgs, accelerator: Accelerator, model: nn.Module, held_out: Examples) -> dict[str, float]:
-    """eval_loss (nats per trained token), eval_perplexity, eval_mean_token_accuracy, eval_entropy; nothing without data.
+    """eval_loss (nats per trained token), eval_perplexity, eval_mean_token_accuracy, eval_entropy; {} without data.
 
-    With several sources also eval_<source>_loss; the others are then means over all trained tokens, or, where the sources
-    have weights, means of the sources' values by their weights.
+    With several sources also eval_<source>_loss; the others are then means over all trained tokens, or, if the sources have
+    weights, weighted means of the sources' values.
     """
 
     def per_token(batch: Batch) -> dict[str, Tensor]:
@@ -75,15 +75,15 @@ def evaluate_means(
     measure: Callable[[Batch], dict[str, Tensor]],
     weights: str = "sequence_mask",
 ) -> dict[str, float]:
-    """The mean of each value of measure(batch) over the held-out examples, as eval_<name>; nothing without data.
+    """The mean of each value of measure(batch) over the held-out examples, as eval_<name>; {} without data.
 
     measure(batch): values by name, (B,) for the examples of a batch, or, with weights="loss_mask", (T,) for its tokens.
-    weights: the field of the batch that is 0 for what does not count (a prompt, a filler). With several sources also
-    eval_<source>_loss; the others are then means over everything, or, where the sources have weights, means of the
-    sources' values by their weights.
+    weights: the field of the batch that is 0 for items that do not count (a prompt, a filler). With several sources also
+    eval_<source>_loss; the others are then means over everything, or, if the sources have weights, weighted means of the
+    sources' values.
     """
     names: list[str] = []
-    table: list[list[float]] = []  # of each source: the sums of the values, and of the weights
+    table: list[list[float]] = []  # for each source: the sums of the values, and of the weights
     with evaluating(model):
         for s in range(len(held_out.sources)):
             sums = 0.0
@@ -105,7 +105,8 @@ def evaluate_means(
 
 
 def mean_over_sources(sources: list[Source], sums: list[list[float]], counts: list[float]) -> list[float]:
-    """For each column of sums (of a row per source): over everything, or by the weights of the sources if they have them."""
+    """For each column of sums (one row per source): the mean over everything, or by the sources' weights if they have
+    some."""
     if not sources:
         return []
     weights = [source.weight for source in sources]
@@ -119,8 +120,8 @@ def mean_over_sources(sources: list[Source], sums: list[list[float]], counts: li
 
 
 def unigram_perplexity(train: Shuffled | Stream, held_out: Examples, vocab_size: int) -> float | None:
-    """What a model that knows only how frequent each token is would reach on the held-out rows: the line to beat. None
-    without any."""
+    """Perplexity on the held-out rows of a model that knows only token frequencies: a baseline to beat. None without
+    held-out rows."""
     if not len(held_out):
         return None
 
@@ -151,12 +152,12 @@ def load_eval_prompts(
     rewards: list[Reward] | None = None,
     weights: list[float] | None = None,
 ) -> EvalPrompts:
-    """What is completed at each evaluation: the prompts of --eval_prompts; where no file is named, the held-out rows of
-    GRPO, and else the prompts of the first num_samples held-out (or training) rows that have one, without other columns.
+    """The prompts of --eval_prompts; if no file is named, GRPO's held-out rows, or else the prompts of the first num_samples
+    held-out (or training) rows that have one, without other columns.
 
-    prompt_of(row)["prompt"]: the prompt of a row. encode(row, tokenizer, args): a row of --eval_prompts as what is sampled
-    from, where training has its own way. rewards, weights: what scores the completions where --eval_reward_funcs names
-    nothing, and as what sum.
+    prompt_of(row)["prompt"]: the prompt of a row. encode(row, tokenizer, args): converts a row of --eval_prompts for
+    sampling, if training has its own way. rewards, weights: score the completions if --eval_reward_funcs is not given, and
+    the weights of their sum.
     """
     own = load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout, "--eval_reward_funcs")
     score = scorer(own or rewards or [], tokenizer, None if own else weights)
@@ -171,7 +172,7 @@ def load_eval_prompts(
     rows = []
     found = (row for source in held_out.sources or train.sources for row, _ in read_rows(source))
     for row in itertools.islice(found, 50 * args.num_samples):
-        with contextlib.suppress(BadRow, UserError):  # a row without a prompt is no mistake here
+        with contextlib.suppress(BadRow, UserError):  # a row without a prompt is not an error here
             rows.append(tokenize_row({"prompt": prompt_of(row)["prompt"]}, tokenizer))
         if len(rows) == args.num_samples:
             break
@@ -183,8 +184,8 @@ def complete_prompts(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Complete fixed prompts at each of args.eval_temperatures and score the completions.
 
-    Returns the means, `eval_<name>` at temperature 0 (or the first one) and `eval_<name>_t<T>` at the others, and the
-    samples, on all processes. Each process samples its share. Without prompts: nothing.
+    Returns, on all processes, the means (`eval_<name>` at temperature 0 or the first one, `eval_<name>_t<T>` at the others)
+    and the samples. Each process samples its share. Without prompts: nothing.
     """
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
@@ -194,7 +195,7 @@ def complete_prompts(
     mine = range(accelerator.process_index, len(rows), accelerator.num_processes)
     ids = [rows[i]["prompt_ids"] for i in mine]
     for temperature in args.eval_temperatures:
-        with accelerator.autocast():  # also on a process without a row: sharded weights are gathered by all of them
+        with accelerator.autocast():  # also on a process without a row: all of them gather sharded weights
             completions = sample(
                 flat_model,
                 ids,
@@ -218,8 +219,8 @@ def summarise(
     texts: list[str],
     scores: dict[str, list[float | None]],
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Of completions of `rows` at one of args.eval_temperatures: the mean of each score, without those that are None, as
-    `eval_<name>` at the first of these and `eval_<name>_t<T>` at the others, and a sample for each completion."""
+    """For completions of `rows` at one of args.eval_temperatures: the mean of each score, ignoring None, as `eval_<name>` at
+    the first temperature and `eval_<name>_t<T>` at the others, and a sample for each completion."""
     suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
     means, samples = {}, []
     for name, values in scores.items():

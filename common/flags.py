@@ -1,11 +1,11 @@
-"""What a user's flags may have meant: names of other tools, and flags that mean nothing without another one."""
+"""Hints about flags: other tools' names for them, and flags without effect unless another one is set."""
 
 import dataclasses
 from typing import Any
 
 from common.args import CommonArgs
 
-# Flags of transformers and TRL that do not exist here, and what there is instead.
+# Flags of transformers and TRL that do not exist here, and their replacements.
 _PRECISION = "the precision is Accelerate's: accelerate launch --mixed_precision bf16 (or fp16), or accelerate config"
 _MASK = "only what the assistant says is trained, unless --train_on everything asks for more"
 _DEVICES = "how many processes, and on what, is Accelerate's: accelerate launch --num_processes N, or accelerate config"
@@ -41,7 +41,7 @@ ELSEWHERE = {
     "ref_model": "the reference is the model at the start: --model_name_or_path",
     "ref_model_name_or_path": "the reference is the model at the start: --model_name_or_path",
 }
-# Other names of flags; of several flags the first that the script has.
+# Other tools' names of flags; of several flags, the first one that the script has.
 ALIASES = {
     "lr": ["learning_rate"],
     "epochs": ["num_train_epochs"],
@@ -84,7 +84,7 @@ ALIASES = {
     "num_samples_per_prompt": ["num_generations"],
     "num_return_sequences": ["num_generations"],
 }
-# A flag that does nothing where the other one is not given, or has not that value.
+# A flag without effect unless the other one is given, or has that value.
 NEEDS = {
     **dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "init_lora_weights"), "use_peft"),
     **dict.fromkeys(("use_dora", "use_rslora", "merge_lora"), "use_peft"),
@@ -100,7 +100,7 @@ NEEDS = {
 
 
 def without_effect(values: dict[str, Any], args_class: type[CommonArgs]) -> list[str]:
-    """A line for each argument that is not its default, and does nothing for want of another one."""
+    """A line for each argument that differs from its default but has no effect without another one."""
     lines = []
     for f in dataclasses.fields(args_class):
         default = f.default_factory() if f.default is dataclasses.MISSING else f.default
@@ -115,6 +115,6 @@ def without_effect(values: dict[str, Any], args_class: type[CommonArgs]) -> list
 
 
 def other_name(name: str, args_class: type[CommonArgs]) -> str | None:
-    """The flag of this script that goes by another name elsewhere."""
+    """This script's flag for another tool's name."""
     known = {f.name for f in dataclasses.fields(args_class)}
     return next((flag for flag in ALIASES.get(name, []) if flag in known), None)

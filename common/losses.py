@@ -1,9 +1,9 @@
 """The maths of the stages: pure functions of tensors and floats (torch only).
 
 Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `logps[t] = log p(token t | the tokens
-before it in the same sequence)`, 0 where token t is not a target. Nothing here takes a mean: the caller divides by
-the size of the whole window (all micro-batches of all processes), so that the gradient does not depend on how the
-window was split.
+before it in the same sequence)`, 0 if token t is not a target. Nothing here takes a mean: the caller divides by the
+size of the whole window (all micro-batches of all processes), so that the gradient does not depend on how the window is
+split.
 
 Shape letters: T tokens of the flat row, S sequences in it, B pairs, P prompts, G completions per prompt,
 C completions, F reward functions.
@@ -21,7 +21,7 @@ DPO_LOSS_TYPES = (
 )
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 REFERENCE_FREE = ("simpo", "orpo")
-SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")  # those with a share of flipped pairs
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")  # those that support a share of flipped pairs
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_pp")
 
@@ -29,7 +29,7 @@ ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_pp")
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sums per sequence of a flat row.
 
-    values (T,), cu_seqlens (S+1,) int, the borders of the sequences. Returns (S,).
+    values (T,), cu_seqlens (S+1,) int, the sequence boundaries. Returns (S,).
     """
     return values.new_zeros(len(cu_seqlens) - 1).index_add(0, segment_ids(cu_seqlens, len(values)), values)
 
@@ -65,19 +65,19 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One preference loss per pair, and the implicit rewards.
 
-    The first four (B,): log-probabilities summed over the completion (those of the reference are not read by simpo and
-    orpo); the next two (B,): the completions' trained tokens. Returns losses (B,), and the chosen and rejected
-    rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`. Several types
-    are added up by loss_weights (None: 1 for each); the rewards are those of the first one.
+    The first four (B,): log-probabilities summed over the completion (simpo and orpo ignore the reference's); the next two
+    (B,): the number of trained tokens in the completions. Returns losses (B,), and the chosen and rejected
+    rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`. Several
+    types are summed with loss_weights (None: 1 each); the rewards are those of the first one.
 
     Let `x = (chosen - ref_chosen) - (rejected - ref_rejected)`, sums over tokens.
 
     - sigmoid: `-log σ(βx)` (Rafailov et al. 2023, arXiv 2305.18290, eq. 7); with label_smoothing ε the conservative
       form `-(1-ε) log σ(βx) - ε log σ(-βx)` (cDPO, Mitchell 2023).
-    - robust: the unbiased form of it, `[-(1-ε) log σ(βx) + ε log σ(-βx)] / (1-2ε)` (Chowdhury et al. 2024, 2403.00409).
+    - robust: its unbiased form, `[-(1-ε) log σ(βx) + ε log σ(-βx)] / (1-2ε)` (Chowdhury et al. 2024, 2403.00409).
     - sigmoid_norm: `-log σ(β x̄)` with x̄ from means over tokens (Tulu 3, Lambert et al. 2024, 2411.15124), ε as in cDPO.
     - exo_pair: the reverse KL of σ(βx) to (1-ε, ε): `σ(βx) [log σ(βx) - log(1-ε)] + σ(-βx) [log σ(-βx) - log ε]`, with ε
-      0.001 where label_smoothing is 0 (Ji et al. 2024, 2402.00856, eq. 16).
+      0.001 if label_smoothing is 0 (Ji et al. 2024, 2402.00856, eq. 16).
     - nca_pair: `-log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)`, c and r the log-ratios of chosen and rejected (Chen et al. 2024,
       2402.05369).
     - bco_pair: `-log σ(βc) - log σ(-βr)` (Jung et al. 2024, 2404.04656, of pairs and without its reward shift).
@@ -89,7 +89,7 @@ def dpo_loss(
     - orpo: `-β log σ(log odds(chosen) - log odds(rejected))` of mean log-probabilities (Hong et al. 2024, 2403.07691);
       its NLL term is the caller's.
 
-    Raises ValueError for an unknown type, or label_smoothing where it has no meaning or makes `robust` singular.
+    Raises ValueError for an unknown type, or if label_smoothing does not apply or makes `robust` singular.
     """
     if not isinstance(loss_type, str):
         sides = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_tokens, rejected_tokens)
@@ -138,16 +138,16 @@ def dpo_loss(
     elif loss_type == "simpo":
         shifted = margin - simpo_gamma
         losses = -(1 - label_smoothing) * F.logsigmoid(shifted) - label_smoothing * F.logsigmoid(-shifted)
-    else:  # orpo: log odds = log p - log(1 - p), with log(1 - e^x) in the form that keeps its digits near p = 1
+    else:  # orpo: log odds = log p - log(1 - p), with log(1 - e^x) in the form that is accurate near p = 1
         log_odds = (chosen_mean - rejected_mean) - (log1mexp(chosen_mean) - log1mexp(rejected_mean))
         losses = -beta * F.logsigmoid(log_odds)
     return losses, chosen_reward, rejected_reward
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, without losing digits at either end (Mächler 2012)."""
+    """log(1 - exp(x)) for x < 0, accurate at both ends (Mächler 2012)."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
-    near = x > -0.6931  # where exp(x) > 1/2; both branches get inputs on which their gradients are finite
+    near = x > -0.6931  # exp(x) > 1/2; both branches get inputs with finite gradients
     return torch.where(
         near, torch.log(-torch.expm1(torch.where(near, x, -0.5))), torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
     )
@@ -169,8 +169,9 @@ def kto_loss(
 ) -> tuple[Tensor, Tensor]:
     """One loss per answer with a label, and its implicit reward.
 
-    logps, ref_logps (B,): summed over the answer; labels (B,): 1 for a good answer, 0 for a bad one; kl (): of the policy
-    from the reference, without a gradient. Returns losses (B,), weighted by label, and rewards (B,): `r = β (logps - ref)`.
+    logps, ref_logps (B,): summed over the answer; labels (B,): 1 for a good answer, 0 for a bad one; kl (): the policy's KL
+    divergence from the reference, without gradient. Returns losses (B,), weighted by label, and rewards (B,): `r = β (logps
+    - ref)`.
 
     - kto: `1 - σ(r - β kl)` for a good answer, `1 - σ(β kl - r)` for a bad one (Ethayarajh et al. 2024, arXiv 2402.01306).
     - apo_zero_unpaired: `1 - σ(r)` and `σ(r)`, without kl (D'Oosterlinck et al. 2024, 2408.06266).
@@ -203,7 +204,7 @@ def bradley_terry_loss(
 def combine_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum over the reward functions: (C, F), (F,) -> (C,).
 
-    NaN means that a function abstained (returned None): it is left out; where all abstained the result is NaN.
+    NaN means that a function abstained (returned None) and is left out; if all abstained the result is NaN.
     """
     total = (rewards_per_func * weights).nansum(-1)
     return total.masked_fill(rewards_per_func.isnan().all(-1), float("nan"))
@@ -212,15 +213,15 @@ def combine_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
 def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: str = "grpo") -> Tensor:
     """Rewards relative to the group: (P, G) -> (P, G). Shao et al. 2024 (arXiv 2402.03300), eq. 3's Â.
 
-    `(r - mean of the group) / (std + 1e-4)`, unbiased std of the group ("group"), of all rewards ("batch"), or no
-    division ("none": Dr. GRPO, Liu et al. 2025, 2503.20783). estimator "rloo" compares each with the mean of the others of
-    its group (Ahmadian et al. 2024, 2402.14740; theirs is without division), "reinforce_pp" with the mean of all rewards
-    (REINFORCE++, Hu et al. 2025, 2501.03262), which are its group: "group" is "batch" there, since a group of equal rewards,
-    which differ from those of others, has no std to divide by. A NaN reward is left out, and gets 0; where nothing differs
-    all get exactly 0. Raises ValueError for another scale_rewards or estimator.
+    `(r - mean of the group) / (std + 1e-4)`, unbiased std of the group ("group"), of all rewards ("batch"), or no division
+    ("none": Dr. GRPO, Liu et al. 2025, 2503.20783). estimator "rloo" compares each with the mean of the others in its group
+    (Ahmadian et al. 2024, 2402.14740, without division there), "reinforce_pp" with the mean of all rewards (REINFORCE++, Hu
+    et al. 2025, 2501.03262); then "group" means "batch", because a group of equal rewards that differ from the others' has
+    no std to divide by. A NaN reward is left out, and gets 0; if nothing differs all get exactly 0. Raises ValueError for
+    another scale_rewards or estimator.
     """
     known = ~rewards.isnan()
-    among = rewards.reshape(1, -1) if estimator == "reinforce_pp" else rewards  # what each is compared with
+    among = rewards.reshape(1, -1) if estimator == "reinforce_pp" else rewards  # what each reward is compared with
     mean = among.nanmean(-1, keepdim=True)
     low = among.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
     high = among.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
@@ -263,22 +264,22 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO-clip with a KL penalty, per token: `-min(ρ A, clip(ρ, 1-ε, 1+ε_high) A) · w + β KL`.
 
-    All (T,), cu_seqlens (S+1,); ref_logps may be None when beta is 0. `ρ = exp(logps - old_logps)` per token, or with
+    All (T,), cu_seqlens (S+1,); ref_logps may be None if beta is 0. `ρ = exp(logps - old_logps)` per token, or with
     importance_sampling_level "sequence" the exponential of the mean log-ratio of the sequence (GSPO, Zheng et al. 2025,
-    2507.18071, eq. 7). delta: the unclipped ratio is at most that, also where the advantage is negative (two-sided clip,
-    INTELLECT-2, 2505.07291). loss_type "cispo" weights the log-probability by a clipped ratio that has no gradient, and
-    leaves none out: `-min(ρ, epsilon_high) A log p` (MiniMax 2025, 2506.13585). KL is the k3 estimator
-    `exp(ref - logps) - (ref - logps) - 1` (Schulman 2020), times ρ when use_bias_correction_kl, which makes its gradient
+    2507.18071, eq. 7). delta: upper bound of the unclipped ratio, also for negative advantages (two-sided clip,
+    INTELLECT-2, 2505.07291). loss_type "cispo" weights the log-probability by a clipped ratio without gradient, so that
+    no token is dropped: `-min(ρ, epsilon_high) A log p` (MiniMax 2025, 2506.13585). KL is the k3 estimator
+    `exp(ref - logps) - (ref - logps) - 1` (Schulman 2020), times ρ with use_bias_correction_kl, which makes its gradient
     that of the reverse KL.
 
-    w is 1, or, where the sampler was not quite the model of old_logps, min(exp(old_logps - sampled_logps), importance_cap),
-    which has no gradient (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training");
-    and 0 where policy_mask is (Wang et al. 2025, 2506.01939: the tokens of high entropy alone).
+    w is 1, or, if the sampler differed slightly from the model of old_logps, min(exp(old_logps - sampled_logps),
+    importance_cap), without gradient (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training"); and 0 where policy_mask is 0 (Wang et al. 2025, 2506.01939: only tokens of high entropy).
 
     Returns the token losses (T,), 0 outside loss_mask, for the caller to weight with
-    `grpo_token_weights`, and per-token metrics, detached, (T,) each: `kl`, where there is a reference, and where the clip
-    takes effect below, above, and either (`clip_ratio/low_mean`, `high_mean`, `region_mean`); with sampled_logps
-    `sampling/logp_difference` and `_max`, how far they are from old_logps, and with importance_cap where w is cut
+    `grpo_token_weights`, and per-token metrics, detached, (T,) each: `kl`, if there is a reference, and where the clip
+    takes effect below, above, or either (`clip_ratio/low_mean`, `high_mean`, `region_mean`); with sampled_logps
+    `sampling/logp_difference` and `_max`, their distance from old_logps, and with importance_cap where w is capped
     (`sampling/importance_clipped`).
     """
     log_ratio = (logps - old_logps) * loss_mask
@@ -319,14 +320,14 @@ def grpo_loss(
 def grpo_token_weights(
     loss_type: str, tokens: Tensor, *, window_tokens: float, window_completions: float, max_completion_length: int
 ) -> Tensor:
-    """What one token of each completion weighs in the loss of the window: tokens (C,) -> weights (C,).
+    """The weight of each token of a completion in the window's loss: tokens (C,) -> weights (C,).
 
-    window_tokens counts the tokens that are trained in the window, window_completions all its completions, those that are
-    not trained (--mask_truncated_completions) among them; both over all processes.
+    window_tokens counts the trained tokens of the window, window_completions all its completions, including untrained ones
+    (--mask_truncated_completions); both over all processes.
 
     - grpo: the mean over completions of the mean over tokens (2402.03300): `1 / (completions · tokens of this one)`.
-    - bnpo, dapo, cispo: the mean over tokens (2503.14476): `1 / window_tokens`. They differ in what the caller passes: bnpo
-      the tokens of this window; the others those of the whole generation batch divided by its windows.
+    - bnpo, dapo, cispo: the mean over tokens (2503.14476): `1 / window_tokens`. They differ in what the caller passes: for
+      bnpo the tokens of this window; for the others those of the whole generation batch divided by its windows.
     - dr_grpo: a constant, `1 / (completions · max_completion_length)` (2503.20783).
     """
     if loss_type == "grpo":
@@ -346,7 +347,7 @@ def gae(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 0.9
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16) of a completion: (n,), (n,) -> (n,).
 
     `A_t = δ_t + γλ A_{t+1}` with `δ_t = rewards[t] + γ values[t+1] - values[t]`; after the last token both are 0. values[t]
-    is the critic's of what stands before token t. `A_t + values[t]` is the return that it should have said.
+    is the critic's value of the text before token t. `A_t + values[t]` is the return that it should have predicted.
     """
     advantages, advantage, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
@@ -361,8 +362,8 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """`½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²)`, and whether the clip takes effect, (T,) each, of (T,) each.
 
-    The critic's part of PPO as OpenAI's code has it (2005.12729, section 3): a value that has moved further than c since
-    the rollout, towards the return, has no gradient.
+    The critic's loss of PPO as in OpenAI's code (2005.12729, section 3): a value that has moved more than c towards the
+    return since the rollout gets no gradient.
     """
     clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
     plain, limited = (values - returns) ** 2, (clipped - returns) ** 2
@@ -375,7 +376,7 @@ def value_loss(
 def generalized_jsd(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
     """Divergence of two distributions over a vocabulary: (n, V), (n, V) -> (n,). Agarwal et al. 2024, arXiv 2306.13649.
 
-    With s the student's, t the teacher's: beta 0 is the forward `KL(t || s)`, 1 the reverse `KL(s || t)`, between them
+    With student s and teacher t: beta 0 is the forward `KL(t || s)`, 1 the reverse `KL(s || t)`, values between
     `β KL(t || m) + (1-β) KL(s || m)` with `m = (1-β) s + β t`, which tends to 0 at both ends.
     """
     s, t = logits.log_softmax(-1), teacher_logits.log_softmax(-1)

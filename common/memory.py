@@ -1,5 +1,4 @@
-"""Memory on CUDA, MPS and CPU, in GiB: what is used and what there is, and how running out of it shows; and how much to
-compute at once."""
+"""Memory on CUDA, MPS and CPU, in GiB: usage and limits, detecting that it ran out, and how much to compute at once."""
 
 import contextlib
 import ctypes
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 GIB = 2**30
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # each process holds a part of the weights
 WITHOUT_FLOAT64 = ("mps",)
-# What running out says, where it is not an exception of its own: CUDA and its libraries, MPS, the allocators of the CPU.
+# Messages of out-of-memory errors without their own exception class: CUDA and its libraries, MPS, the CPU's allocators.
 MESSAGES = (
     "out of memory",
     "can't allocate memory",
@@ -29,29 +28,29 @@ MESSAGES = (
 )
 
 
-# On a CPU: numbers of a hidden state of the row that its cache holds, and the tokens below which matrix products are slow.
-# Autocast converts the weights for each part anew.
+# On a CPU: the size of a row's hidden states that fits its cache, and the tokens below which matrix products are slow.
+# Autocast converts the weights again for each part.
 CACHED_NUMBERS, LEAST_TOKENS, LEAST_TOKENS_AUTOCAST = 2**18, 512, 1024
 
 
 class Memory(NamedTuple):
     current: float  # in use now
-    peak: float  # the most since the start
-    limit: float  # what there is; NaN where the system does not tell
+    peak: float  # since the start
+    limit: float  # total; NaN if the system does not report it
 
 
 def memory(device: torch.device) -> Memory:
-    """Memory of the device that the model is on; for the CPU, resident memory of this process."""
+    """Memory of the model's device; for the CPU, resident memory of this process."""
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
         return Memory(torch.cuda.memory_allocated(device) / GIB, torch.cuda.max_memory_allocated(device) / GIB, total / GIB)
     if device.type == "mps":
-        current = torch.mps.driver_allocated_memory() / GIB  # MPS keeps no record of the peak
+        current = torch.mps.driver_allocated_memory() / GIB  # MPS does not record the peak
         return Memory(current, current, torch.mps.recommended_max_memory() / GIB)
     status = Path("/proc/self/status")
     if not status.exists():
         return _memory_without_proc()
-    # Not ru_maxrss, which a process has from the one that started it. The values are in kB.
+    # Not ru_maxrss, which is inherited from the parent process. The values are in kB.
     found = dict(line.split(":") for line in status.read_text().splitlines() if ":" in line and line.count(":") == 1)
     return Memory(int(found["VmRSS"].split()[0]) / 2**20, int(found["VmHWM"].split()[0]) / 2**20, _limit_of_linux())
 
@@ -61,19 +60,19 @@ def _memory_without_proc() -> Memory:
     import psutil
 
     used = psutil.Process().memory_info()
-    peak = getattr(used, "peak_wset", 0)  # of Windows
+    peak = getattr(used, "peak_wset", 0)  # Windows
     with contextlib.suppress(ImportError):
         import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     return Memory(used.rss / GIB, max(peak, used.rss) / GIB, psutil.virtual_memory().total / GIB)
 
 
 def _limit_of_linux() -> float:
-    """What the machine has, or what the container leaves of it."""
+    """The machine's memory, or the container's limit."""
     limits = [int(Path("/proc/meminfo").read_text().split()[1]) / 2**20]  # first line: MemTotal
     for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+        with contextlib.suppress(OSError, ValueError):  # missing, or "max"
             limits.append(int(Path(place).read_text()) / GIB)
     return min(limits)
 
@@ -81,8 +80,8 @@ def _limit_of_linux() -> float:
 def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
     """How many tokens of a micro-batch are worth sending through the model (a FlatModel) together.
 
-    On a GPU, all of them. On a CPU twice as many are no faster, and take twice the memory. With several processes all of
-    them, too: these wait for one another at each micro-batch.
+    On a GPU all of them. On a CPU larger parts are no faster, and take more memory. With several processes also all of them,
+    as processes wait for one another at each micro-batch.
     """
     if accelerator.device.type != "cpu" or accelerator.num_processes > 1:
         return math.inf
@@ -91,9 +90,9 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
 
 
 def relieve(device: torch.device, above: float = 0.9) -> bool:
-    """Empty the caches of the allocator where more than this share of the memory is used. Returns whether there was need.
+    """Empty the allocator's caches if more than this share of the memory is used. Returns whether that was so.
 
-    CUDA's allocator does it by itself when it needs to; done at each line of the log, its blocks would be asked for anew.
+    CUDA's allocator does it by itself when necessary; emptied at each log line, its blocks would have to be allocated again.
     """
     if device.type == "cuda" or not memory(device).current > above * memory(device).limit:
         return False
@@ -102,21 +101,21 @@ def relieve(device: torch.device, above: float = 0.9) -> bool:
 
 
 def empty_caches(device: torch.device) -> None:
-    """Give back what no tensor uses."""
+    """Release memory that no tensor uses."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
-    elif platform.libc_ver()[0] == "glibc":  # which keeps what was freed for the next request
+    elif platform.libc_ver()[0] == "glibc":  # it keeps freed memory for the next request
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether memory has run out, in any of the forms in which it shows.
+    """Whether an error means that memory has run out.
 
     torch.OutOfMemoryError and MemoryError; else a RuntimeError with one of a few messages: of CUDA outside of PyTorch's
-    allocator, cuBLAS, cuDNN, MPS, or the allocator of the CPU.
+    allocator, cuBLAS, cuDNN, MPS, or the CPU's allocator.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -124,24 +123,24 @@ def is_oom(error: BaseException) -> bool:
 
 
 def finest_dtype(device: torch.device) -> torch.dtype:
-    """What sums over many numbers are made in: float64, where the device has it."""
+    """The dtype for sums over many numbers: float64, if the device supports it."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array as a tensor on the device.
 
-    From ordinary memory CUDA would copy with the host waiting until the device has done all that it was asked for before:
-    hence pinned memory, which PyTorch keeps until the copy has been made.
+    From pageable memory CUDA would block the host until the device has finished all earlier work: hence pinned memory, which
+    PyTorch keeps until the copy is done.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class AsyncScalar:
-    """A number on the device that is asked for later: by then it is on the host.
+    """A number on the device that is read later: by then it is on the host.
 
-    Taking it from the device when it is wanted would wait for all that the device has been asked for in between.
+    Reading it directly would wait for all work that the device has been given since.
     """
 
     def __init__(self, value: Tensor):
@@ -152,7 +151,7 @@ class AsyncScalar:
             self._arrived.record()
 
     def value(self) -> Tensor:
-        """On the CPU."""
+        """The value, on the CPU."""
         if self._arrived:
             self._arrived.synchronize()
         return self._value

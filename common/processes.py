@@ -1,4 +1,4 @@
-"""Python objects across processes."""
+"""Sharing Python objects between processes."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 def gather_lists(accelerator: Accelerator, values: list[T]) -> list[T]:
-    """The lists of all processes, end to end, on each of them."""
+    """The lists of all processes, concatenated, on each of them."""
     return gather_object(values) if accelerator.num_processes > 1 else values
 
 
 def on_each_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """What function() gives on this process. A UserError that it raises on any is raised on all: none waits for one that has
-    gone."""
+    """The result of function() on this process. A UserError raised on any process is raised on all, so that none waits for
+    one that is gone."""
     result, error = None, []
     try:
         result = function()
@@ -30,8 +30,8 @@ def on_each_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
 
 
 def on_main_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """What function() gives on the main process, on each of them. A UserError, an OSError or a SystemExit that it raises
-    there is raised on all."""
+    """The main process's result of function(), on every process. A UserError, OSError or SystemExit raised there is raised
+    on all."""
     result, error = None, None
     if accelerator.is_main_process:
         try:

@@ -1,4 +1,4 @@
-"""A limit for what somebody else's code may take: a reward function, a chat template."""
+"""A time limit for user code: a reward function, a chat template."""
 
 import contextlib
 import signal
@@ -12,10 +12,10 @@ class TimeLimitReached(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeLimitReached in what takes longer: in Python code, in `re`, and when a call of C comes back.
+    """Context that raises TimeLimitReached in code that takes longer: in Python code, in `re`, and when a C call returns.
 
-    It is raised again each second, should the code have caught it. No limit for 0 seconds, outside of the main thread, or
-    where the system has no such alarm.
+    It is raised again each second, in case the code has caught it. No limit for 0 seconds, outside of the main thread, or on
+    systems without such an alarm.
     """
     if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,1 +1,1 @@
-"""Ideas of the field, each a copy of one of the four scripts with a few lines changed. See README.md."""
+"""Other algorithms, each a copy of one of the four scripts with a few lines changed. See README.md."""

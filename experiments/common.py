@@ -1,9 +1,9 @@
-"""Makes way for the root's `common`, which is not found where an experiment is run by its path: Python then looks here."""
+"""Redirects to the root's `common`, which Python does not find if an experiment is run by path: it looks here first."""
 
 import importlib
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-del sys.modules[__name__]  # this file, in whose place the package is imported
+del sys.modules[__name__]  # this file; the package is imported in its place
 importlib.import_module("common")

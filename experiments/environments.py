@@ -1,4 +1,4 @@
-"""Environments to begin with, for experiments/train_tools.py: a tool without a state, and a game with one."""
+"""Example environments for experiments/train_tools.py: a stateless tool, and a game with state."""
 
 import random
 import re
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Calculator:
-    """One tool, and nothing to remember: rewards read the last turn."""
+    """One tool and no state: rewards read the last turn."""
 
     def reset(self, **columns: Any) -> None:
-        """There is nothing to prepare."""
+        """Nothing to prepare."""
 
     def calculate(self, expression: str) -> str:
         """
@@ -27,7 +27,7 @@ class Calculator:
 
 
 class HigherOrLower:
-    """A hidden number is guessed. The fewer guesses, the higher the reward; none without the number."""
+    """The model guesses a hidden number. The fewer guesses, the higher the reward; 0 if it is not found."""
 
     LARGEST, GUESSES = 20, 6
 

@@ -1,16 +1,16 @@
-"""On-policy distillation: prompts and a teacher -> a model that writes what the teacher would have written in its place.
+"""On-policy distillation: prompts and a teacher -> a model that writes what the teacher would have written.
 
-Completions are sampled from the model, and at each of their tokens its distribution is drawn to the teacher's (GKD: Agarwal
-et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a window (all micro-batches of all processes):
+Completions are sampled from the model, and at each of their tokens its distribution is pulled towards the teacher's (GKD:
+Agarwal et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a window (all micro-batches of all processes):
 
     loss = 1/N Σ_t D(π(· | tokens before t), π_teacher(· | tokens before t))
 
 1. D is the reverse KL(π || π_teacher) with --beta 1 (the default), the forward KL(π_teacher || π) with 0, between them the
-   generalised Jensen-Shannon divergence, as in TRL. It is over the whole vocabulary, and the sampling has no gradient.
-2. The share --lmbda of the completions is sampled, by default all; the others are those of the data.
-3. Both distributions have the temperature of the sampling. Logits of the two exist for a chunk of the tokens at a time.
-4. The teacher has the student's tokens. Where one's vocabulary is padded to more of them, these are left out; the teacher
-   reads another token in the place of one that it lacks.
+   generalised Jensen-Shannon divergence, as in TRL. It covers the whole vocabulary; sampling has no gradient.
+2. The share --lmbda of the completions is sampled, by default all; the others come from the data.
+3. Both distributions use the sampling temperature. Their logits exist for only one chunk of tokens at a time.
+4. The teacher uses the student's tokens. Tokens that only one vocabulary is padded with are left out; the teacher reads a
+   substitute for a token that it lacks.
 
     accelerate launch -m experiments.train_distill                            # the embedded demo, after train_grpo.py
     accelerate launch -m experiments.train_distill --model_name_or_path outputs/sft --teacher_model_name_or_path outputs/grpo
@@ -54,17 +54,17 @@ class Args(CommonArgs):
     # Algorithm
     teacher_model_name_or_path: str | None = arg(None, help="Hub name or folder of the teacher", is_path=True)
     beta: float = arg(1.0, help="1: reverse KL, 0: forward KL, between them the generalised JSD", within="[0, 1]")
-    lmbda: float = arg(1.0, help="share of the completions that are sampled; the others are the data's", within="[0, 1]")
+    lmbda: float = arg(1.0, help="share of completions that are sampled; the others are the data's", within="[0, 1]")
 
     # Sampling
-    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
-    max_completion_length: int = arg(256, help="tokens; longer completions are cut", within="[1, 1e7]")
-    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int = arg(
-        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
     )
     rollout_server: list[str] | None = arg(
         None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
@@ -83,12 +83,12 @@ class Args(CommonArgs):
 
 @dataclass
 class Completion:
-    """What follows a prompt."""
+    """The text after a prompt."""
 
     prompt: Prompt
     ids: list[int]
-    finished: bool  # with a stop token
-    sampled: bool  # from the model; else of the data
+    finished: bool  # ended with a stop token
+    sampled: bool  # by the model; otherwise from the data
 
 
 def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
@@ -97,7 +97,7 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
-    """A dataset row as what `encode_prompt` makes of it, with its completion where --lmbda asks for some of the data's."""
+    """The result of `encode_prompt`, plus the row's completion if --lmbda uses some of the data's."""
     prompt = encode_prompt(row, tokenizer, args)
     if args.lmbda == 1:
         return prompt
@@ -109,7 +109,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 
 
 def check_vocabulary(args: Args, tokenizer: Tokenizer) -> None:
-    """Raise UserError where a token of the student's is another one of the teacher's."""
+    """Raise UserError if a token of the student means another one for the teacher."""
     name = args.teacher_model_name_or_path
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(args, name).get_vocab()
     if other := sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)):
@@ -122,7 +122,7 @@ def check_vocabulary(args: Args, tokenizer: Tokenizer) -> None:
 def divergence(
     logits: torch.Tensor, rows: torch.Tensor, *, teacher_logits: Callable[[torch.Tensor], torch.Tensor], beta: float
 ) -> torch.Tensor:
-    """Of a chunk of the targets: (n, V), (n,) -> (n,). teacher_logits: (n,) -> (n, V)."""
+    """The divergence for a chunk of targets: (n, V), (n,) -> (n,). teacher_logits: (n,) -> (n, V)."""
     theirs = teacher_logits(rows)
     V = min(logits.shape[1], theirs.shape[1])  # one of them may be padded
     return generalized_jsd(logits[:, :V], theirs[:, :V], beta)
@@ -131,8 +131,8 @@ def divergence(
 def roll_out(
     args: Args, accelerator: Accelerator, sampler: Sampler, prompts: list[Prompt], rollout: int
 ) -> list[Completion]:
-    """A completion of each prompt: the share args.lmbda of them sampled, evenly among those of the data; each process its
-    share, and all of them get everything. What is drawn is a function of (seed, rollout, place), whoever samples it."""
+    """A completion of each prompt: the share args.lmbda of them sampled, spread evenly among those of the data. Each process
+    samples a share and gets them all. Random numbers are a function of (seed, rollout, place), whichever process samples."""
     places = range(rollout * len(prompts), (rollout + 1) * len(prompts))
     is_sampled = [int((place + 1) * args.lmbda) > int(place * args.lmbda) for place in places]
     asked = [i for i in range(len(prompts)) if is_sampled[i]]
@@ -172,14 +172,14 @@ def make_window(completions: list[Completion], args: Args, accelerator: Accelera
 
 
 def log_rollout(run: Run, step: int, completions: list[Completion], tokenizer: Tokenizer) -> None:
-    """The rollout that serves `step`: lengths of what was sampled, and a line per completion in completions.jsonl."""
+    """Log the rollout used from `step` on: lengths of sampled completions, and a line for each in completions.jsonl."""
     sampled = [c for c in completions if c.sampled]
     if sampled:
         lengths = [len(c.ids) for c in sampled]
         logged = {"mean": np.mean(lengths), "min": min(lengths), "max": max(lengths)}
         run.metrics.add(**{f"completions/{name}_length": float(length) for name, length in logged.items()})
         run.metrics.add(**{"completions/clipped_ratio": float(np.mean([not c.finished for c in sampled]))})
-    run.metrics.close_window()  # they count also where the step is not taken
+    run.metrics.close_window()  # they count even if the step is skipped
     texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
     lines = [
         {"step": step, "prompt": c.prompt["prompt"], "completion": text, "finished": c.finished, "sampled": c.sampled}
@@ -197,7 +197,7 @@ def main(args: Args) -> None:
     check_vocabulary(args, tokenizer)
     prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode_prompt)
-    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
         prompts,
@@ -235,7 +235,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -249,7 +249,7 @@ def main(args: Args) -> None:
             run.metrics.add(mask, entropy=out.entropy)
             run.metrics.add(batch["sampled"], **{"loss/sampled": losses})
             run.metrics.add(mask - batch["sampled"], **{"loss/data": losses})
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(rollouts)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -267,7 +267,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -1,4 +1,4 @@
-"""KTO: answers, each labelled good or bad, without a pair -> a model that writes the good ones.
+"""KTO: single answers labelled good or bad -> a model that writes good ones.
 
 Over the S answers of a window (all micro-batches of all processes), π the model, π_ref the model at the start
 (Ethayarajh et al. 2024, arXiv 2402.01306), w the weight of the label:
@@ -6,15 +6,15 @@ Over the S answers of a window (all micro-batches of all processes), π the mode
     loss = 1/S · Σ w · [1 - σ(±(β·log π(answer)/π_ref(answer) - β·KL))],    + for a good answer, - for a bad one
 
 log π(answer) is a sum over its tokens, the end of the turn included; the prompt is not trained. Dropout is off.
-KL is the mean of log π/π_ref over the window's mismatched pairs, each prompt with the answer of the next row, at least 0,
-and has no gradient. --loss_type apo_zero_unpaired does without it.
+KL is the mean of log π/π_ref over the window's mismatched pairs (each prompt with the next row's answer), at least 0,
+without gradient. --loss_type apo_zero_unpaired omits it.
 
     accelerate launch -m experiments.train_kto                                # the embedded demo, ~1 minute on a CPU
     accelerate launch -m experiments.train_kto --model_name_or_path outputs/sft --dataset_name labelled.jsonl
 
 Shapes: T tokens of the row, S sequences in it, a prompt with its answer each. A batch holds label (S,), 1: a good answer;
 loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
-one before; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
 load-balancing loss of a mixture of experts (common/model/experts.py).
@@ -43,13 +43,13 @@ class Args(CommonArgs):
     output_dir: str = arg("outputs/kto", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
     per_device_train_batch_size: int = arg(8, help="answers (with --packing: rows) per process and micro-batch")
-    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers keep their start", within="[2, 1e8]")
+    max_length: int = arg(1024, help="tokens of prompt + answer; longer answers are truncated", within="[2, 1e8]")
     packing: bool = arg(False, help="fill rows of max_length with several answers (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     beta: float = arg(0.1, help="how strongly the model is kept close to the reference", within="(0, inf)")
-    loss_type: Literal[KTO_LOSS_TYPES] = arg("kto", help="apo_zero_unpaired does without the KL term")
-    desirable_weight: float = arg(1.0, help="of good answers: more where they are the fewer", within="[0, inf)")
-    undesirable_weight: float = arg(1.0, help="of bad answers", within="[0, inf)")
+    loss_type: Literal[KTO_LOSS_TYPES] = arg("kto", help="apo_zero_unpaired has no KL term")
+    desirable_weight: float = arg(1.0, help="weight of good answers; higher if they are fewer", within="[0, inf)")
+    undesirable_weight: float = arg(1.0, help="weight of bad answers", within="[0, inf)")
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
@@ -82,21 +82,21 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
-    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
+    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer)
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     @torch.no_grad()
     def kl_of(rows: list[Sequence]) -> torch.Tensor:
-        """The KL term of these rows, which all processes hold and share out: ()."""
+        """The KL term of these rows, which all processes have and share the work for: ()."""
         total = torch.zeros((), device=accelerator.device)
-        if args.loss_type == "kto" and len(rows) > 1:  # a row alone has no mismatched pair
+        if args.loss_type == "kto" and len(rows) > 1:  # a single row has no mismatched pair
             for batch in eval_batches(mismatched(rows, args.max_length), accelerator, args.per_device_eval_batch_size):
                 total += (model(batch).logps - reference(batch).logps).sum()
         return (accelerator.reduce(total, "sum") / len(rows)).clamp(min=0)
 
     def answer_losses(batch: Batch, out: Output, kl: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss of each answer, and what is logged beside it, (S,) each."""
+        """The loss of each answer and the metrics logged with it, (S,) each."""
         logps = segment_sum(out.logps, batch["cu_seqlens"])  # (S,)
         ref_logps = reference.sums(batch)
         losses, rewards = kto_loss(
@@ -110,17 +110,17 @@ def main(args: Args) -> None:
         return {"loss": losses, "rewards": rewards, "rewards/accuracies": is_right.float()}
 
     def evaluate() -> dict[str, float]:
-        """With the KL term of the held-out rows."""
+        """Evaluate, with the KL term of the held-out rows."""
         kl = kl_of([row for i in range(len(held_out)) for row in held_out[i]])
         return evaluate_means(args, accelerator, model, held_out, lambda batch: answer_losses(batch, model(batch), kl))
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         kl = kl_of([row for example in window.examples for row in example])  # of the whole window
         run.metrics.add(kl=kl)
         for batch in window:
             with accelerator.accumulate(model):
-                mask = batch["sequence_mask"]  # (S,) 1; 0 where a process has no answer left
+                mask = batch["sequence_mask"]  # (S,) 1; 0 if a process has no answer left
                 out = model(batch)
                 logged = answer_losses(batch, out, kl)
                 loss = (logged.pop("loss") * mask).sum() / window.num_sequences  # <- the algorithm
@@ -129,7 +129,7 @@ def main(args: Args) -> None:
             run.metrics.add(mask * (1 - batch["label"]), **{"rewards/rejected": logged.pop("rewards")})
             run.metrics.add(mask, **logged)
             run.metrics.add_sum(loss=loss)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -146,7 +146,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -1,7 +1,7 @@
-"""Proximal policy optimisation: prompts and rewards -> a model that is better at what is rewarded, by a critic's values.
+"""Proximal policy optimisation: prompts and rewards -> a model with higher rewards, trained with a critic.
 
-A completion is sampled for each prompt; a critic, a small head on the model's own states, says what can be expected before
-each of its tokens, and what came out better is made more probable (Schulman et al. 2017, arXiv 1707.06347; for language
+A completion is sampled for each prompt; a critic, a small head on the model's own states, predicts the return before
+each of its tokens, and what turned out better becomes more probable (Schulman et al. 2017, arXiv 1707.06347; for language
 models Ouyang et al. 2022, 2203.02155). Over the tokens t of the completions of a window (all micro-batches of all
 processes), N of them:
 
@@ -10,14 +10,14 @@ processes), N of them:
     ρ_t  = π(token_t) / π_old(token_t),   V' = clip(V, V_old - c, V_old + c)
     loss = 1/N Σ_t [-min(ρ_t A_t, clip(ρ_t, 1-ε, 1+ε_high) A_t) + vf_coef/2 max((V_t-R_t)², (V'_t-R_t)²) - entropy_coef H_t]
 
-1. V_t is read where the token before t stands: it knows the prompt and what was written, and not token t. It begins at 0.
-2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
-   temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
-3. KL is to the model at the start. --use_kl_in_reward false puts it into the loss, as in GRPO, by the k3 estimator; with
-   β = 0 there is no such model in memory.
-4. A completion that no function rewarded, and with --mask_truncated_completions one that was cut, counts nowhere.
-5. One rollout serves steps_per_generation windows (minibatches), num_iterations times each (epochs). Values and advantages
-   stay what they were when it was sampled; a minibatch is whitened by itself.
+1. V_t is read at the token before t: it depends on the prompt and the text so far, not on token t. It starts at 0.
+2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the sampling
+   temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
+3. KL is relative to the initial model. --use_kl_in_reward false puts it into the loss, as in GRPO, by the k3 estimator;
+   with β = 0 no such model is loaded.
+4. A completion that no function rewarded, or with --mask_truncated_completions a truncated one, counts nowhere.
+5. One rollout gives steps_per_generation windows (minibatches), each used num_iterations times (epochs). Values and
+   advantages stay as they were when it was sampled; each minibatch is whitened separately.
 
     accelerate launch -m experiments.train_ppo                                # the embedded demo, ~2 minutes on a CPU
     accelerate launch -m experiments.train_ppo --model_name_or_path outputs/sft --dataset_name prompts.jsonl
@@ -61,39 +61,39 @@ class Args(CommonArgs):
     reward_funcs: list[str] = arg(
         ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
     )
-    reward_weights: list[float] | None = arg(None, help="unset: 1 for each", within="(-inf, inf)", goes_with="reward_funcs")
+    reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
 
     # Sampling
     num_generations: int = arg(1, help="completions of a prompt in a rollout", within="[1, 1e5]")
-    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
-    max_completion_length: int = arg(256, help="tokens; longer completions are cut", within="[1, 1e7]")
-    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int = arg(
-        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
     )
-    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+    mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
     rollout_server: list[str] | None = arg(
         None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
     )
-    rollout_ahead: int = arg(0, help="rollouts sampled ahead, while another one is trained on", within="[0, 8]")
+    rollout_ahead: int = arg(0, help="rollouts sampled in advance, during training on another", within="[0, 8]")
 
     # Algorithm
-    gamma: float = arg(1.0, help="what a reward is worth a token earlier", within="[0, 1]")
-    lam: float = arg(0.95, help="of the advantages; 1: the return less the value, 0: one token ahead", within="[0, 1]")
+    gamma: float = arg(1.0, help="discount factor per token", within="[0, 1]")
+    lam: float = arg(0.95, help="GAE's λ; 1: return minus value, 0: one token ahead", within="[0, 1]")
     vf_coef: float = arg(0.1, help="weight of the critic's loss", within="[0, inf)")
-    vf_lr_multiplier: float = arg(10.0, help="the critic's head learns so many times as fast", within="(0, 1e6]")
-    cliprange_value: float = arg(0.2, help="how far a value may move from that of the rollout", within="(0, inf)")
+    vf_lr_multiplier: float = arg(10.0, help="the critic head's learning rate, relative to the model's", within="(0, 1e6]")
+    cliprange_value: float = arg(0.2, help="clip range of a value around the rollout's", within="(0, inf)")
     beta: float = arg(0.05, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
-    use_kl_in_reward: bool = arg(True, help="take the KL from the reward of each token; false: add it to the loss")
+    use_kl_in_reward: bool = arg(True, help="subtract the KL from each token's reward; false: add it to the loss")
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon", within="[0, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
     importance_cap: float = arg(2.0, help="largest weight of a token that another model sampled", within="[1, 1e6]")
     num_iterations: int = arg(4, help="updates on each window of a rollout: epochs", within="[1, 1e6]")
-    steps_per_generation: int = arg(1, help="windows that one rollout serves: minibatches", within="[1, 1e6]")
+    steps_per_generation: int = arg(1, help="windows of a rollout: minibatches", within="[1, 1e6]")
 
     def __post_init__(self) -> None:
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
@@ -110,11 +110,11 @@ class Completion:
 
     prompt: Prompt
     ids: list[int]
-    logps: list[float]  # of the tokens, under what sampled them, temperature included
-    finished: bool  # with a stop token
+    logps: list[float]  # of the tokens under the sampler, temperature included
+    finished: bool  # ended with a stop token
     text: str
-    rewards: list[float | None]  # one of each function; None: it abstained
-    counted: bool  # it is trained on
+    rewards: list[float | None]  # one per function; None: it abstained
+    counted: bool  # whether it is trained on
     reward: float = math.nan  # their weighted sum; NaN: all abstained
 
 
@@ -132,9 +132,9 @@ def roll_out(
     rollouts: RolloutSchedule,
     rollout: int,
 ) -> list[Completion]:
-    """Sample and score one completion for each of C prompts (each occurs num_generations times); each process its
-    share, and all of them get everything. What is drawn for a completion is a function of (seed, rollout, its place),
-    whoever samples it."""
+    """Sample and score one completion for each of C prompts (each occurs num_generations times). Each process samples
+    a share and gets them all. A completion's random numbers are a function of (seed, rollout, its place), whichever
+    process samples it."""
     prompts = rollouts.prompts(rollout)
     mine = [prompts[i] for i in rollouts.mine()]
     sampled = rollouts.sample(rollout, sampler, args.seed)
@@ -149,7 +149,7 @@ def roll_out(
 
 
 def add_rewards(completions: list[Completion], weights: list[float]) -> None:
-    """The reward of each completion; NaN where no function gave one."""
+    """Set each completion's reward; NaN if no function gave one."""
     table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
     per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
     reward = combine_rewards(per_function, weight)  # (C,)
@@ -162,7 +162,7 @@ def add_rewards(completions: list[Completion], weights: list[float]) -> None:
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
     """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
-    The reward of a completion stands on its last token.
+    The reward of a completion is on its last token.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
@@ -190,7 +190,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
 
 
 def value_head(D: int) -> nn.Module:
-    """The critic: (T, D) -> (T, 1), at first 0 everywhere."""
+    """The critic: (T, D) -> (T, 1), initially 0 everywhere."""
     last = nn.Linear(4 * D, 1)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
@@ -198,14 +198,14 @@ def value_head(D: int) -> nn.Module:
 
 
 def values_of(out: Output, batch: Batch) -> torch.Tensor:
-    """What the critic says before each target: (T,), 0 elsewhere."""
+    """The critic's value before each target: (T,), 0 elsewhere."""
     values = out.extra["value"][batch["previous"], 0].float()  # (N,)
     return torch.zeros_like(out.logps).index_put((batch["targets"],), values)
 
 
 def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict[str, float]:
-    """Give this process's completions their returns, and their advantages, whitened over those of all processes. Returns
-    which share of the variance of the returns the critic explains."""
+    """Add returns to this process's completions, and advantages, whitened over all processes. Returns the explained variance
+    of the critic."""
     pairs = []
     for [sequence] in window.examples:
         on, rewards, values = sequence["loss_mask"] > 0, sequence["reward"], sequence["old_values"]
@@ -215,7 +215,7 @@ def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict
         sequence["advantage"][on] = gae(*(torch.tensor(x[on]) for x in (rewards, values)), gamma=args.gamma, lam=args.lam)
         sequence["return"][on] = sequence["advantage"][on] + values[on]
         pairs += zip(sequence["advantage"][on].tolist(), sequence["return"][on].tolist(), strict=True)
-    advantages, returns = np.array(gather_lists(accelerator, pairs) or [(0.0, 0.0)]).T  # of all tokens that count
+    advantages, returns = np.array(gather_lists(accelerator, pairs) or [(0.0, 0.0)]).T  # all tokens that count
     for [sequence] in window.examples:
         whitened = (sequence["advantage"] - advantages.mean()) / (advantages.std() + 1e-8)
         sequence["advantage"] = (whitened * (sequence["loss_mask"] > 0)).astype(np.float32)
@@ -233,7 +233,7 @@ def main(args: Args) -> None:
     weights = args.reward_weights or [1.0] * len(rewards)
     scored = {"rewards": rewards, "weights": weights}
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode, **scored)
-    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
         prompts,
@@ -266,19 +266,19 @@ def main(args: Args) -> None:
         top_p=args.top_p,
         batch_size=args.generation_batch_size,
     )
-    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
+    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
 
     def at_rollout(batch: Batch) -> dict[str, torch.Tensor]:
-        """What the model says of a batch before its first update on the rollout."""
+        """The model's outputs for a batch before its first update on the rollout."""
         out = unwrapped(batch, temperature=args.temperature, extra=["value"])
         return {"old_logps": out.logps, "old_values": values_of(out, batch)}
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -312,7 +312,7 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     # Saved between rollouts, so that a checkpoint need not hold completions.
@@ -341,9 +341,9 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         if step % rollouts.updates_per_rollout == 0:
-            sampler.check(run.metrics)  # that what sampled is what is trained
+            sampler.check(run.metrics)  # fails if the sampler has other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -4,8 +4,8 @@ Over the P pairs of a window (all micro-batches of all processes), r the score (
 
     loss = 1/P · Σ -log σ(r(chosen) - r(rejected) - margin) + center_rewards_coefficient · (r(chosen) + r(rejected))²
 
---objective regression: of rows with a number, the column score, it is the mean of (r - score)². r is a linear head on the
-state of the last token. Dropout is off. The end is an AutoModelForSequenceClassification in output_dir/classifier.
+--objective regression: for rows with a number in the column score, it is the mean of (r - score)². r is a linear head on the
+state of the last token. Dropout is off. The result is an AutoModelForSequenceClassification in output_dir/classifier.
 Both answers of a pair are in the same row, after their prompt, which is stored once.
 
     accelerate launch -m experiments.train_reward                             # the embedded demo, ~1 minute on a CPU
@@ -13,7 +13,7 @@ Both answers of a pair are in the same row, after their prompt, which is stored 
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
 loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
-one before; sequence_mask (S,), 0 in a filler; any field that `encode` gives the sequences; and what flat_batch in
+one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
 load-balancing loss of a mixture of experts (common/model/experts.py).
@@ -49,7 +49,7 @@ class Args(CommonArgs):
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     objective: Literal["pairs", "regression"] = arg("pairs", help="regression: on the number of each row, column score")
-    center_rewards_coefficient: float = arg(0.0, help="how strongly scores are held around 0", within="[0, inf)")
+    center_rewards_coefficient: float = arg(0.0, help="weight of the term that keeps scores near 0", within="[0, inf)")
 
     def __post_init__(self) -> None:
         if self.use_peft and not self.merge_lora:
@@ -92,7 +92,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
-        """The loss of each pair, and what is logged beside it, (B,) each; for a regression of each answer."""
+        """The loss of each pair and the metrics logged with it, (B,) each; for a regression of each answer."""
         scores = out.extra["score"][batch["cu_seqlens"][1:] - 1, 0].float()  # (S,)
         if not pairs:
             return {"loss": (scores - batch["score"]) ** 2, "rewards": scores}
@@ -105,25 +105,25 @@ def main(args: Args) -> None:
             "rewards/rejected": rejected_rewards,
             "rewards/margins": chosen_rewards - rejected_rewards,
             "rewards/accuracies": (chosen_rewards > rejected_rewards).float(),
-            "rewards/confidences": (chosen_rewards - rejected_rewards).abs().sigmoid(),  # calibrated: as large as that
+            "rewards/confidences": (chosen_rewards - rejected_rewards).abs().sigmoid(),  # if calibrated, the accuracy
         }
 
     def eval_losses(batch: Batch) -> dict[str, torch.Tensor]:
         return pair_losses(batch, model(batch, extra=["score"]))
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         P = window.num_sequences // (1 + pairs)
         for batch in window:
             with accelerator.accumulate(model):
-                pair_mask = batch["sequence_mask"][:: 1 + pairs]  # (B,) 1; 0 where a process has no pair left
+                pair_mask = batch["sequence_mask"][:: 1 + pairs]  # (B,) 1; 0 if a process has no pair left
                 out = model(batch, extra=["score"])
                 logged = pair_losses(batch, out)
                 loss = (logged.pop("loss") * pair_mask).sum() / P  # <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -139,7 +139,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -1,4 +1,4 @@
-"""Rejection-sampling fine-tuning: prompts and rewards -> the model's own answers that they accept -> SFT on these.
+"""Rejection-sampling fine-tuning: prompts and rewards -> the model's own accepted answers -> SFT on these.
 
 Before its first step the model answers each prompt num_generations times. The answers whose rewards add up to
 reward_threshold or more are written to output_dir/accepted.jsonl, each once (Yuan et al. 2023, arXiv 2308.01825). The rest
@@ -7,16 +7,16 @@ is SFT on this file. Over the N trained tokens of a window (all micro-batches of
     loss = -1/N · Σ_t m_t · log p(token_t | token_<t)
 
 m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All sequences of a
-micro-batch lie end to end in one row, without padding, and do not see each other. With --loss_type dft each token's term is
+micro-batch form one row, end to end, and do not attend to each other. With --loss_type dft each token's term is
 multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629): improbable tokens count least, not most.
 
     accelerate launch -m experiments.train_rft                                # the embedded demo, ~1 minute on a CPU
 
 Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
-holds loss_mask (T,) and any field that `encode` gives the sequences, (T,) or (S,); the others are listed at flat_batch in
-common/collators.py, where `split_row` takes a row apart. `model(batch)` is an Output (common/model/flat_model.py): logps
+holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or (S,); the others are listed at flat_batch in
+common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
-modules. With nll_weights, out.nll alone has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
+modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
 the load-balancing loss of a mixture of experts (common/model/experts.py).
 """
 
@@ -50,15 +50,15 @@ from accelerate import Accelerator
 class Args(CommonArgs):
     output_dir: str = arg("outputs/rft", help="folder for everything that the run writes")
     reward_funcs: list[str] = arg(["exact_number"], help="as in train_grpo.py; their sum decides", is_path=True)
-    reward_threshold: float = arg(1.0, help="what their sum has to be, at least", within="(-inf, inf)")
+    reward_threshold: float = arg(1.0, help="minimum sum of an accepted answer's rewards", within="(-inf, inf)")
     num_generations: int = arg(4, help="answers sampled for each prompt", within="[1, 1e5]")
     max_completion_length: int = arg(256, help="tokens of an answer; longer ones are rejected", within="[1, 1e7]")
-    temperature: float = arg(1.0, help="of the sampling", within="[0, inf)")
+    temperature: float = arg(1.0, help="sampling temperature", within="[0, inf)")
     per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
-    max_length: int = arg(1024, help="tokens of a conversation; longer ones keep their start", within="[2, 1e8]")
+    max_length: int = arg(1024, help="tokens of a conversation; longer ones are truncated", within="[2, 1e8]")
     train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
     loss_type: Literal["nll", "dft"] = arg("nll", help="dft: tokens weighted by their probability")
-    turn_dropping: float = arg(0.0, help="probability, drawn anew in each epoch, that a chat is cut short", within="[0, 1]")
+    turn_dropping: float = arg(0.0, help="probability, in each epoch, that a chat is cut short", within="[0, 1]")
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
 
@@ -69,7 +69,7 @@ class Args(CommonArgs):
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)} and any field
-    of your own, n numbers or one, which arrives in the batch (--turn_dropping cuts it as it does the tokens). A row that
+    of your own, n numbers or one, which is passed on to the batch (--turn_dropping truncates it like the tokens). A row that
     raises BadRow is left out, counted and reported."""
     return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
 
@@ -80,8 +80,8 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> dict[str, Any]:
 
 
 def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer, file: Path) -> None:
-    """Answer the prompts of the dataset, each process its share, and write the distinct answers that the rewards accept.
-    What is drawn for an answer is a function of (seed, its place)."""
+    """Answer the dataset's prompts, each process a share, and write the distinct answers that the rewards accept. The random
+    numbers of an answer are a function of (seed, its place)."""
     prompts = load_prompts(args, encode_prompt, tokenizer, recognise=prompt_format)[0].rows
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
     mine = range(accelerator.process_index, len(prompts) * args.num_generations, accelerator.num_processes)
@@ -105,7 +105,7 @@ def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, token
     if not accepted:
         wanted = f"at most {args.max_completion_length} tokens and a reward of {args.reward_threshold:g} or more"
         raise UserError(f"no answer has {wanted}: nothing to train on (--max_completion_length, --reward_threshold)")
-    if accelerator.is_main_process or args.dry_run:  # which has a folder on each process
+    if accelerator.is_main_process or args.dry_run:  # in a dry run each process has its own folder
         rows = []
         for i, text in accepted:
             row = {name: prompts[i][name] for name in ("prompt", "tools") if name in prompts[i]}
@@ -125,16 +125,16 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args)
     model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
     file = Path(tempfile.mkdtemp() if args.dry_run else args.output_dir, "accepted.jsonl")
-    if run.checkpoint is None:  # else it is there, of the model before its first step
+    if run.checkpoint is None:  # else the file exists, with answers of the initial model
         write_accepted(args, accelerator, model, tokenizer, file)
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
     own |= dict.fromkeys(("dataset_config", "dataset_weights", "dataset_format"))
     train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer, recognise=chat_format)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # of a file, else the first held-out ones
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: that of one update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
 
     # --- model -------------------------------------------------------------------------------------------------------
     optimizer = make_optimizer(args, model)
@@ -146,7 +146,7 @@ def main(args: Args) -> None:
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
             with accelerator.accumulate(model):
@@ -159,7 +159,7 @@ def main(args: Args) -> None:
                     loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
@@ -176,7 +176,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

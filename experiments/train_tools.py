@@ -1,8 +1,8 @@
-"""GRPO with tools: prompts, an environment and rewards -> a model that calls tools where that is rewarded.
+"""GRPO with tools: prompts, an environment and rewards -> a model that calls tools when that is rewarded.
 
-A completion is an episode of several turns, in an environment of its own: an object of the user's class, whose public
-methods the model may call. What they say is put after the turn, and the model goes on; a turn without a call is the last.
-As in train_grpo.py, over the tokens t that the model itself has written in the completions i of a window:
+A completion is an episode of several turns, in its own environment: an object of the user's class, whose public methods
+the model may call. Their output is appended to the turn, and the model continues; a turn without a call is the last.
+As in train_grpo.py, over the tokens t that the model itself wrote in the completions i of a window:
 
     A_i  = (r_i - mean of the group) / (std of the group + 1e-4)
     ρ_t  = π(token_t) / π_old(token_t)
@@ -10,22 +10,22 @@ As in train_grpo.py, over the tokens t that the model itself has written in the 
 
 1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo
    and dr_grpo (whose paper also has --scale_rewards none). A completion that no function rewarded has A_i = 0; with
-   --mask_truncated_completions the tokens of one that was cut count nowhere, and it is still one of the completions.
-2. What was sampled is what is trained on, token by token; text is never tokenised again. Log-probabilities have the
-   temperature of the sampling in them, and are of the whole distribution also where top_p or top_k narrow the sampling.
-3. KL is to the model at the start, by the k3 estimator times ρ; with β = 0 (the default) there is no such model in memory.
-4. A completion without advantage (all rewards of its group are equal) teaches nothing. It stays in the denominator; it is
-   run through the model, and is in the means that are logged, only for β, entropy_coef, top_entropy_quantile, sequence_mask.
-5. One rollout serves steps_per_generation windows, num_iterations times each; both are 1 by default, and then ρ = 1 and the
-   value of the loss says little: look at the reward.
-6. Where what sampled was not quite π_old (--rollout_server), the clipped part is multiplied by
-   min(π_old / π_sampler, importance_cap), or completions of which it was too far are left out (docs/rollouts.md).
-7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` begins an episode, and may return text that is put
-   after the prompt; `get_reward()`, if there is one, is a reward beside --reward_funcs, which get the objects as
-   `environments`; any other public method is a tool. What goes wrong in a tool is told to the model, in words.
-8. A call is JSON in <tool_call> tags where the chat template asks for that, else, in short, [name argument].
+   --mask_truncated_completions the tokens of a truncated one count nowhere, but it still counts as a completion.
+2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the sampling
+   temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
+3. KL is relative to the initial model, by the k3 estimator times ρ; with β = 0 (the default) no such model is loaded.
+4. A completion without advantage (all rewards of its group are equal) has no gradient. It stays in the denominator, but is
+   run through the model, and included in logged means, only for β, entropy_coef, top_entropy_quantile or sequence_mask.
+5. One rollout gives steps_per_generation windows, each used num_iterations times; with both at 1 (the default) ρ = 1, and
+   the value of the loss means little: watch the reward.
+6. If the sampler differs from π_old (--rollout_server), the clipped part is multiplied by
+   min(π_old / π_sampler, importance_cap), or completions with too large a difference are left out (docs/rollouts.md).
+7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` starts an episode, and may return text to append
+   to the prompt; `get_reward()`, if there is one, is a reward in addition to --reward_funcs, which get the objects
+   as `environments`; any other public method is a tool. Errors of a tool are reported to the model, in words.
+8. A call is JSON in <tool_call> tags if the chat template asks for that, else the short form [name argument].
 9. max_completion_length counts all tokens after the prompt. An episode that needs more, or more turns with calls than
-   max_tool_calling_iterations, is cut.
+   max_tool_calling_iterations, is truncated.
 10. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions of a prompt.
 
     accelerate launch train_sft.py --config experiments/configs/tools_sft.yaml  # has seen a calculator used now and then
@@ -78,27 +78,27 @@ class Args(CommonArgs):
 
     # Environment
     environment_factory: str = arg("", help="file.py:Class, whose public methods are the tools", is_path=True)
-    max_tool_calling_iterations: int = arg(8, help="turns of an episode that tools answer", within="[0, 1e6]")
-    tool_timeout: float = arg(10.0, help="seconds that one call of the environment may take; 0: any", within="[0, 1e9]")
+    max_tool_calling_iterations: int = arg(8, help="maximum turns with tool calls in an episode", within="[0, 1e6]")
+    tool_timeout: float = arg(10.0, help="time limit for a call of the environment, in seconds; 0: none", within="[0, 1e9]")
 
     # Rewards
     reward_funcs: list[str] = arg([], help="as in train_grpo.py; unset: the environment's get_reward() alone", is_path=True)
-    reward_weights: list[float] | None = arg(None, help="unset: 1 for each", within="(-inf, inf)", goes_with="reward_funcs")
+    reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="standard deviation that divides advantages")
     advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
 
     # Sampling
     num_generations: int = arg(8, help="G, completions per prompt, which are compared", within="[2, 1e5]")
-    system_prompt: str | None = arg(None, help="makes chats of string prompts, with this system turn (empty: none)")
+    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
-    max_completion_length: int = arg(256, help="tokens, those of tools included; longer ones are cut", within="[1, 1e7]")
-    temperature: float = arg(1.0, help="of the sampling", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens that have this share", within="(0, 1]")
+    max_completion_length: int = arg(256, help="tokens, including those of tools; longer ones are cut", within="[1, 1e7]")
+    temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
+    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int = arg(
-        128, help="completions sampled at a time; bounds the memory only", within="[1, 1e6]", may_change="execution"
+        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
     )
-    mask_truncated_completions: bool = arg(False, help="do not train on completions that were cut")
+    mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
     rollout_server: list[str] | None = arg(
         None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
     )
@@ -109,16 +109,16 @@ class Args(CommonArgs):
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
     delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(1, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="what a token weighs; cispo: as dapo")
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="weight of a token; cispo: as dapo")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
     use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
     importance_correction: Literal["auto", "token_truncate", "sequence_mask", "none"] = arg(
-        "auto", help="for samples of another model; auto: token_truncate with rollout_server, else none"
+        "auto", help="if another model samples; auto: token_truncate with rollout_server, else none"
     )
     importance_cap: float = arg(2.0, help="largest weight of a token, or ratio of a completion", within="[1, 1e6]")
-    top_entropy_quantile: float = arg(1.0, help="share of tokens, of the highest entropy, that are trained", within="(0, 1]")
+    top_entropy_quantile: float = arg(1.0, help="train only this share of tokens, of highest entropy", within="(0, 1]")
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
-    steps_per_generation: int = arg(1, help="windows that one rollout serves", within="[1, 1e6]")
+    steps_per_generation: int = arg(1, help="windows of a rollout", within="[1, 1e6]")
 
     def __post_init__(self) -> None:
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
@@ -136,7 +136,7 @@ class Args(CommonArgs):
 
 
 class Environment(NamedTuple):
-    """The user's class: what makes an object for an episode, its tools, and its own reward, if it has one."""
+    """The user's class: a function that makes an episode's object, its tools, and its own reward, if any."""
 
     make: Callable[[], Any]
     tools: Tools
@@ -145,36 +145,36 @@ class Environment(NamedTuple):
 
 @dataclass
 class Completion:
-    """An episode: what was sampled for one prompt, turn by turn, and what the tools have said."""
+    """An episode: everything sampled for one prompt, turn by turn, and the tools' output."""
 
     prompt: Prompt
     ids: list[int]
-    logps: list[float]  # of the tokens, under what sampled them, temperature included
-    finished: bool  # with a stop token
+    logps: list[float]  # of the tokens under the sampler, temperature included
+    finished: bool  # ended with a stop token
     text: str
-    rewards: list[float | None]  # one of each function; None: it abstained
-    counted: bool  # it is trained on
+    rewards: list[float | None]  # one per function; None: it abstained
+    counted: bool  # whether it is trained on
     reward: float = math.nan  # their weighted sum; NaN: all abstained
     advantage: float = 0.0
     environment: Any = None
-    sampled: list[int] = field(default_factory=list)  # 1: the model has written the token; 0: a tool, or the framing
+    sampled: list[int] = field(default_factory=list)  # 1: the model wrote the token; 0: a tool, or the framing
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: int = 0
     failures: int = 0
 
     def write(self, ids: list[int], logps: list[float] | None = None) -> None:
-        """These tokens come next. logps: with which the model has sampled them; None: it has not, and they are 0."""
+        """Append tokens. logps: their log-probabilities if the model sampled them; None: it did not, and they are 0."""
         self.ids, self.logps = self.ids + ids, self.logps + (logps or [0.0] * len(ids))
         self.sampled = self.sampled + [int(logps is not None)] * len(ids)
 
 
 def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
-    """The class that --environment_factory names. One object is made, to see its methods."""
+    """The class named by --environment_factory. One object is created to inspect its methods."""
     where = f"--environment_factory {args.environment_factory}"
     try:
         make = from_file(args.environment_factory, args.tool_timeout, "class")
         made = must("making one", make, args.tool_timeout)
-        # Static ones, too, and those of the class, but not what a built-in base brings along.
+        # Including static and class methods, but not those inherited from a built-in base.
         members = inspect.getmembers(type(made), callable)
         methods = [name for name, m in members if inspect.isfunction(inspect.unwrap(m)) or inspect.ismethod(m)]
         names = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
@@ -203,7 +203,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args, tools: Tools) -> Prompt:
 
 
 def begin(args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Prompt, key: tuple[int, ...]) -> Completion:
-    """An episode before its first turn. key: the seed of what is random in its environment."""
+    """An episode before its first turn. key: the seed of its environment's randomness."""
     made = must("--environment_factory: making one", environment.make, args.tool_timeout)
     columns = {name: value for name, value in prompt.items() if name not in ("prompt_ids", "tools")}
     columns = {"seed": int(np.random.default_rng(key).integers(2**31))} | columns
@@ -219,24 +219,23 @@ def begin(args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Pr
 
 
 def answer(args: Args, tools: Tools, c: Completion, wanted: dict[str, Any]) -> str:
-    """What a tool says to a call. What goes wrong is said to the model, too."""
+    """A tool's response to a call. Errors are reported to the model, too."""
     c.calls += 1
     try:
         if wanted["name"] not in tools.arguments or "error" in wanted:
             raise ValueError(wanted.get("error", f"there is no tool {wanted['name']}, but {', '.join(tools.arguments)}"))
         said = str(call(getattr(c.environment, wanted["name"]), args.tool_timeout, **wanted["arguments"]))
-    except BaseException as error:  # a user's code may raise anything, and call sys.exit
+    except BaseException as error:  # user code may raise anything, and call sys.exit
         c.failures += 1
         said = f"error: {quoted(error, 500, str) or type(error).__name__}"
         if isinstance(error, TimeLimitReached):
             said = f"error: it took more than {args.tool_timeout:g} s"
-    said = said[: 256 * args.max_completion_length]  # no token has so many characters: what is cut would not fit anyway
-    return said.encode(errors="replace").decode()  # halves of surrogate pairs are no text
+    said = said[: 256 * args.max_completion_length]  # no token has so many characters: the rest would not fit anyway
+    return said.encode(errors="replace").decode()  # lone surrogates are not valid text
 
 
 def end_turn(args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn: Sampled, is_last: bool) -> bool:
-    """Take over what was sampled in a turn, and write after it what the tools say to its calls. Returns whether the episode
-    goes on."""
+    """Add a sampled turn, followed by the tools' responses to its calls. Returns whether the episode continues."""
     c.write(turn.ids, turn.logps)
     can_go_on = turn.ids[-1] == tokenizer.convert_tokens_to_ids(end_of_turn(tokenizer))
     calls = read_calls(tokenizer.decode(turn.ids, clean_up_tokenization_spaces=False), tools) if can_go_on else []
@@ -265,8 +264,8 @@ def roll_out(
     group: int,
     temperature: float,
 ) -> list[Completion]:
-    """Play and score one episode for each of C prompts (each occurs `group` times); each process its share, and all of
-    them get everything. What is drawn in an episode is a function of (key, its place, turn), whoever plays it."""
+    """Run and score one episode for each of C prompts (each occurs `group` times). Each process runs a share and gets them
+    all. An episode's random numbers are a function of (key, its place, turn), whichever process runs it."""
     share = -(-len(prompts) // accelerator.num_processes)
     mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
     completions = [begin(args, tokenizer, environment, prompts[i], (*key, i // group)) for i in mine]
@@ -282,7 +281,7 @@ def roll_out(
         is_last = turn == args.max_tool_calling_iterations
         turns = zip(playing.items(), sampled, strict=True)
         playing = {i: c for (i, c), s in turns if end_turn(args, tokenizer, environment.tools, c, s, is_last)}
-        if not any(gather_lists(accelerator, [len(playing)])):  # all processes sample as often: weights may be sharded
+        if not any(gather_lists(accelerator, [len(playing)])):  # all processes sample equally often: weights may be sharded
             break
     written = [[token for token, is_sampled in zip(c.ids, c.sampled, strict=True) if is_sampled] for c in completions]
     objects = {"environments": [c.environment for c in completions]}
@@ -295,7 +294,7 @@ def roll_out(
 
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
-    """The reward of each completion, and its advantage over its group; 0 where no function gave a reward."""
+    """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
     table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
     per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
     reward = combine_rewards(per_function, weight)  # (C,)
@@ -309,8 +308,8 @@ def add_advantages(completions: list[Completion], weights: list[float], args: Ar
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
     """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
-    A completion without advantage has no gradient where there is neither KL nor entropy in the loss: it stays in the
-    denominators, and is not run through the model, unless a threshold is found among all completions.
+    A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays in the
+    denominators, but is not run through the model, unless a threshold over all completions is needed.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
@@ -361,7 +360,7 @@ def add_token_weights(windows: list[Window], completions: list[Completion], args
 
 
 def log_rollout(run: Run, step: int, completions: list[Completion], rewards: list[Reward], group: int) -> None:
-    """As Run.log_rollout; and how often tools are called in an episode, and which share of the calls fails."""
+    """Like Run.log_rollout, plus the number of tool calls per episode, and the share of calls that fail."""
     calls, failures = (sum(getattr(completion, name) for completion in completions) for name in ("calls", "failures"))
     tools = {"tools/call_frequency": calls / len(completions), "tools/failure_frequency": failures / max(calls, 1)}
     run.log_rollout(step, completions, rewards, group, lengths=[sum(c.sampled) for c in completions], **tools)
@@ -379,7 +378,7 @@ def main(args: Args) -> None:
     rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout) + environment.rewards
     weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=to_prompt).rows
-    rollouts = RolloutSchedule(  # rollouts.prompts(n): those of the n-th; len(rollouts): updates of the run
+    rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
         accelerator,
         prompts,
@@ -410,7 +409,7 @@ def main(args: Args) -> None:
         top_p=args.top_p,
         batch_size=args.generation_batch_size,
     )
-    # A frozen copy, or with LoRA this model with its adapter off, or as it started. (For another model: load_frozen.)
+    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
@@ -418,7 +417,7 @@ def main(args: Args) -> None:
     play = partial(roll_out, args, accelerator, sampler, tokenizer, rewards, environment)
 
     def evaluate() -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """The held-out prompts, played at each of eval_temperatures: means, and the episodes."""
+        """Run the held-out prompts at each of eval_temperatures: means, and the episodes."""
         means, samples = {}, []
         sampler.sync(run.step)  # servers get the weights
         for temperature in args.eval_temperatures if eval_prompts else ():
@@ -443,7 +442,7 @@ def main(args: Args) -> None:
         return {"old_logps": out.logps} | ({"entropy": out.entropy} if top_entropy else {})
 
     def gradients(window: Window) -> torch.Tensor:
-        """A function, so that a window can be run again, in smaller micro-batches, where memory runs out."""
+        """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
@@ -472,7 +471,7 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
-        return loss.detach()  # of the last micro-batch; a NaN in another one shows in the gradient
+        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     # Saved between rollouts, so that a checkpoint need not hold completions.
@@ -506,9 +505,9 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         loss = run.retry_smaller(gradients, window)
         if step % rollouts.updates_per_rollout == 0:
-            sampler.check(run.metrics)  # that what sampled is what is trained
+            sampler.check(run.metrics)  # fails if the sampler has other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # else reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

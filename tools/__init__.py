@@ -1,1 +1,1 @@
-"""What is done with the results of a run: each a command, `python -m tools.<name> --help`."""
+"""Commands for the results of a run: `python -m tools.<name> --help`."""

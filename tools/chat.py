@@ -1,15 +1,15 @@
 """Talk to a model: `python -m tools.chat outputs/sft`.
 
-The folder of a run, one of its checkpoints, an adapter, or a name on the Hub. Answers appear as they are written; Ctrl-C
-cuts one short. A line that begins with a slash is a command:
+The model is the folder of a run, one of its checkpoints, an adapter, or a name on the Hub. Answers appear as they are
+generated; Ctrl-C stops one early. A line that begins with a slash is a command:
 
-    /system TEXT        begin anew, with this system message (without TEXT: with none)
-    /retry              the last answer again, drawn anew
-    /temperature T      0 takes the most probable token always
-    /save FILE          add the chat to FILE, as a row that train_sft.py reads
-    /quit               as the end of the input (Ctrl-D)
+    /system TEXT        start over, with this system message (without TEXT: with none)
+    /retry              generate the last answer again
+    /temperature T      0 always takes the most probable token
+    /save FILE          append the chat to FILE, as a row for train_sft.py
+    /quit               exit, as does the end of the input (Ctrl-D)
 
-With --prompt, one answer, and the end: its text is all that is printed.
+With --prompt, prints only the text of one answer, and exits.
 """
 
 import argparse
@@ -34,7 +34,7 @@ COMMANDS = ("/system", "/retry", "/temperature", "/save", "/quit")
 
 
 def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """A model and its tokenizer, in the precision of its files, on the GPU if there is one. Raises UserError."""
+    """A model and its tokenizer, in the dtype of its files, on the GPU if there is one. Raises UserError."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -45,19 +45,19 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         if Path(name, "adapter_config.json").exists():
             peft = import_peft(f"the adapter {name}")
-            if Path(name, "generation_config.json").exists():  # peft would take the base's, which stops elsewhere
+            if Path(name, "generation_config.json").exists():  # peft would use the base's, which has other stop tokens
                 options["generation_config"] = transformers.GenerationConfig.from_pretrained(name)
             model = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options)
         else:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **options, output_loading_info=True)
-            if lacking := sorted(info["missing_keys"]):  # of a classifier, say: they would be random
+            if lacking := sorted(info["missing_keys"]):  # of a classifier, for instance: they would be random
                 raise UserError(f"cannot load {name}: its files lack {len(lacking)} tensors ({lacking[0]})")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.eval().to(device), tokenizer
 
 
 class Chat:
-    """The messages so far, and how they go on."""
+    """The messages so far, and the generation of answers."""
 
     def __init__(self, model: Any, tokenizer: Any, *, system: str, temperature: float, max_new_tokens: int):
         self.model, self.tokenizer, self.temperature, self.max_new_tokens = model, tokenizer, temperature, max_new_tokens
@@ -70,9 +70,9 @@ class Chat:
         self.answer([*self.messages, {"role": "user", "content": question}])
 
     def answer(self, messages: list[dict[str, str]]) -> None:
-        """Write the answer to the screen; these messages and the answer are the chat then. Ctrl-C ends it where it is.
+        """Print the answer; the chat then consists of these messages and the answer. Ctrl-C truncates it.
 
-        Raises UserError where there can be none, KeyboardInterrupt where it had not begun: the chat is as before then.
+        Raises UserError if there can be none, KeyboardInterrupt if it had not begun; the chat is unchanged then.
         """
         from transformers import TextStreamer
 
@@ -105,22 +105,22 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": "".join(written).strip()}]
 
     def tokens(self, messages: list[dict[str, str]]) -> Any:
-        """What the model is given, {"input_ids", "attention_mask"} of shape (1, length): a base model, without a template,
-        the text. Raises UserError."""
+        """The model's input, {"input_ids", "attention_mask"} of shape (1, length); for a base model without a template,
+        plain text. Raises UserError."""
         try:
             if self.tokenizer.chat_template:
                 options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
                 inputs = self.tokenizer.apply_chat_template(messages, **options)
             else:
                 inputs = self.tokenizer("".join(message["content"] for message in messages), return_tensors="pt")
-        except Exception as error:  # some templates know no system message, and raise what they like
+        except Exception as error:  # some templates reject system messages, and can raise anything
             raise UserError(f"the chat template refuses it: {type(error).__name__}: {quoted(error, 300, str)}") from None
         if not inputs["input_ids"].shape[1]:
             raise UserError("there is no text that the model could go on with")
         return inputs
 
     def command(self, line: str) -> None:
-        """One of COMMANDS but /quit. Raises UserError where it makes no sense."""
+        """Run one of COMMANDS except /quit. Raises UserError for invalid arguments."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/system":
@@ -145,7 +145,7 @@ class Chat:
 
 
 def as_text(words: str) -> str:
-    """Words of the command line or of a pipe. Raises UserError for bytes that are no text."""
+    """Words from the command line or a pipe. Raises UserError for bytes that are not valid text."""
     try:
         words.encode("utf-8")
     except UnicodeEncodeError:
@@ -166,12 +166,12 @@ def as_temperature(text: str) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m tools.chat", description="talk to a model")
     parser.add_argument("model", help="output folder of a run, checkpoint, adapter, or Hub name")
-    parser.add_argument("--prompt", help="one question; prints the answer and ends")
+    parser.add_argument("--prompt", help="one question; prints the answer and exits")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--temperature", default="0.7", help="0: the most probable token always (default: 0.7)")
     parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer (default: 512)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the model brings along")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     args = parser.parse_args(argv)
     temperature = as_temperature(args.temperature)
     if args.max_new_tokens < 1:
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
                 chat.ask(as_text(line))
         except UserError as error:
             print(f"error: {printable(str(error))}", file=sys.stderr)
-        except KeyboardInterrupt:  # before the answer had begun
+        except KeyboardInterrupt:  # before the answer began
             print()
 
 

@@ -1,7 +1,7 @@
-"""Make a model folder of a sharded checkpoint: `python -m tools.consolidate outputs/sft/checkpoint-500 model`.
+"""Turn a sharded checkpoint into a model folder: `python -m tools.consolidate outputs/sft/checkpoint-500 model`.
 
-By one process, which holds a few tensors at a time; while it lasts the disk needs twice the size of the weights. They stay
-as trained (float32). The result is what from_pretrained reads, with tokenizer and extra.safetensors.
+Runs on one process, which holds a few tensors at a time; temporarily the disk needs twice the size of the weights. They stay
+as trained (float32). The result is readable by from_pretrained, with tokenizer and extra.safetensors.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from common.run.output_dir import find_damage
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m tools.consolidate", description="a model folder of a sharded checkpoint")
+    parser = argparse.ArgumentParser("python -m tools.consolidate", description="sharded checkpoint -> model folder")
     parser.add_argument("checkpoint", help="a checkpoint of a run with --sharded_checkpoints")
     parser.add_argument("out", help="folder to write the model to")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the model brings along")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     args = parser.parse_args(argv)
     checkpoint, out = Path(args.checkpoint), Path(args.out)
     if not holds_shards(checkpoint):

@@ -1,7 +1,7 @@
-"""Benchmarks by lm-evaluation-harness: `python -m tools.lm_eval outputs/sft arc_easy hellaswag`.
+"""Benchmarks with lm-evaluation-harness: `python -m tools.lm_eval outputs/sft arc_easy hellaswag`.
 
-The folder of a run, one of its checkpoints, an adapter, or a name on the Hub. Needs `pip install "lm-eval[hf]"`. Tasks by
-name, which load their data from the Hub; or of your own, from the YAML files of --include_path.
+The model is the folder of a run, one of its checkpoints, an adapter, or a name on the Hub. Needs `pip install
+"lm-eval[hf]"`. Tasks are named; they load their data from the Hub, or are your own, from the YAML files of --include_path.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tools.chat import load
 
 
 def harness() -> Any:
-    """lm_eval, and not this file. Raises UserError where it is not installed."""
+    """The lm_eval package, rather than this file. Raises UserError if it is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError('tools.lm_eval needs lm-evaluation-harness: pip install "lm-eval[hf]"')
     return importlib.import_module("lm_eval")
@@ -28,15 +28,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("tasks", nargs="+", help="names of tasks")
     parser.add_argument("--include_path", help="folder with tasks of your own")
     parser.add_argument("--num_fewshot", type=int, help="examples in the prompt; unset: the task's own")
-    parser.add_argument("--limit", type=float, help="rows of each task, or below 1 their share")
+    parser.add_argument("--limit", type=float, help="rows of each task, or a share below 1")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--apply_chat_template", action="store_true", help="ask as a user, in the model's template")
     parser.add_argument("--output", help="file for all results, as JSON")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the model brings along")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     args = parser.parse_args(argv)
     if (
         args.batch_size < 1 or (args.num_fewshot or 0) < 0 or (args.limit is not None and not args.limit > 0)
-    ):  # lm-eval takes it
+    ):  # lm-eval accepts it
         raise UserError("--batch_size is at least 1, --num_fewshot from 0 on, --limit above 0")
     if args.output and not Path(args.output).resolve().parent.is_dir():
         raise UserError(f"--output {args.output}: there is no such folder")
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
             limit=args.limit,
             apply_chat_template=args.apply_chat_template,
         )
-    except Exception as error:  # of the harness, its data sets or the network
+    except Exception as error:  # from the harness, its data sets or the network
         raise UserError(f"lm-eval: {type(error).__name__}: {quoted(error, 400, str)}") from None
     print(f"{'task':30} {'metric':24} {'value':>10} {'± stderr':>10}")
     for task, values in found["results"].items():

@@ -1,8 +1,8 @@
 """Does a model still do what it could? `python -m tools.regression outputs/sft suite.jsonl --baseline data/base_model`.
 
 Answers every case of the suite (docs/regression.md) and prints the rates by group with their 95 % intervals. With
---baseline (another model, or a regression.jsonl, of which the last line counts) it ends with exit code 1 where a group has
-fallen by more than chance: McNemar's exact test, one-sided, on the cases that both were asked.
+--baseline (another model, or the last line of a regression.jsonl) it exits with code 1 if a group has fallen by more than
+chance: McNemar's exact test, one-sided, on the cases that both have answered.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SHOWN = 100  # characters of an answer
 
 
 def answer(name: str, suite: Suite, accelerator: Accelerator, args: argparse.Namespace) -> list[Result]:
-    """How a model does. Raises UserError where it cannot be loaded."""
+    """Evaluate a model on the suite. Raises UserError if it cannot be loaded."""
     options = CommonArgs(model_name_or_path=name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     options.chat_template = args.chat_template
     tokenizer = load_tokenizer(options)
@@ -46,7 +46,7 @@ def answer(name: str, suite: Suite, accelerator: Accelerator, args: argparse.Nam
 
 
 def read_known(path: str, asked: dict[str, Any]) -> Known:
-    """The cases of the last line of a regression.jsonl. asked: see Suite.asked."""
+    """The cases in the last line of a regression.jsonl. asked: see Suite.asked."""
     try:
         line = json.loads(Path(path).read_text(encoding="utf-8").strip().split("\n")[-1])
         cases, before = line["cases"], {name: line[name] for name in asked}
@@ -59,7 +59,7 @@ def read_known(path: str, asked: dict[str, Any]) -> Known:
 
 
 def table(results: list[Result], before: Known | None) -> list[str]:
-    """A line for each group."""
+    """The results as lines of a table, one per group."""
     width = max(len(group) for group, _ in by_group(results))
     p = falls(before, results) if before is not None else {}
     lines = [f"{'group':{width}}  {'passed':>9}  {'rate':>5}  95 % interval" + "  before  fell  rose      p" * bool(p)]
@@ -81,19 +81,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.regression", description="does a model still do what it could?")
     parser.add_argument("model", help="output folder of a run, checkpoint, adapter, or Hub name")
     parser.add_argument("suite", help="file of cases (docs/regression.md)")
-    parser.add_argument("--baseline", help="another model, or a regression.jsonl (its last line), to be compared with")
-    parser.add_argument("--alpha", type=float, default=ALPHA, help=f"a fall less probable than this counts ({ALPHA})")
+    parser.add_argument("--baseline", help="another model, or a regression.jsonl (its last line), to compare with")
+    parser.add_argument("--alpha", type=float, default=ALPHA, help=f"significance level of a fall ({ALPHA})")
     parser.add_argument("--strict", action="store_true", help="any case that only the baseline passes counts")
     parser.add_argument("--save", help="add a line to this file, which can be a --baseline later")
     parser.add_argument("--samples", type=int, default=1, help="answers of each case (1)")
     parser.add_argument("--pass_at", type=int, default=1, help="k of pass@k (1)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="of cases without max_tokens (128)")
-    parser.add_argument("--reward_timeout", type=float, default=600.0, help="seconds for a call of a reward (600)")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="limit for cases without max_tokens (128)")
+    parser.add_argument("--reward_timeout", type=float, default=600.0, help="time limit of a reward call in seconds (600)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (float32)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (float32)")
     parser.add_argument("--chat_template", help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that the model brings along")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     args = parser.parse_args(argv)
     if not 0 < args.alpha < 1 or not 0 <= args.temperature < float("inf") or args.seed < 0:
         raise UserError("--alpha is between 0 and 1, --temperature and --seed from 0 on")

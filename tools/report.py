@@ -1,6 +1,6 @@
-"""One page of one or several runs: their curves over one another, what differs in their settings, and their samples.
+"""One page for one or several runs: overlaid curves, settings that differ, and samples.
 
-python -m tools.report outputs/sft                          # makes outputs/sft/report.html again
+python -m tools.report outputs/sft                          # rewrites outputs/sft/report.html
 python -m tools.report outputs/sft outputs/sft_lr3e-3       # one page that compares them, comparison.html
 python -m tools.report outputs/* --to pages/all.html
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 from common.errors import UserError, as_command, say
 from common.run.report import write_report
 
-MOST = 8  # runs on a page: there are no more colours that one can tell apart
+MOST = 8  # runs on a page: more colours would be hard to tell apart
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", help="output folders; the others are compared with the first one")
-    parser.add_argument("--to", help="the page; unset: report.html in the folder, of several comparison.html here")
+    parser.add_argument("--to", help="output file; unset: report.html in the folder, or for several comparison.html here")
     args = parser.parse_args(words)
     if len(args.folders) > MOST:
         raise UserError(f"{len(args.folders)} folders: a page compares {MOST} at most")

@@ -1,4 +1,4 @@
-"""Rows of any source to examples: sequences of tokens that are trained on, in the order of the run."""
+"""From rows of any source to examples: token sequences to train on, in the order of the run."""
 
 from common.data.formats import (
     as_chat,

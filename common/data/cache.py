@@ -1,7 +1,7 @@
-"""Tokenised data: each source is tokenised once, in parallel, into memory-mapped files that later runs use.
+"""The cache of tokenised data: each source is tokenised once, in parallel, into memory-mapped files that later runs use.
 
-A source's folder holds the token ids of all its sequences end to end (uint16 or uint32), which are trained, any further
-fields, where each sequence starts and ends, and the facts of its making. Its name is a hash of everything that it depends on
+A source's folder holds the token ids of all its sequences end to end (uint16 or uint32), the mask of trained tokens, any
+further fields, the offsets of the sequences, and facts about the rows. Its name is a hash of everything that it depends on
 (cache_key.py).
 """
 
@@ -35,10 +35,10 @@ def tokenize(
     tokenizer: Tokenizer,
     curriculum_column: str | None = None,
 ) -> Examples:
-    """All rows of the sources as examples, from the cache where it has them. Called on every process.
+    """All rows of the sources as examples, from the cache where available. Called on every process.
 
     encode(row, tokenizer, args): the sequences of a row, or its text, which becomes a document. A BadRow that it raises is
-    counted (with strict_data, an error); a UserError ends the run. The key of the cache: see cache_key.py.
+    counted (with strict_data, an error); a UserError ends the run. See cache_key.py for the cache key.
     """
     column = None if curriculum_column == "length" else curriculum_column
     job, files = Job(encode, tokenizer, args, column), []
@@ -60,7 +60,7 @@ def tokenize(
 
 
 def _build(source: Source, job: Job, folder: Path) -> None:
-    """Tokenise a source into a folder. Raises UserError for rows that end the run."""
+    """Tokenise a source into a folder. Raises UserError if the rows cannot be used."""
     facts: dict[str, Any] = {"rows": 0, "examples": 0, "tokens": 0, "trained_tokens": 0, "dtype": "uint16"}
     dropped, columns = Dropped(), []
     layout: Layout | None = None
@@ -72,7 +72,7 @@ def _build(source: Source, job: Job, folder: Path) -> None:
             layout = agree(layout, encoded.layout)
             encoded.ids.tofile(files["ids"])
             encoded.mask.tofile(files["mask"])
-            for number, name in enumerate(layout.fields if encoded.layout else ()):  # the names may hold any character
+            for number, name in enumerate(layout.fields if encoded.layout else ()):  # names may contain any character
                 if (file := f"field-{number}") not in files:
                     files[file] = stack.enter_context(open(folder / f"{file}.bin", "wb"))
                 encoded.fields[name].tofile(files[file])
@@ -96,7 +96,7 @@ def _build(source: Source, job: Job, folder: Path) -> None:
 
 
 def _open(folder: Path) -> TokenFile:
-    """A folder that _build has written, its tokens memory-mapped."""
+    """Open a folder written by _build, with its tokens memory-mapped."""
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     fields = [f"field-{number}.bin" for number in range(len(facts["fields"]))]
     facts["digest"] = content(folder, "ids.bin", "mask.bin", "lengths.npy", "rows.npy", "difficulty.npy", *fields)
@@ -106,7 +106,7 @@ def _open(folder: Path) -> TokenFile:
     def mapped(name: str, dtype: str) -> np.ndarray:
         if not facts["tokens"]:
             return np.zeros(0, dtype)
-        return np.asarray(np.memmap(folder / f"{name}.bin", dtype, "r"))  # a slice of a memmap takes thrice the time
+        return np.asarray(np.memmap(folder / f"{name}.bin", dtype, "r"))  # slicing a memmap itself takes three times as long
 
     per_token, per_sequence = {}, {}
     for number, (name, (is_per_token, dtype)) in enumerate(facts["fields"].items()):

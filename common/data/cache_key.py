@@ -1,8 +1,8 @@
 """The name of tokenised data in the cache: a hash of everything that it depends on.
 
-That is the rows, the tokenizer, the versions of the code and libraries that read and tokenise, and the script's `encode`:
-its source, that of the functions and classes of its module which it uses, the constants which they read (where these are not
-simple, the whole module), modules of one's own which any of them come from, and the values of the arguments which they read.
+That is: the rows, the tokenizer, the versions of the code and libraries that read and tokenise, and the script's `encode`,
+which includes its source, the functions and classes of its module that it uses, the constants they read (the whole module if
+they are not simple), the user's modules that any of these come from, and the values of the arguments they read.
 """
 
 import ast
@@ -28,7 +28,7 @@ from common.errors import UserError
 
 
 def cache_key(source: Source, encode: Callable[..., Any], tokenizer: Tokenizer, args: CommonArgs, column: str | None) -> str:
-    """A hash of all that the tokens of a source depend on. column: of the curriculum."""
+    """A hash of everything that the tokens of a source depend on. column: that of the curriculum."""
     if not inspect.isfunction(encode):
         raise UserError(f"encode is {encode!r}; expected a function of (row, tokenizer, args)")
     code = [source_code(encode), constants(encode), args_read(encode, args)]
@@ -36,23 +36,23 @@ def cache_key(source: Source, encode: Callable[..., Any], tokenizer: Tokenizer, 
 
 
 def digest(parts: list[Any]) -> str:
-    """Anything that JSON can hold as 16 hexadecimal digits."""
+    """A hash of JSON-serialisable parts, as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def versions() -> list[str]:
-    """Of the code that reads and tokenises: this package's and the libraries'."""
+    """Versions of the code that reads and tokenises: this package's and the libraries'."""
     ours = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return [*ours, version("transformers"), version("tokenizers")]
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """A hash of what a tokenizer does: its tables, special tokens and chat template."""
+    """A hash of a tokenizer's behaviour: its tables, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         tables = json.dumps(sorted(tokenizer.get_vocab().items()))
     else:
-        backend.no_truncation()  # left behind by a call; not what it is
+        backend.no_truncation()  # left by an earlier call, not a property of the tokenizer
         backend.no_padding()
         tables = backend.to_str()
     state = [type(tokenizer).__name__, tables, tokenizer.special_tokens_map, tokenizer.chat_template]
@@ -63,14 +63,14 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def source_code(function: FunctionType) -> list[str]:
-    """The source of a function; of the functions and classes of its module that it uses, directly or not; and of whole
-    modules of one's own that any of these come from (not of the libraries)."""
+    """The source of a function; of the functions and classes of its module that it uses, directly or not; and of whole user
+    modules (not libraries) that any of these come from."""
     functions, classes, modules = _used(function)
     return [inspect.getsource(part) for part in [*functions, *classes, *modules]]
 
 
 def constants(function: FunctionType) -> dict[str, Any]:
-    """The simple constants (numbers, strings, patterns, lists and dicts of them) that this code reads outside of itself."""
+    """The simple constants (numbers, strings, patterns, lists and dicts of them) that this code reads as globals."""
     found: dict[str, Any] = {}
     for f in _used(function)[0]:
         for number, default in enumerate(f.__defaults__ or ()):
@@ -87,9 +87,9 @@ def constants(function: FunctionType) -> dict[str, Any]:
 
 
 def _used(function: FunctionType) -> tuple[list[FunctionType], list[type], list[ModuleType]]:
-    """What a function's result may depend on: functions and classes of its module, other modules of one's own."""
+    """Everything that a function's result may depend on: functions and classes of its module, and other user modules."""
     functions, classes, modules = [function], [], []
-    for f in functions:  # which grows on the way
+    for f in functions:  # grows during the loop
         values = [f.__globals__.get(name) for code in _codes(f) for name in code.co_names]
         values += [cell.cell_contents for cell in f.__closure__ or ()]
         for value in values:
@@ -110,7 +110,7 @@ def _used(function: FunctionType) -> tuple[list[FunctionType], list[type], list[
 
 
 def _add_module(module: ModuleType | None, modules: list[ModuleType]) -> None:
-    """Add a module of one's own, and those that it imports."""
+    """Add a user module, and those that it imports."""
     if module is None or module in modules or not _is_own(module):
         return
     modules.append(module)
@@ -128,22 +128,22 @@ def _add_module(module: ModuleType | None, modules: list[ModuleType]) -> None:
 
 
 def _is_own(module: ModuleType) -> bool:
-    """Whether a module is neither of the libraries nor of this package, whose code and versions are in the key anyway."""
+    """Whether a module belongs neither to a library nor to this package, whose code and versions are in the key anyway."""
     file = getattr(module, "__file__", None) or ""
     theirs = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
     return file.endswith(".py") and module.__name__.split(".")[0] != "common" and not any(part in file for part in theirs)
 
 
 def _codes(function: FunctionType) -> list[CodeType]:
-    """The code of a function, and of the functions and loops inside of it."""
+    """The code objects of a function, and of the functions and comprehensions inside it."""
     codes = [function.__code__]
-    for code in codes:  # which grows on the way
+    for code in codes:  # grows during the loop
         codes += [const for const in code.co_consts if inspect.iscode(const)]
     return codes
 
 
 def _plain(value: Any) -> str | None:
-    """A simple constant as text that is the same in each process; None for anything else."""
+    """A simple constant as text that is the same in every process; None for anything else."""
     if isinstance(value, str | int | float | complex | bytes | None):
         return repr(value)
     if isinstance(value, re.Pattern):
@@ -163,10 +163,10 @@ def _plain(value: Any) -> str | None:
 
 
 def args_read(function: FunctionType, args: CommonArgs) -> dict[str, Any]:
-    """The values of the arguments that encode(row, tokenizer, args) reads: `args.NAME`, there and in what it calls.
+    """The values of the arguments that encode(row, tokenizer, args) reads: `args.NAME`, directly or in functions it calls.
 
-    Where the arguments as a whole go somewhere else (to a function of another module, into a variable): all of them, but for
-    those that are marked as without influence on the data (may_change).
+    If args as a whole are passed on (to a function of another module, into a variable): all of them, except those marked as
+    having no influence on the data (may_change).
     """
     names = _names_read(function, 2)
     if names is not None and all(hasattr(args, name) and not callable(getattr(args, name)) for name in names):
@@ -176,13 +176,13 @@ def args_read(function: FunctionType, args: CommonArgs) -> dict[str, Any]:
 
 
 def _names_read(function: FunctionType, place: int) -> set[str] | None:
-    """The attributes that a function reads of the parameter at a place; None: it does something else with it as well."""
+    """The attributes that a function reads of its parameter number `place`; None if it is also used in other ways."""
     names: set[str] = set()
     waiting = [(function, place)]
-    for f, at in waiting:  # which grows on the way
+    for f, at in waiting:  # grows during the loop
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(f))).body[0]
-        except (OSError, SyntaxError):  # a lambda in the middle of something
+        except (OSError, SyntaxError):  # a lambda inside an expression
             return None
         if not isinstance(tree, ast.FunctionDef):
             return None
@@ -190,7 +190,7 @@ def _names_read(function: FunctionType, place: int) -> set[str] | None:
         if at >= len(parameters):
             return None
         word = parameters[at].arg
-        understood = set()  # the places in the code where the parameter stands, and what is done with it is known
+        understood = set()  # uses of the parameter in the code that are understood
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and _is(node.value, word) and isinstance(node.ctx, ast.Load):
                 names.add(node.attr)
@@ -213,7 +213,7 @@ def _is(node: ast.AST, word: str) -> bool:
 
 
 def _parameters(call: ast.Call, called: FunctionType) -> Iterator[tuple[ast.AST, int | None]]:
-    """Each value of a call with the place of the parameter that it becomes; None where that is not known."""
+    """Each value of a call with the number of the parameter that receives it; None if unknown."""
     code = called.__code__
     names = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     starred = any(isinstance(value, ast.Starred) for value in call.args)

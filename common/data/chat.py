@@ -1,10 +1,10 @@
-"""Chat templates: the rendered text, the spans of it that the assistant writes, and the tokens that end a turn.
+"""Chat templates: the rendered text, the spans that the assistant writes, and the tokens that end a turn.
 
-Which tokens of a chat are trained is decided here, on the rendered text, as spans of characters: what the model will have
-to write, the assistant's words and the end of its turn; not the header that introduces it. `tokens.py` makes tokens of it.
+This decides which tokens of a chat are trained, as character spans of the rendered text: whatever the model will have to
+write, that is the assistant's words and the end of its turn, but not the header before it. `tokens.py` tokenises it.
 
-Chats are content: a message that spells a special token keeps it as plain characters, so that it cannot end or forge a
-turn. It is a placeholder in the rendered text until that is tokenised.
+Chats are content: a special token spelled in a message stays plain characters, so that it cannot end or forge a turn. In the
+rendered text a placeholder represents it until tokenisation.
 """
 
 import functools
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TEMPLATES = Path(__file__).parent / "chat_templates"
-# What stands for a special token that a message spells (see hidden_texts) while the template is applied.
+# Represents a special token spelled in a message (see hidden_texts) while the template is applied.
 PLACEHOLDER = re.compile("\ufdd0(\\d+)\ufdd1")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING_HEADER = re.compile(r"<think>\s*(</think>\s*)?$")
 
 
 def per_tokenizer(function: Callable[[Tokenizer], T]) -> Callable[[Tokenizer], T]:
-    """Remembers function(tokenizer) while its special tokens and template stay the same: asking for them is slow."""
+    """Cache function(tokenizer) while its special tokens and template stay the same: reading them is slow."""
     known: weakref.WeakKeyDictionary[Tokenizer, tuple[tuple, T]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(function)
@@ -47,7 +47,7 @@ def per_tokenizer(function: Callable[[Tokenizer], T]) -> Callable[[Tokenizer], T
 
 @per_tokenizer
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Longest first, so that one that begins like another is not taken for it."""
+    """Longest first, so that a token is not mistaken for another one that is its prefix."""
     marks = {str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special} | set(
         tokenizer.all_special_tokens
     )
@@ -55,17 +55,17 @@ def special_tokens(tokenizer: Tokenizer) -> list[str]:
 
 
 def hidden_texts(tokenizer: Tokenizer) -> list[str]:
-    """What a placeholder stands for, by its number: special tokens, and the two characters that placeholders are made of."""
+    """The texts of the placeholders, by number: special tokens, and the two characters that placeholders are made of."""
     return [*special_tokens(tokenizer), "\ufdd0", "\ufdd1"]
 
 
 def render(
     messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None, add_generation_prompt: bool = False
 ) -> str:
-    """The chat template's text. Raises UserError without a template, BadRow where the template refuses the chat.
+    """The chat template's text. Raises UserError without a template, BadRow if the template rejects the chat.
 
-    A special token that a message spells is a placeholder in it, which only the functions here read. The template does
-    not see the key "train" of a message.
+    A special token spelled in a message becomes a placeholder, which only the functions here understand. The template does
+    not see a message's "train" key.
     """
     messages, tools = _hide([_without_flags(messages), tools], hidden_texts(tokenizer))
     return _apply_template(messages, tokenizer, tools, add_generation_prompt)[0]
@@ -74,12 +74,12 @@ def render(
 def assistant_spans(
     messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None, turns: Iterable[int] | None = None
 ) -> tuple[str, dict[int, tuple[int, int]]]:
-    """The text of `render`, and for each of the assistant's turns (by its index; all, unless `turns` names them) the
-    characters [start, end) that the model writes.
+    """The text of `render`, and for each assistant turn (by its index; all, unless `turns` names them) the character span
+    [start, end) that the model writes.
 
-    Taken from the template's {% generation %} markers; without them, derived: a turn starts where the chat before it,
-    with the header of the answer, ends, and ends after the special token that ends turns. Raises BadRow where the text
-    does not bear this out or lacks a message, UserError for a template that ends turns with no special token.
+    Taken from the template's {% generation %} markers; otherwise derived: a turn starts at the end of the preceding chat
+    rendered with the answer's header, and ends after the special token that ends turns. Raises BadRow if the text
+    contradicts that or lacks a message, UserError for a template that ends turns without a special token.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     turns = set(answers if turns is None else turns)
@@ -94,7 +94,7 @@ def assistant_spans(
             raise BadRow("the chat template leaves out the tools (to train without them: --columns unused=tools)")
 
     spans: dict[int, tuple[int, int]] = {}
-    at = 0  # all messages so far stand before it
+    at = 0  # end of the messages found so far
     for i, message in enumerate(messages):
         if i in turns:
             if marked is not None:
@@ -121,7 +121,8 @@ def assistant_spans(
 
 @per_tokenizer
 def end_of_turn(tokenizer: Tokenizer) -> str | None:
-    """The special token with which the chat template ends an assistant turn; None without a template or such a token."""
+    """The special token with which the chat template ends an assistant turn; None if there is no template or no such
+    token."""
     if not tokenizer.chat_template:
         return None
     word = "plainloop"
@@ -135,7 +136,7 @@ def end_of_turn(tokenizer: Tokenizer) -> str | None:
 
 
 def stop_token_ids(tokenizer: Tokenizer, generation_config: "GenerationConfig") -> list[int]:
-    """All tokens that end a completion: those of the generation config, the tokenizer's, the template's end of turn."""
+    """All tokens that end a completion: the generation config's, the tokenizer's, and the template's end of turn."""
     ids = generation_config.eos_token_id
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     for token in ids:
@@ -150,7 +151,7 @@ def stop_token_ids(tokenizer: Tokenizer, generation_config: "GenerationConfig") 
 def _apply_template(
     messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None, add_generation_prompt: bool = False
 ) -> tuple[str, list[tuple[int, int]] | None]:
-    """The text, and the spans of the template's {% generation %} markers, None where it has none."""
+    """The text, and the spans of the template's {% generation %} markers, or None without markers."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if not tokenizer.chat_template:
@@ -170,7 +171,7 @@ def _apply_template(
             **tokenizer.special_tokens_map,
         )
         return texts[0], marked[0]
-    except Exception as error:  # templates raise what they like (raise_exception, a missing key, a filter on None)
+    except Exception as error:  # templates can raise anything (raise_exception, a missing key, a filter on None)
         raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from None
 
 
@@ -185,7 +186,7 @@ def _derive_start(text: str, before: list[Message], tokenizer: Tokenizer, tools:
         raise BadRow("the chat starts with the assistant (--chat_template chatml allows that)")
     header = _apply_template(before, tokenizer, tools, add_generation_prompt=True)[0]
     if not text.startswith(header):
-        # A header that opens or closes the thinking in advance; an answer that thinks starts before that.
+        # A header may already open or close the thinking; an answer with thinking starts before that.
         plain = _THINKING_HEADER.sub("", header)
         if plain != header and text.startswith(plain) and not text.startswith(plain + "<think>"):
             raise BadRow(
@@ -199,9 +200,9 @@ def _derive_start(text: str, before: list[Message], tokenizer: Tokenizer, tools:
 
 
 def _turn_end(text: str, start: int, end: int, tokenizer: Tokenizer, marks: list[str]) -> int:
-    """The end of the turn that starts at `start`, the special token that ends it included.
+    """The end of the turn that starts at `start`, including the special token that ends it.
 
-    end: where its markers end, which may leave that token outside: a model that never learns it never stops. marks: all
+    end: the end of its markers, which may exclude that token; a model that never learns it would never stop. marks: all
     special tokens.
     """
     if end > start and text[start:end].rstrip().endswith(tuple(marks)):
@@ -212,7 +213,7 @@ def _turn_end(text: str, start: int, end: int, tokenizer: Tokenizer, marks: list
             "the chat template ends answers with no special token, so a model would not learn to stop: "
             "pass --chat_template chatml, plain, or a .jinja file that writes eos_token"
         )
-    # Content cannot contain it: what a message spells is hidden. With markers, it follows them.
+    # Content cannot contain it, as spelled ones are hidden. With markers, it follows them.
     place = text.find(mark, end)
     if place < 0 or (end > start and text[end:place].strip()):
         raise BadRow("the chat template ends this answer with no special token (try --chat_template chatml)")
@@ -220,7 +221,7 @@ def _turn_end(text: str, start: int, end: int, tokenizer: Tokenizer, marks: list
 
 
 def _holds(written: str, message: Message, marks: list[str]) -> bool:
-    """Whether the text of a turn ends with the words of the message, up to white space, or has its words and calls."""
+    """Whether the text of a turn ends with the message's words, ignoring white space, or contains its words and calls."""
     written = written.rstrip()
     written = written.removesuffix(next((mark for mark in marks if written.endswith(mark)), ""))
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
@@ -228,7 +229,7 @@ def _holds(written: str, message: Message, marks: list[str]) -> bool:
         return False
     parts = (message["content"], message.get("reasoning_content") or "", written)
     if not calls and not parts[1] and written.endswith(parts[0]):
-        return True  # word for word, as nearly always: nothing to normalise
+        return True  # verbatim, as nearly always: nothing to normalise
     said, thought, written = ("".join(part.split()) for part in parts)
     if thought not in written:
         return False
@@ -236,12 +237,12 @@ def _holds(written: str, message: Message, marks: list[str]) -> bool:
 
 
 def _without_flags(messages: list[Message]) -> list[Message]:
-    """The messages as the template may see them: "train" says what is trained, and is no part of the chat."""
+    """The messages as the template sees them, without "train", which is no part of the chat."""
     return [{key: value for key, value in message.items() if key != "train"} for message in messages]
 
 
 def _hide(value: Any, marks: list[str]) -> Any:
-    """The strings in a value, keys included, with a placeholder for each of `marks` that they spell."""
+    """A value with each of `marks` spelled in its strings, keys included, replaced by a placeholder."""
     if isinstance(value, list):
         return [_hide(item, marks) for item in value]
     if isinstance(value, dict):
@@ -253,7 +254,7 @@ def _hide(value: Any, marks: list[str]) -> Any:
 
 
 def read_chat_template(name: str) -> str:
-    """A chat template by the name of one that ships here, or by the path of a .jinja file."""
+    """A chat template by the name of one shipped here, or by the path of a .jinja file."""
     if "{%" in name or "{{" in name:
         raise UserError("--chat_template: that is a template itself; write it to a .jinja file, and name the file")
     path = TEMPLATES / f"{name}.jinja" if "/" not in name and not name.endswith(".jinja") else Path(name)

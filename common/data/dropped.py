@@ -1,4 +1,4 @@
-"""Rows that are left out: counted by reason, and said."""
+"""Rows that are left out: counted and reported by reason."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -7,15 +7,15 @@ from common.data.types import BadRow, Row
 from common.errors import UserError, say
 
 T = TypeVar("T")
-MOST = 20  # reasons that are told apart: some name a value of the row, and no value needs to come twice
+MOST = 20  # distinct reasons that are kept: some contain a value of the row, so there may be very many
 OTHERS = "other reasons"
 
 
 class Dropped:
-    """How many rows were left out, by reason, with the origins of the first ones."""
+    """Counts of left-out rows by reason, with the origins of the first ones."""
 
     def __init__(self, reasons: dict[str, dict[str, Any]] | None = None) -> None:
-        """reasons: {reason: {"count", "first": origins}}, as `facts` gives them."""
+        """reasons: {reason: {"count", "first": origins}}, as returned by `facts`."""
         self.reasons = dict(reasons or {})
 
     def add(self, reason: str, where: str, count: int = 1) -> None:
@@ -25,7 +25,7 @@ class Dropped:
         found["first"] = [*found["first"], where][:5]
 
     def merge(self, other: "Dropped") -> None:
-        """Add what another one counted in later rows."""
+        """Add the counts of a later part of the rows."""
         for reason, found in other.reasons.items():
             mine = self._of(reason)
             mine["count"] += found["count"]
@@ -41,12 +41,12 @@ class Dropped:
         return dict(sorted(self.reasons.items(), key=lambda item: -item[1]["count"]))
 
     def refuse(self) -> None:
-        """With --strict_data: the first row that was left out is a UserError."""
-        for reason, found in self.reasons.items():  # in the order in which they came up
+        """With --strict_data: raise UserError for the first row that was left out."""
+        for reason, found in self.reasons.items():  # in order of first occurrence
             raise UserError(f"{found['first'][0]}: {reason} (--strict_data)")
 
     def say(self, total: int, what: str, kept: int) -> None:
-        """Tell the user; UserError where nothing of the `total` rows is kept."""
+        """Report the left-out rows; raises UserError if none of the `total` rows is kept."""
         for reason, found in self.facts().items():
             say(f"data: {found['count']} of {total} {what} left out: {reason} (first: {found['first'][0]})")
         if total and not kept:
@@ -56,10 +56,10 @@ class Dropped:
 def convert(
     rows: Iterable[Row], function: Callable[[Row], T], what: str, strict: bool = False
 ) -> tuple[list[T], dict[str, Any]]:
-    """`function` of each row; rows that it refuses (BadRow) are left out, counted, and said.
+    """Apply `function` to each row; rows that it rejects (BadRow) are left out, counted and reported.
 
-    Returns the results and {"rows", "kept", "dropped": {reason: {"count", "first": origins}}}. Raises UserError, with the
-    row's place, where the function does, where no row is left, and, if strict, for the first row that is refused.
+    Returns the results and {"rows", "kept", "dropped": {reason: {"count", "first": origins}}}. Raises UserError, naming the
+    row, if the function does; if no row is left; and, if strict, for the first rejected row.
     """
     results, dropped, total = [], Dropped(), 0
     for row in rows:

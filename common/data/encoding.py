@@ -1,4 +1,4 @@
-"""Rows to sequences of tokens by a script's `encode`, chunk by chunk, in several processes."""
+"""Encoding rows into token sequences with a script's `encode`, chunk by chunk, in several processes."""
 
 import os
 import signal
@@ -24,44 +24,44 @@ from common.time_limit import TimeLimitReached, time_limit
 
 import numpy as np
 
-ROW_SECONDS = 30  # that a row may take
-LONGEST_WORD = 10_000_000  # characters without white space; one call of a tokenizer cannot be interrupted
-CHUNK = 200  # rows that a worker gets at a time
+ROW_SECONDS = 30  # time limit for a row
+LONGEST_WORD = 10_000_000  # characters without white space; a single call of a tokenizer cannot be interrupted
+CHUNK = 200  # rows per task of a worker
 Encode = Callable[[Row, Tokenizer, CommonArgs], list[Sequence] | str]
 
 
 class Job(NamedTuple):
     """How rows become examples."""
 
-    encode: Encode  # the sequences of a row, which stay together, or its text, which becomes a document; or a BadRow
+    encode: Encode  # the sequences of a row, which stay together, or its text, which becomes a document; may raise BadRow
     tokenizer: Tokenizer
     args: CommonArgs
-    column: str | None = None  # with a number that says how difficult a row is
+    column: str | None = None  # the column with each row's difficulty
 
 
 class Encoded(NamedTuple):
-    """Rows as examples: the T tokens of all their S sequences end to end."""
+    """Rows as examples: S sequences of T tokens in total, end to end."""
 
-    ids: np.ndarray  # (T,) uint16, or uint32 where the tokenizer has larger ids
+    ids: np.ndarray  # (T,) uint16, or uint32 if the tokenizer has larger ids
     mask: np.ndarray  # (T,) uint8: 1 where trained
     lengths: np.ndarray  # (S,) int64
-    rows: np.ndarray  # (examples,) int64: the row that each came from
+    rows: np.ndarray  # (examples,) int64: the row of each example
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
-    layout: "Layout | None"  # of every example; None: there is none
-    fields: dict[str, np.ndarray]  # further ones, (T,) or (S,) as the layout says, int64 or float32
+    layout: "Layout | None"  # of every example; None: there are none
+    fields: dict[str, np.ndarray]  # further fields, (T,) or (S,) according to the layout, int64 or float32
     dropped: Dropped
 
 
 class Layout(NamedTuple):
-    """What all examples of a dataset have in common."""
+    """The properties that all examples of a dataset share."""
 
-    per_example: int  # sequences
+    per_example: int  # sequences per example
     fields: dict[str, Field]  # besides ids and mask
-    where: str  # an example of it
+    where: str  # the origin of one example
 
 
 def agree(layout: Layout | None, other: Layout | None) -> Layout | None:
-    """The layout of both; None: of nothing. Raises UserError, naming row and field, where the other one differs."""
+    """The common layout of both; None: neither has one. Raises UserError, naming row and field, if they differ."""
     if layout is None or other is None:
         return layout or other
     if layout.per_example != other.per_example:
@@ -74,9 +74,9 @@ def agree(layout: Layout | None, other: Layout | None) -> Layout | None:
 
 
 def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
-    """Rows, each with its number, as examples. Rows that cannot be used are counted.
+    """Encode numbered rows as examples. Rows that cannot be used are counted.
 
-    Raises UserError, naming the row, where `encode` does, and for sequences that cannot be trained on.
+    Raises UserError, naming the row, if `encode` does, and for sequences that cannot be trained on.
     """
     kind = np.uint16 if _largest_id(job.tokenizer) < 2**16 else np.uint32
     made: list[tuple[int, float, str, Example | str]] = []
@@ -128,7 +128,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
 
 
 def _longest_word(value: Any) -> int:
-    """Of the texts in a row that are longer than LONGEST_WORD: the characters of the longest word; else 0."""
+    """Length of the longest word in those texts of a row that are longer than LONGEST_WORD characters; else 0."""
     if isinstance(value, str):
         return max(map(len, value.split()), default=0) if len(value) > LONGEST_WORD else 0
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -143,11 +143,11 @@ def _checked(example: object, largest_id: int) -> Example:
 
 @per_tokenizer
 def _largest_id(tokenizer: Tokenizer) -> int:
-    return max(tokenizer.get_vocab().values())  # which its size does not tell: some ids may be left out
+    return max(tokenizer.get_vocab().values())  # not its size: some ids may be unused
 
 
 def number_in(row: Row, column: str) -> float:
-    """The number in a column. Raises UserError for a column that is not there, BadRow for what is no number."""
+    """The number in a column. Raises UserError for a missing column, BadRow for a value that is not a number."""
     if column not in row:
         raise UserError(f"--curriculum_column {column}: no such column; found {', '.join(row)}")
     try:
@@ -163,7 +163,7 @@ def number_in(row: Row, column: str) -> float:
 
 
 def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) -> Iterator[tuple[int, Encoded]]:
-    """(rows, their examples), in order, chunk by chunk; by several processes where there is more than one chunk."""
+    """Yield (number of rows, their examples) in order, chunk by chunk; several processes share more than one chunk."""
     rows = iter(rows)
     chunks = iter(lambda: list(islice(rows, CHUNK)), [])
     some = list(islice(chunks, 2))
@@ -173,9 +173,9 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) 
     if workers < 2 or len(some) < 2:
         yield from ((len(chunk), encode_rows(chunk, job)) for chunk in chunks)
         return
-    # Forked workers have the tokenizer already; where there is no fork, they get copies.
+    # Forked workers already have the tokenizer; without fork, they get copies.
     context = get_context("fork" if "fork" in get_all_start_methods() and sys.platform == "linux" else "spawn")
-    waiting: deque = deque()  # bounds what is in memory at a time
+    waiting: deque = deque()  # bounds the chunks in memory
     with ProcessPoolExecutor(workers, context, _start_worker, (job,)) as pool:
         try:
             for chunk in chunks:
@@ -186,7 +186,7 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) 
             for count, result in waiting:
                 yield count, result.result()
         except BrokenProcessPool:
-            time.sleep(0.5)  # a Ctrl-C may reach the workers first: then it shows here
+            time.sleep(0.5)  # a Ctrl-C may reach the workers first: it shows here then
             raise UserError(
                 f"a process that tokenises was killed, for lack of memory? Fewer than {workers}: --dataset_num_proc"
             ) from None
@@ -194,16 +194,16 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) 
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_job: Job  # of a worker
+_job: Job  # a worker's job
 
 
 def _start_worker(job: Job) -> None:
     global _job
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _job = job
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers, too: they end without a traceback each
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers, too: they exit without tracebacks
     parent = parent_process()
-    if parent is not None:  # a killed run does not leave its workers behind
+    if parent is not None:  # a killed run must not leave its workers behind
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Examples in memory-mapped files: what a source is once it is tokenised."""
+"""Examples in memory-mapped files: the form of a tokenised source."""
 
 from bisect import bisect_right
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ import numpy as np
 
 
 class TokenFile(NamedTuple):
-    """A tokenised source: the T tokens of all its S sequences end to end, memory-mapped where they come from the cache."""
+    """A tokenised source: S sequences of T tokens in total, end to end; memory-mapped if it comes from the cache."""
 
     ids: np.ndarray  # (T,) uint16 or uint32
     mask: np.ndarray | None  # (T,) uint8; None: all are trained
-    starts: np.ndarray  # (S,) int64: where each sequence begins among the T tokens
+    starts: np.ndarray  # (S,) int64: offset of each sequence in the T tokens
     ends: np.ndarray  # (S,) int64
-    per_example: int  # sequences of an example
-    rows: np.ndarray  # (examples,) int64: the row that each came from
+    per_example: int  # sequences per example
+    rows: np.ndarray  # (examples,) int64: the row of each example
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
     facts: dict[str, Any]
     per_token: dict[str, np.ndarray] = {}  # further fields, (T,) int64 or float32
@@ -33,16 +33,16 @@ class TokenFile(NamedTuple):
 
 
 class Examples:
-    """The examples of several sources, one source after the other. Indexing reads from the memory-mapped files."""
+    """The examples of several sources, one source after another. Indexing reads from the memory-mapped files."""
 
     def __init__(self, files: list[TokenFile], sources: list[Source]):
-        """Raises UserError where the sources do not have the same fields."""
+        """Raises UserError if the sources have different fields."""
         self.files, self.sources = files, sources
         self.counts = [len(file.starts) // file.per_example for file in files]  # examples of each source
         self._firsts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64).tolist()
         sizes = [(file.ends - file.starts).reshape(-1, file.per_example) for file in files]
         self.lengths = np.concatenate([size.sum(1) for size in sizes] or [np.zeros(0, np.int64)])  # (examples,) tokens
-        self.longest = max((int(size.max()) for size in sizes if size.size), default=0)  # tokens of a sequence
+        self.longest = max((int(size.max()) for size in sizes if size.size), default=0)  # tokens of the longest sequence
         self.difficulty: np.ndarray | None = None  # (examples,), for a curriculum
         filled = [s for s, count in enumerate(self.counts) if count]
         for s in filled[1:]:
@@ -61,12 +61,12 @@ class Examples:
         return [_sequence(file, i) for i in range(first, first + file.per_example)]
 
     def where(self, index: int) -> str:
-        """The source and row that an example comes from."""
+        """The source and row of an example."""
         s = bisect_right(self._firsts, index) - 1
         return f"{self.sources[s].path} row {int(self.files[s].rows[index - self._firsts[s]]) + 1}"
 
     def add_field(self, name: str, values: np.ndarray) -> None:
-        """Give every sequence a number, (sequences,) over all sources, as the per-sequence field `name`."""
+        """Add a number for every sequence, (sequences,) over all sources, as the per-sequence field `name`."""
         numbers = as_field(name, values)
         borders = np.cumsum([len(file.starts) for file in self.files])[:-1]
         parts = np.split(numbers, borders)
@@ -83,11 +83,11 @@ class Examples:
         return part
 
     def digests(self) -> dict[str, str]:
-        """Of each source a hash of all that it gives, by its label."""
+        """{label: a hash of all data from that source}."""
         return {source.label: file.facts["digest"] for source, file in zip(self.sources, self.files, strict=True)}
 
     def facts(self) -> list[dict[str, Any]]:
-        """Of each source: what it is, rows, examples, tokens, what was left out and why."""
+        """For each source: its description, rows, examples, tokens, and what was left out and why."""
         described = []
         for source, file in zip(self.sources, self.files, strict=True):
             found = source.facts() | {"dropped": Dropped(file.facts["dropped"]).facts()}
@@ -106,22 +106,22 @@ def _sequence(file: TokenFile, i: int) -> Sequence:
 def chunk_examples(examples: Examples, max_length: int, across: bool) -> Examples:
     """Documents as examples of one sequence of at most max_length tokens.
 
-    across: cut from one long stream of a source, over the borders of its documents; else each document by itself. A rest of
-    one token, which has nothing to predict, is left out. A piece has the difficulty, and the numbers, of the document in
-    which it begins. Raises UserError for examples of several sequences.
+    across: cut each source as one long stream, across document boundaries; otherwise cut each document separately. A
+    remainder of one token, which has nothing to predict, is left out. A piece has the difficulty and the per-sequence fields
+    of the document in which it starts. Raises UserError for examples of several sequences.
     """
     files, difficulty = [], []
     for s, file in enumerate(examples.files):
         if file.per_example > 1:
             raise UserError(f"{examples.sources[s].path}: examples of {file.per_example} sequences are not cut into chunks")
         starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
-        pieces = -(-(ends - starts) // max_length)  # of each document
+        pieces = -(-(ends - starts) // max_length)  # pieces per document
         within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         begin = np.repeat(starts, pieces) + within * max_length
         end = np.minimum(begin + max_length, np.repeat(ends, pieces))
         kept = end - begin > 1
         begin, end = begin[kept], end[kept]
-        of = np.searchsorted(file.ends, begin, side="right")  # the document in which a piece begins
+        of = np.searchsorted(file.ends, begin, side="right")  # the document in which a piece starts
         numbers = {name: values[of] for name, values in file.per_sequence.items()}
         cut = {"starts": begin, "ends": end, "rows": file.rows[of], "difficulty": file.difficulty[of]}
         files.append(file._replace(**cut, per_sequence=numbers))

@@ -1,6 +1,6 @@
-"""The fields of a sequence: checked where a script's `encode` gives them, and the same in all of a dataset.
+"""The fields of a sequence: checked as a script's `encode` returns them, and the same throughout a dataset.
 
-Besides input_ids and loss_mask a sequence may have fields by any name: arrays with a number for each token, or numbers.
+Besides input_ids and loss_mask a sequence may have fields of any name: arrays with a number per token, or single numbers.
 """
 
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ import numpy as np
 
 
 class Field(NamedTuple):
-    """What all values of a field are."""
+    """The type of a field, the same for all its values."""
 
-    per_token: bool  # else one number for each sequence
+    per_token: bool  # else one number per sequence
     dtype: str  # int64 or float32
 
     def __str__(self) -> str:
@@ -23,13 +23,13 @@ class Field(NamedTuple):
 
 
 def as_field(name: str, value: Any) -> np.ndarray:
-    """A value as int64 or float32, of the same shape. Raises UserError for what is no number, or not finite."""
-    if hasattr(value, "detach"):  # a tensor; numpy knows no bfloat16
+    """A value as int64 or float32, of the same shape. Raises UserError if it is not numeric, or not finite."""
+    if hasattr(value, "detach"):  # a tensor; numpy has no bfloat16
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value
     try:
         array = np.asarray(value)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # lists of different lengths
         array = np.asarray(None)
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise UserError(f"the field {name} is {_shown(value)}; expected whole numbers that fit in int64")
@@ -45,9 +45,10 @@ def as_field(name: str, value: Any) -> np.ndarray:
 
 
 def check_sequence(sequence: Any, largest_id: int) -> Sequence:
-    """A sequence as `encode` gives it, as arrays: ids and mask as they are, other fields int64 or float32.
+    """A sequence returned by `encode`, as arrays: ids and mask unchanged, other fields as int64 or float32.
 
-    largest_id: that can be stored. Raises UserError for a sequence that cannot be trained on, naming the field.
+    largest_id: the largest id that can be stored. Raises UserError, naming the field, for a sequence that cannot be trained
+    on.
     """
     if not isinstance(sequence, dict) or not {"input_ids", "loss_mask"} <= sequence.keys():
         raise UserError(f"encode gave {_shown(sequence)}; expected sequences {{input_ids, loss_mask, ...}}, or a text")
@@ -68,7 +69,7 @@ def check_sequence(sequence: Any, largest_id: int) -> Sequence:
 
 
 def fields_of(sequence: Sequence) -> dict[str, Field]:
-    """The fields of a checked sequence besides ids and mask."""
+    """The fields of a checked sequence other than ids and mask."""
     return {
         name: Field(value.ndim == 1, str(value.dtype))
         for name, value in sequence.items()
@@ -77,7 +78,7 @@ def fields_of(sequence: Sequence) -> dict[str, Field]:
 
 
 def require_fields(found: dict[str, Field], expected: dict[str, Field], where: str, first: str) -> None:
-    """UserError where the fields of what comes from `where` are not those of what came from `first`."""
+    """Raise UserError if the fields found at `where` differ from those expected since `first`."""
     if found == expected:
         return
     name = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))

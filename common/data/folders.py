@@ -1,6 +1,6 @@
-"""Folders of the cache: each is built once, under another name, and then renamed.
+"""Cache folders: each is built once, under a temporary name, and then renamed.
 
-What a killed run leaves behind is never taken for a complete folder.
+Leftovers of a killed run are never taken for a complete folder.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def build_once(accelerator: "Accelerator", folder: Path, build: Callable[[Path], None]) -> None:
-    """Have build(folder) write a folder that is not there yet. Called on every process."""
-    # One process builds it; on another node whose disk is not shared, one there, too.
+    """Have build(folder) write a folder unless it exists. Called on every process."""
+    # One process builds it, and one on every other node whose disk is not shared.
     first = accelerator.is_main_process
     for mine in (first, accelerator.is_local_main_process and not first):
         if mine and not is_complete(folder):
@@ -32,24 +32,24 @@ def build_once(accelerator: "Accelerator", folder: Path, build: Callable[[Path],
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write in, which gets its name, and the list of its files, when all of it is on the disk.
+    """Context with a temporary folder, which gets its final name and the list of its files once it is all on disk.
 
-    Raises UserError where that cannot be done.
+    Raises UserError if that fails.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}-{time.time_ns()}.tmp")  # in a container all runs are pid 1
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}-{time.time_ns()}.tmp")  # in a container every run has pid 1
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for old in folder.parent.glob(".*.tmp"):
-            with contextlib.suppress(FileNotFoundError):  # another run has removed it, or finished it
+            with contextlib.suppress(FileNotFoundError):  # another run has removed or finished it
                 if time.time() - max(path.stat().st_mtime for path in (old, *old.iterdir())) > 24 * 3600:
-                    shutil.rmtree(old, ignore_errors=True)  # of a killed run
+                    shutil.rmtree(old, ignore_errors=True)  # left by a killed run
         temporary.mkdir()
         yield temporary
         found = {file.name: [file.stat().st_size, _hash(file)] for file in sorted(temporary.iterdir())}
         (temporary / "files.json").write_text(json.dumps(found))
         for file in temporary.iterdir():
             flush(file)
-        if not is_complete(folder):  # else another run has built it in the meantime
+        if not is_complete(folder):  # otherwise another run has built it meanwhile
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(temporary, folder)
     except OSError as error:
@@ -59,7 +59,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder is there with all its files, each with what was written into it. One that is damaged is said."""
+    """Whether a folder exists with all its files as they were written. Reports a damaged one."""
     if not folder.exists():
         return False
     try:
@@ -76,7 +76,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def content(folder: Path, *names: str) -> str:
-    """A hash of what these files of a complete folder hold."""
+    """A hash of the contents of these files of a complete folder."""
     files = json.loads((folder / "files.json").read_text())
     return hashlib.sha256("".join(files[name][1] for name in names if name in files).encode()).hexdigest()[:16]
 
@@ -87,8 +87,8 @@ def _hash(file: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Have the system write a file, or the entries of a folder, to the disk now."""
-    windows = os.name == "nt"  # which has no such thing for folders, and wants the right to write
+    """Flush a file, or the entries of a folder, to disk now."""
+    windows = os.name == "nt"  # it cannot flush folders, and needs write access for files
     if windows and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)

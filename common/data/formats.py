@@ -1,8 +1,8 @@
-"""Formats: recognise what the columns of a row mean, and bring every format to one form per stage.
+"""Formats: recognise the meaning of a row's columns, and convert every format to one form per stage.
 
 The forms: text -> str; chat -> messages, or prompt and completion strings, or text; preference -> prompt, chosen, rejected;
-prompt -> prompt and everything else for the rewards. A row that cannot be used is a `BadRow` with the reason; columns that
-are no known format are a `UserError`.
+prompt -> prompt and everything else for the rewards. A row that cannot be used raises `BadRow` with the reason; columns of
+an unknown format raise `UserError`.
 """
 
 import json
@@ -25,7 +25,7 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-# The formats of each form, with the columns that each one needs. The first one whose columns are there, and not null, is it.
+# The formats of each form, with their columns. The first format whose columns are all present and not null is chosen.
 CHAT = (
     ("messages", ("messages",)),
     ("sharegpt", ("conversations",)),
@@ -39,7 +39,7 @@ PREFERENCE = (
     ("sharegpt", ("messages", "chosen", "rejected")),
     ("alpaca", ("instruction", "chosen", "rejected")),
     ("implicit_prompt", ("chosen", "rejected")),  # two lists of messages
-    ("hh", ("chosen", "rejected")),  # two strings with turns in them
+    ("hh", ("chosen", "rejected")),  # two strings that contain turns
 )
 PROMPT = (
     ("verl", ("prompt", "reward_model")),
@@ -56,7 +56,7 @@ Columns = Row | dict[str, Any]
 
 
 def text_format(columns: Columns, wanted: str | None = None, field: str = "text") -> str:
-    """The name text, for a row with that column, not null. Raises UserError for others."""
+    """Returns "text" for a row with that column, not null. Raises UserError otherwise."""
     formats = (("text", (field,)),)
     if name := _fitting(formats, columns, wanted):
         return name
@@ -64,7 +64,7 @@ def text_format(columns: Columns, wanted: str | None = None, field: str = "text"
 
 
 def chat_format(columns: Columns, wanted: str | None = None) -> str:
-    """The name of a chat's format, by the columns that are not null. Raises UserError where none fits, or not `wanted`."""
+    """The name of a chat's format, by the columns that are not null. Raises UserError if none fits, or not `wanted`."""
     _refuse_labels(columns)
     if name := _fitting(CHAT, columns, wanted):
         return name
@@ -77,13 +77,13 @@ def chat_format(columns: Columns, wanted: str | None = None) -> str:
 
 
 def preference_format(columns: Columns, wanted: str | None = None) -> str:
-    """The name of a pair's format, by the columns that are not null. Raises UserError where none fits, or not `wanted`."""
+    """The name of a pair's format, by the columns that are not null. Raises UserError if none fits, or not `wanted`."""
     name = _fitting(PREFERENCE, columns, wanted)
     if name is None:
         _refuse_labels(columns)
         reason = f"no column chosen and rejected; found {_names(columns)} (map them: --columns chosen=...)"
         raise _misfit(PREFERENCE, columns, wanted, reason)
-    if name == "implicit_prompt" and wanted is None:  # the same columns as hh: what they hold decides
+    if name == "implicit_prompt" and wanted is None:  # same columns as hh: the contents decide
         texts = [side for side in (columns["chosen"], columns["rejected"]) if isinstance(side, str)]
         if any("\n\nAssistant:" in text for text in texts):
             return "hh"
@@ -93,7 +93,7 @@ def preference_format(columns: Columns, wanted: str | None = None) -> str:
 
 
 def prompt_format(columns: Columns, wanted: str | None = None) -> str:
-    """The name of a prompt's format, by the columns that are not null. Raises UserError where none fits, or not `wanted`."""
+    """The name of a prompt's format, by the columns that are not null. Raises UserError if none fits, or not `wanted`."""
     if (name := _fitting(PROMPT, columns, wanted)) is None:
         reason = f"no column prompt; found {_names(columns)} (map it: --columns prompt=question)"
         raise _misfit(PROMPT, columns, wanted, reason)
@@ -101,7 +101,7 @@ def prompt_format(columns: Columns, wanted: str | None = None) -> str:
 
 
 def _fitting(formats: Formats, columns: Columns, wanted: str | None, nulls: bool = False) -> str | None:
-    """The first format (of the wanted name) whose columns are there. nulls: those that are null count as well."""
+    """The first format (named `wanted`, if given) whose columns are present. nulls: count null columns as well."""
     for name, needed in formats:
         if wanted in (None, name) and all(column in columns and (nulls or columns[column] is not None) for column in needed):
             return name
@@ -109,7 +109,7 @@ def _fitting(formats: Formats, columns: Columns, wanted: str | None, nulls: bool
 
 
 def _misfit(formats: Formats, columns: Columns, wanted: str | None, otherwise: str) -> UserError:
-    """Why the wanted format is not that of the columns; `otherwise` where none is wanted."""
+    """The error for columns that lack the wanted format; `otherwise` is its text if no format is wanted."""
     if wanted is None:
         return UserError(otherwise)
     ways = [" + ".join(needed) for name, needed in formats if name == wanted]
@@ -126,14 +126,14 @@ def _is_verl(columns: Columns) -> bool:
 
 
 def _names(columns: Columns) -> str:
-    shown = [name if name and name == name.strip() else repr(name) for name in columns]  # a space would not be seen
+    shown = [name if name and name == name.strip() else repr(name) for name in columns]  # makes stray spaces visible
     nulls = ["" if value is not None else " (null)" for value in columns.values()]
     return ", ".join(map("".join, zip(shown, nulls, strict=True))) or "none"
 
 
 def _refuse_labels(columns: Columns) -> None:
-    """KTO's rows look like prompt and completion, but some of the completions are bad ones."""
-    if columns.get("kto_tag") is not None or str(columns.get("label")).lower() in ("true", "false"):  # text in a table
+    """Refuse KTO's rows: they look like prompt and completion, but some of the completions are bad ones."""
+    if columns.get("kto_tag") is not None or str(columns.get("label")).lower() in ("true", "false"):  # tables hold text
         raise UserError(
             "rows with a label, good or bad, instead of a pair are for KTO: DPO needs chosen and rejected; "
             "for SFT keep the good rows, without the column"
@@ -141,13 +141,13 @@ def _refuse_labels(columns: Columns) -> None:
 
 
 # --- forms ----------------------------------------------------------------------------------------------------------
-# The format of one row may rest on a column that is null: that row is then left out, with the reason, and the run goes on.
-# Where no format is named, it is that of the row's source; of a dict, or a row of another form (a chat, of which the prompt
-# is wanted), it is recognised by the columns.
+# A row's format may need a column that is null in it: that row is then left out, with the reason, and the run continues. If
+# no format is named, the format of the row's source applies; for a dict, or a row of another form (a chat whose prompt is
+# wanted), it is recognised from the columns.
 
 
 def _wanted(columns: Columns, format: str | None, formats: Formats) -> str | None:
-    """The name of the format to read a row as; None: to be recognised."""
+    """The name of the format to read a row as; None: recognise it."""
     own = columns.format if isinstance(columns, Row) else None
     if format is not None or own is None:
         return format
@@ -165,8 +165,8 @@ def as_chat(columns: Columns, format: str | None = None) -> dict[str, Any]:
     """{"messages", "tools"}, or {"prompt", "completion"} strings, or {"text"}.
 
     Reads messages, ShareGPT conversations, Alpaca (instruction, input, output, system, history), prompt and completion
-    (strings or messages: then with "prompt_turns", how many of the messages are the prompt), text. A message that is not
-    to be trained on has "train": False. Raises UserError where the format does not fit, BadRow for an unusable row.
+    (strings or messages; the latter with "prompt_turns", the number of messages in the prompt), text. A message that is not
+    to be trained on has "train": False. Raises UserError if the format does not fit, BadRow for an unusable row.
     """
     _refuse_labels(columns)
     wanted = _wanted(columns, format, CHAT)
@@ -189,12 +189,11 @@ def as_chat(columns: Columns, format: str | None = None) -> dict[str, Any]:
 
 
 def as_preference(columns: Columns, format: str | None = None) -> dict[str, Any]:
-    """{"prompt", "chosen", "rejected"}: all strings (plain text) or all lists of messages; chosen and rejected are the
-    answers only.
+    """{"prompt", "chosen", "rejected"}: all strings (plain text) or all lists of messages; the latter two are answers only.
 
-    Reads prompt + chosen + rejected (strings or messages); chosen + rejected as whole conversations, whose longest shared
-    beginning is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ..."); LLaMA-Factory's conversations or
-    instruction with chosen and rejected. Raises UserError where the format does not fit, BadRow for an unusable row.
+    Reads prompt + chosen + rejected (strings or messages); chosen + rejected as whole conversations, whose longest common
+    prefix is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ..."); LLaMA-Factory's conversations or
+    instruction with chosen and rejected. Raises UserError if the format does not fit, BadRow for an unusable row.
     """
     wanted = _wanted(columns, format, PREFERENCE)
     format = _fitting(PREFERENCE, columns, wanted) or _fitting(PREFERENCE, columns, wanted, nulls=True)
@@ -214,7 +213,7 @@ def as_preference(columns: Columns, format: str | None = None) -> dict[str, Any]
             turns = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
             chosen, rejected = _answer(chosen), _answer(rejected)
             if len(chosen) > len(turns) and chosen[: len(turns)] == turns and rejected[: len(turns)] == turns:
-                chosen, rejected = chosen[len(turns) :], rejected[len(turns) :]  # the prompt is repeated in the sides
+                chosen, rejected = chosen[len(turns) :], rejected[len(turns) :]  # both sides repeat the prompt
             pair = {"prompt": turns, "chosen": chosen, "rejected": rejected}
     elif format == "sharegpt":
         turns = _conversation(columns, "conversations", "messages")
@@ -241,10 +240,10 @@ def as_preference(columns: Columns, format: str | None = None) -> dict[str, Any]
 
 
 def as_prompt(columns: Columns, format: str | None = None) -> dict[str, Any]:
-    """The row with "prompt" (a string, or messages that end on a user turn); the other columns are kept for the rewards.
+    """The row with "prompt" (a string, or messages ending with a user turn); the other columns are kept for the rewards.
 
-    Reads prompt; or messages, conversations, Alpaca, of which a last assistant turn is cut off. verl's
-    reward_model.ground_truth becomes the column answer.
+    Reads prompt; or messages, conversations or Alpaca, without a final assistant turn. verl's reward_model.ground_truth
+    becomes the column answer.
     """
     wanted = _wanted(columns, format, PROMPT)
     format = _fitting(PROMPT, columns, wanted) or _fitting(PROMPT, columns, wanted, nulls=True)
@@ -282,7 +281,7 @@ def _string(columns: Columns, name: str) -> str:
 
 
 def _unicode(text: str) -> str:
-    """The text, checked: JSON can hold half of a surrogate pair, which no tokenizer reads."""
+    """The text, if it is valid: JSON can hold half of a surrogate pair, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -304,7 +303,7 @@ def _tools(columns: Columns) -> list[Any] | None:
 
 
 def _conversation(columns: Columns, *names: str) -> list[Message]:
-    """The messages of the first of these columns that is filled, with the system column before them."""
+    """The messages of the first non-empty one of these columns, preceded by the system column."""
     messages = _messages(next((columns[name] for name in names if columns.get(name)), None))
     system = columns.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
@@ -313,7 +312,7 @@ def _conversation(columns: Columns, *names: str) -> list[Message]:
 
 
 def _answered(messages: list[Message]) -> list[Message]:
-    """Messages, checked: each turn of the assistant says or calls something."""
+    """The messages, after checking that each assistant turn has content or a call."""
     for message in messages:
         if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
             raise BadRow("empty answer")
@@ -321,14 +320,14 @@ def _answered(messages: list[Message]) -> list[Message]:
 
 
 def _messages(value: Any) -> list[Message]:
-    """OpenAI messages or ShareGPT turns as [{"role", "content", ...}], checked."""
+    """OpenAI messages or ShareGPT turns as a checked list of {"role", "content", ...}."""
     if not isinstance(value, list) or not value:
         raise BadRow("no messages")
     messages = []
     for turn in value:
         if not isinstance(turn, dict):
             raise BadRow("a message is not an object")
-        # Parquet gives every turn the keys of all turns, None where it has none.
+        # Parquet gives every turn the keys of all turns, None where a turn lacks one.
         name, content = (
             turn.get(key) if turn.get(key) is not None else turn.get(other)
             for key, other in (("role", "from"), ("content", "value"))
@@ -357,7 +356,7 @@ def _messages(value: Any) -> list[Message]:
 
 
 def _is_trained(turn: dict[str, Any]) -> bool:
-    """Whether a turn may be trained on: its own train, loss_mask or weight (OpenAI's name) can say that it may not."""
+    """Whether a turn may be trained on, by its own train, loss_mask or weight (OpenAI's name)."""
     trained = True
     for name in ("train", "loss_mask", "weight"):
         value = turn.get(name)
@@ -368,26 +367,26 @@ def _is_trained(turn: dict[str, Any]) -> bool:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI's are JSON text, chat templates make JSON text of them."""
+    """A tool call with its arguments as an object: OpenAI's are JSON text, which chat templates would encode again."""
     if not isinstance(call, dict):
         raise BadRow("a tool call is not an object")
     if call.get("function") is not None:
         return call | {"function": _tool_call(call["function"])}
     try:
         return call | {"arguments": json.loads(call["arguments"])}
-    except (KeyError, TypeError, ValueError):  # none, an object already, or no JSON
+    except (KeyError, TypeError, ValueError):  # missing, an object already, or invalid JSON
         return call
 
 
 def _answer(value: Any) -> list[Message]:
-    """One side of a pair: a string, one turn, or a list of turns."""
+    """One side of a pair, given as a string, one turn, or a list of turns."""
     if isinstance(value, str):
         return _answered([{"role": "assistant", "content": _unicode(value)}])
     return _messages([value] if isinstance(value, dict) else value)
 
 
 def _alpaca_prompt(columns: Columns) -> list[Message]:
-    """System, history and the instruction with its input, as messages."""
+    """The system turn, the history and the instruction with its input, as messages."""
     messages = []
     if columns.get("system"):
         messages.append({"role": "system", "content": _string(columns, "system")})

@@ -1,5 +1,5 @@
-"""Chats with a label, good or bad (KTO): what formats.py reads as a chat with a prompt, and one column more; and answers
-after the prompts of others."""
+"""Chats labelled good or bad (KTO): a chat with a prompt, as read by formats.py, plus a label column; and mismatched pairs
+of prompts and answers."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from common.errors import UserError
 
 import numpy as np
 
-LABELS = ("label", "kto_tag")  # true for a good answer; the second name is LLaMA-Factory's
-TEXTS = {"true": True, "false": False, "1": True, "0": False}  # as tables have them, which know nothing but text
+LABELS = ("label", "kto_tag")  # true for a good answer; kto_tag is LLaMA-Factory's name
+TEXTS = {"true": True, "false": False, "1": True, "0": False}  # labels in tables, which hold only text
 
 
 def labelled_format(columns: Columns, wanted: str | None = None) -> str:
-    """The name of the chat's format. Raises UserError where none fits, or not `wanted`, and where there is no label."""
+    """The name of the chat's format. Raises UserError if none fits, or not `wanted`, and if there is no label."""
     found = ", ".join(columns) or "none"
     if columns.get("chosen") is not None and columns.get("rejected") is not None and columns.get("completion") is None:
         raise UserError(
@@ -31,23 +31,23 @@ def labelled_format(columns: Columns, wanted: str | None = None) -> str:
 
 
 def as_labelled(columns: Columns, format: str | None = None) -> dict[str, Any]:
-    """What as_chat gives, with "label": true for a good answer, false for a bad one; and of messages "prompt_turns".
+    """The result of as_chat plus "label": true for a good answer, false for a bad one; for messages also "prompt_turns".
 
-    Raises UserError where the format does not fit, BadRow for an unusable row.
+    Raises UserError if the format does not fit, BadRow for an unusable row.
     """
     label = next((columns[name] for name in LABELS if columns.get(name) is not None), None)
     label = TEXTS.get(label.strip().lower(), label) if isinstance(label, str) else label
-    if label not in (True, False):  # which 1 and 0 are as well
+    if label not in (True, False):  # true of 1 and 0 as well
         raise BadRow(f"label is {str(label)[:20]!r}; expected true or false")
     chat = as_chat(_chat(columns), format)
-    if "messages" in chat:  # of a chat without a border, the last turn is the answer
+    if "messages" in chat:  # without a marked prompt, the last turn is the answer
         chat.setdefault("prompt_turns", len(chat["messages"]) - 1)
     return chat | {"label": bool(label)}
 
 
 def mismatched(rows: list[Sequence], max_length: int) -> list[Example]:
-    """Each prompt with the answer of the next row, of at most max_length tokens, as examples of one sequence."""
-    n = [int(row["loss_mask"].argmax()) for row in rows]  # tokens of the prompts
+    """Each prompt with the answer of the next row, at most max_length tokens, as examples of one sequence."""
+    n = [int(row["loss_mask"].argmax()) for row in rows]  # prompt lengths in tokens
 
     def join(i: int, field: str) -> np.ndarray:
         return np.concatenate([rows[i - 1][field][: n[i - 1]], rows[i][field][n[i] :]])[:max_length]

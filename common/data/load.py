@@ -1,4 +1,4 @@
-"""From the arguments to the data of a run: found, tokenised and cached or streamed, mixed, and in order."""
+"""From the arguments to the data of a run: found, tokenised and cached (or streamed), mixed, and ordered."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -34,10 +34,10 @@ def load_data(
 ) -> tuple[Shuffled | Stream, Examples]:
     """The training data, with the example at each position of the run, and the held-out examples (or none).
 
-    encode(row, tokenizer, args): the sequences of a row, which stay together, or its text, which becomes a document; or it
-    raises BadRow. Any field that it gives a sequence arrives in the batch. recognise(columns, wanted): the name of the
-    format of a source's rows (formats.py), which is then row.format; None: they may have any columns. Called on every
-    process. With dataset_streaming the training data is a Stream, else it comes from the cache.
+    encode(row, tokenizer, args): the sequences of a row, which stay together, or its text, which becomes a document; may
+    raise BadRow. Any field that it adds to a sequence reaches the batch. recognise(columns, wanted): the name of the format
+    of a source's rows (formats.py), which is then row.format; None: rows may have any columns. Called on every process. With
+    dataset_streaming the training data is a Stream, else it comes from the cache.
     """
     if args.dataset_streaming:
         if args.max_steps <= 0:
@@ -61,7 +61,7 @@ def load_data(
 
 
 class Rows:
-    """Rows of several sources, each as what a function makes of it, in memory: one source after the other."""
+    """Rows of several sources, converted by a function and kept in memory, one source after another."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Rows:
         strict: bool = False,
         curriculum_column: str | None = None,
     ):
-        """function(row): a dict, with its token ids under prompt_ids; or it raises BadRow. what: a word for rows, for the
-        user. strict: a BadRow is an error."""
+        """function(row): a dict with token ids under prompt_ids; may raise BadRow. what: the word for rows in messages.
+        strict: a BadRow is an error."""
         self.rows: list[dict[str, Any]] = []
         self.sources, self.counts, self._facts = sources, [], []
         self.difficulty: np.ndarray | None = None  # (rows,), for a curriculum
@@ -80,7 +80,7 @@ class Rows:
         difficulty: list[float] = []
 
         def encode(row: Row) -> tuple[dict[str, Any], float]:
-            columns = Row(row, row.where)  # as they are now
+            columns = Row(row, row.where)  # before the function changes them
             encoded = function(row)
             return encoded, number_in(Row({**columns, **encoded}), column) if column else 0.0
 
@@ -97,7 +97,7 @@ class Rows:
         self.longest = max(self.lengths.tolist(), default=0)
         if curriculum_column:
             self.difficulty = np.array(difficulty) if column else self.lengths
-        self.order: Order | None = None  # of a run
+        self.order: Order | None = None  # of the run
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -110,13 +110,13 @@ class Rows:
         return self.rows[self.order[position]]
 
     def digests(self) -> dict[str, str]:
-        """Of each source a hash of all that it gives, by its label."""
+        """{label: a hash of all data from that source}."""
         ends = np.cumsum(self.counts).tolist()
         parts = [self.rows[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
         return {source.label: digest(part) for source, part in zip(self.sources, parts, strict=True)}
 
     def facts(self) -> list[dict[str, Any]]:
-        """Of each source: what it is, rows, examples, tokens, what was left out and why."""
+        """For each source: its description, rows, examples, tokens, and what was left out and why."""
         return self._facts
 
 
@@ -125,7 +125,7 @@ def load_prompts(
 ) -> tuple[Rows, Rows]:
     """The prompts to train on, `prompts.at(position)`, and the held-out ones (or none), in memory.
 
-    encode(row, tokenizer, args): a dict with "prompt_ids" (and what the rewards need), or it raises BadRow.
+    encode(row, tokenizer, args): a dict with "prompt_ids" (and what the rewards need); may raise BadRow.
     """
     if args.dataset_streaming:
         raise UserError("--dataset_streaming: not here, where prompts are kept in memory")

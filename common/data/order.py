@@ -1,6 +1,6 @@
-"""The order of training: which example stands at which position of a run.
+"""The order of training: which example is at which position of a run.
 
-A pure function of (seed, position), so that a run can be resumed at any step, on any number of processes. Without weights,
+A pure function of (seed, position), so that a run can resume at any step, with any number of processes. Without weights,
 position i of a run has element i mod N of the permutation of epoch i div N.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from common.data.packing import Packs
     from common.data.sources import Source
 
-BANDS = 10  # of a curriculum: from easy to hard, shuffled within each
+BANDS = 10  # of a curriculum, from easy to hard, each shuffled
 
 
 class Order:
@@ -35,13 +35,12 @@ class Order:
         difficulty: np.ndarray | None = None,
         curriculum: float = 0.0,
     ):
-        """counts: examples of each source; they stand one source after the other.
+        """counts: examples per source, one source after another.
 
         weights: the share of each source in an epoch, which keeps its sum(counts) positions: a source with too few examples
-        is repeated, one with too many is not used up, and the next epoch goes on in it. Any stretch of an epoch holds the
-        shares to within about one example. Unset: each example once.
-        difficulty (N,): the first `curriculum` (a share) of epoch 0 is ordered by it, in bands that are shuffled.
-        Raises UserError for a source without an example to give.
+        is repeated; one with too many is continued in the next epoch. Any stretch of an epoch matches the shares to within
+        about one example. None: each example once. difficulty (N,): the first `curriculum` (a fraction) of epoch 0 is
+        ordered by it, in shuffled bands. Raises UserError for a source without examples.
         """
         self.counts, self.seed, self.weights = [int(count) for count in counts], seed, weights
         if not sum(self.counts) or (weights is not None and 0 in self.counts):
@@ -50,7 +49,7 @@ class Order:
         self._epochs: dict[int, np.ndarray] = {}
 
     def of(self, examples: "Examples | Packs") -> "Order":
-        """The order, by the same settings, of other examples of the same sources."""
+        """The order of other examples of the same sources, with the same settings."""
         return Order(
             examples.counts, self.seed, weights=self.weights, difficulty=examples.difficulty, curriculum=self.curriculum
         )
@@ -59,7 +58,7 @@ class Order:
     def quotas(self) -> list[int] | None:
         """Positions of each source in an epoch; None: each example once. Raises UserError for a source that would get none.
 
-        Not asked for before there is need: documents may be too few for that, and the rows that are cut from them not.
+        Computed only when needed: documents may be too few for the shares where the rows cut from them are not.
         """
         return None if self.weights is None else shares(self.weights, len(self))
 
@@ -72,7 +71,7 @@ class Order:
     def epoch(self, epoch: int) -> np.ndarray:
         """All positions of an epoch: (N,) int64."""
         if epoch not in self._epochs:
-            while len(self._epochs) > 1:  # a window touches two epochs at most, or is larger than an epoch
+            while len(self._epochs) > 1:  # a window spans at most two epochs, unless it is larger than an epoch
                 self._epochs.pop(next(iter(self._epochs)))
             self._epochs[epoch] = self._draw(epoch)
         return self._epochs[epoch]
@@ -82,7 +81,7 @@ class Order:
         if self.quotas is None:
             order = rng.permutation(len(self))
         else:
-            # Example j of n of a source comes at a random moment of the j-th of n equal parts of the epoch.
+            # Example j of n of a source is placed at a random moment of the j-th of n equal parts of the epoch.
             moments = np.concatenate([(np.arange(n) + rng.random(n)) / max(n, 1) for n in self.quotas])
             order = np.concatenate([self._draw_source(s, epoch) for s in range(len(self.quotas))])[np.argsort(moments)]
         if epoch == 0 and self.difficulty is not None:
@@ -92,7 +91,7 @@ class Order:
         return order
 
     def _draw_source(self, s: int, epoch: int) -> np.ndarray:
-        """The examples of source s in an epoch: where the epoch before has ended, in permutations of the source."""
+        """The examples of source s in an epoch, continuing its permutations where the previous epoch ended."""
         n, N = self.quotas[s], self.counts[s]
         turns = np.arange(epoch * n, (epoch + 1) * n)
         passes = {k: np.random.default_rng((self.seed, s, k)).permutation(N) for k in np.unique(turns // N).tolist()}
@@ -101,7 +100,7 @@ class Order:
 
 
 class Shuffled:
-    """`shuffled[position]`: the example at a position of the run; len: the examples of an epoch."""
+    """`shuffled[position]`: the example at a position of the run; len: the number of examples in an epoch."""
 
     def __init__(
         self,
@@ -110,8 +109,8 @@ class Shuffled:
         data: "Examples | None" = None,
         turn_dropping: float = 0.0,
     ):
-        """data: the examples before they were packed or cut. turn_dropping: with this probability a chat ends after one of
-        its earlier answers."""
+        """data: the examples before packing or cutting. turn_dropping: the probability that a chat ends after one of its
+        earlier answers."""
         self.examples, self.order, self.turn_dropping = examples, order, turn_dropping
         self.data = examples if data is None else data
 
@@ -125,11 +124,11 @@ class Shuffled:
         return self.examples.sources
 
     def digests(self) -> dict[str, str]:
-        """Of each source a hash of all that it gives, by its label."""
+        """{label: a hash of all data from that source}."""
         return self.data.digests()
 
     def apply(self, function: "Callable[[Examples], Examples | Packs]") -> "Shuffled":
-        """The same with other examples, which the function makes of these: packed, or cut."""
+        """The same with other examples, which the function makes from these by packing or cutting."""
         examples = function(self.examples)
         return Shuffled(examples, self.order.of(examples), self.data, self.turn_dropping)
 
@@ -154,9 +153,9 @@ class Shuffled:
 
 
 def drop_turns(train: Shuffled, probability: float) -> Shuffled:
-    """The same training data with chats that end, with this probability, after one of their earlier answers.
+    """The same training data, in which each chat ends after one of its earlier answers with this probability.
 
-    Which of them do is a function of (seed, epoch, example). Raises UserError for a stream, and for what is no probability.
+    The choice is a function of (seed, epoch, example). Raises UserError for a stream, and for an invalid probability.
     """
     if not 0 <= probability <= 1:
         raise UserError(f"--turn_dropping is a probability, not {probability}")
@@ -168,7 +167,7 @@ def drop_turns(train: Shuffled, probability: float) -> Shuffled:
 
 
 def shorten(sequence: Sequence, probability: float, rng: np.random.Generator) -> Sequence:
-    """With the given probability, the sequence up to the end of a random trained turn that is not its last."""
+    """With the given probability, truncate the sequence after a random trained turn other than its last."""
     wanted, which = rng.random(2)
     mask = sequence["loss_mask"].astype(np.int8)
     steps = np.diff(mask)
@@ -181,7 +180,7 @@ def shorten(sequence: Sequence, probability: float, rng: np.random.Generator) ->
 
 
 def shares(weights: SequenceOf[float], total: int) -> list[int]:
-    """`total` divided in proportion to the weights, by the largest remainders. Raises UserError for a share of none."""
+    """Divide `total` in proportion to the weights, by largest remainders. Raises UserError if a share would be 0."""
     exact = np.array(weights, np.float64) / np.sum(weights) * total
     result = np.floor(exact).astype(np.int64)
     for s in np.argsort(result - exact, kind="stable")[: total - int(result.sum())]:

@@ -1,4 +1,4 @@
-"""Examples that are put together: packed best fit in rows of a length, cut into rows, dealt out to micro-batches."""
+"""Grouping examples: best-fit packing into rows, cutting into rows, and distribution over micro-batches."""
 
 import bisect
 import heapq
@@ -16,10 +16,11 @@ import numpy as np
 
 
 def pack(data: Shuffled | Stream | Examples, max_length: int) -> "Shuffled | Stream | Packs":
-    """The same data, of the same kind, with examples that hold several of its own: at most max_length tokens together.
+    """The same kind of data, with each example made of several of the original ones: at most max_length tokens together.
 
-    None is split, each is in exactly one, and each pack is of one source. In a curriculum only examples of like difficulty
-    share a pack. Of a stream each block is packed by itself. Raises UserError for an example of more than max_length tokens.
+    No example is split, each is in exactly one pack, and each pack is from one source. In a curriculum only examples of
+    similar difficulty share a pack. A stream is packed block by block. Raises UserError for an example of more than
+    max_length tokens.
     """
     if isinstance(data, Shuffled | Stream):
         return data.apply(lambda examples: pack(examples, max_length))
@@ -38,20 +39,20 @@ def pack(data: Shuffled | Stream | Examples, max_length: int) -> "Shuffled | Str
 
 
 def chunk(data: Shuffled | Stream | Examples, max_length: int, across: bool = True) -> Shuffled | Stream | Examples:
-    """The same data, of the same kind, with documents as rows of at most max_length tokens: see chunk_examples."""
+    """The same kind of data, with documents cut into rows of at most max_length tokens: see chunk_examples."""
     if isinstance(data, Shuffled | Stream):
         return data.apply(lambda examples: chunk(examples, max_length, across))
     return chunk_examples(data, max_length, across)
 
 
 class Packs:
-    """Packed Examples: `packs[i]` holds the sequences of several of them."""
+    """Packed Examples: `packs[i]` holds the sequences of several examples."""
 
     def __init__(self, examples: Examples, members: list[np.ndarray], counts: list[int], max_length: int):
-        """members: for each pack, which of the examples. counts: packs of each source."""
+        """members: the examples in each pack. counts: packs per source."""
         self.examples, self.members, self.counts, self.max_length = examples, members, counts, max_length
         self.sources: list[Source] = examples.sources
-        self.longest: int = examples.longest  # tokens of a sequence
+        self.longest: int = examples.longest  # tokens of the longest sequence
         self.lengths = np.array([examples.lengths[pack].sum() for pack in members], np.int64)  # (packs,)
         self.difficulty = examples.difficulty
         if self.difficulty is not None:
@@ -73,28 +74,28 @@ class Packs:
         return Packs(self.examples, self.members[first : first + self.counts[s]], [self.counts[s]], self.max_length)
 
     def facts(self) -> list[dict[str, Any]]:
-        """See Examples.facts: of what is packed."""
+        """See Examples.facts, for the examples before packing."""
         return self.examples.facts()
 
     @property
     def utilisation(self) -> float:
-        """The share of the packs that is filled."""
+        """The filled share of the packs' capacity."""
         return float(self.lengths.sum() / max(1, len(self) * self.max_length))
 
 
 def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
-    """Best-fit decreasing bin packing: for each pack, which of the examples are in it. O(N log N).
+    """Best-fit decreasing bin packing: the indices of the examples in each pack. O(N log N).
 
-    lengths: (N,) tokens. Raises UserError for an example that is longer than max_length.
+    lengths: (N,) tokens. Raises UserError for an example longer than max_length.
     """
     packs: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # free room -> packs that have it
+    by_room: dict[int, list[int]] = {}  # free room -> packs with that much
     rooms: list[int] = []  # the keys of by_room, sorted
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
         if length > max_length:
             raise UserError(f"--max_length {max_length}: an example of {length} tokens does not fit in a pack")
-        at = bisect.bisect_left(rooms, length)  # the least room in which it fits
+        at = bisect.bisect_left(rooms, length)  # the smallest room in which it fits
         if at == len(rooms):
             packs.append([i])
             chosen, room = len(packs) - 1, max_length - length
@@ -113,21 +114,21 @@ def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
 
 
 def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[int]]:
-    """Examples of these many tokens dealt out to micro-batches of at most max_tokens, so that all cost about the same.
+    """Distribute examples of these sizes (in tokens) over micro-batches of at most max_tokens and about equal cost.
 
-    The largest first, each to the cheapest micro-batch that has room. Micro-batches of similar cost follow one another, so
-    that processes work side by side on equal ones. Returns, for each of the parts, which of the examples are in it.
+    Largest first, each to the cheapest micro-batch with room. Micro-batches are ordered by cost, so that processes work on
+    equal ones at the same time. Returns the indices of the examples in each part.
     """
-    # Attention inside a sequence of n tokens against all else that is done to them: n / 12 D, here for D = 1024.
+    # The cost of attention in a sequence of n tokens relative to everything else: n / 12 D, here for D = 1024.
     costs = [size + size * size / 12288 for size in sizes]
     dearest_first = sorted(range(len(sizes)), key=lambda i: -costs[i])
-    # Where that finds no room: one after the other, each to the emptiest, as `Windows` has found room for them.
+    # If that finds no room: in order, each to the emptiest one, which is how `Windows` made sure that they fit.
     for order, by in ((dearest_first, costs), (range(len(sizes)), sizes)):
         members: list[list[int]] = [[] for _ in range(parts)]
         loads = [0] * parts
         cheapest = [(0.0, k) for k in range(parts)]  # a heap
         for i in order:
-            full = []  # cheaper ones without room: few, as what is cheap is mostly empty
+            full = []  # cheaper ones without room: few, as cheap ones are mostly empty
             while cheapest and loads[cheapest[0][1]] + sizes[i] > max_tokens:
                 full.append(heapq.heappop(cheapest))
             if not cheapest:

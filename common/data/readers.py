@@ -1,4 +1,4 @@
-"""Readers: the rows of one file, or of a table of the datasets library, one by one and from any place on."""
+"""Readers: the rows of a file, or of a table of the datasets library, one by one, starting at any place."""
 
 import bz2
 import csv
@@ -19,17 +19,17 @@ from common.errors import UserError
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
-MAX_FIELD = 1 << 27  # characters of a field of a .csv file; more means a quote that is never closed
+MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unclosed quote
 Position = tuple[Row, int, int]  # a row, the bytes or rows of the file up to its end, and its line or row number
 
 
 def kind(path: Path) -> str:
-    """The suffix that tells how a file is read."""
+    """The suffix that determines how a file is read."""
     return plain(path).suffix.lower()
 
 
 def plain(path: Path) -> Path:
-    """The path without the suffix of a compression."""
+    """The path without a compression suffix."""
     return path.with_suffix("") if path.suffix in COMPRESSED else path
 
 
@@ -37,7 +37,7 @@ def plain(path: Path) -> Path:
 
 
 def read_file(path: Path, at: int, number: int) -> Iterator[Position]:
-    """The rows of a file after the first `at` bytes or rows, which are its first `number` lines or rows."""
+    """The rows of a file after the first `at` bytes or rows, which contain its first `number` lines or rows."""
     suffix = kind(path)
     if suffix == ".parquet" and path.suffix not in COMPRESSED:
         return _read_parquet(path, at)
@@ -77,7 +77,7 @@ def _read_json_array(path: Path, at: int) -> Iterator[Position]:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, which would take the last of two values of a key, and drop the first in silence."""
+    """A JSON object without duplicate keys, of which the parser would silently keep only the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -86,7 +86,8 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_json_array(path: Path) -> bool:
-    """Whether a file is one JSON value, whatever its name: it starts with [, or has not two lines that start with {."""
+    """Whether a file is one JSON value, whatever its name: it starts with [, or does not have two lines that start with
+    {."""
     starts = (line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] for line in _lines(path, 0))
     first, second = itertools.islice(itertools.chain((start for start in starts if start), [b"", b""]), 2)
     return first == b"[" or (kind(path) == ".json" and first == b"{" and second != b"{")
@@ -99,7 +100,7 @@ def _object(where: str, value: Any) -> Row:
 
 
 def _read_paragraphs(path: Path, at: int, number: int) -> Iterator[Position]:
-    """The blocks between blank lines. One of more than MAX_BLOCK bytes ends with its line."""
+    """Blocks between blank lines. One of more than MAX_BLOCK bytes ends at a line break."""
     block, start = [], at
     for line in _lines(path, at):
         at, number = at + len(line), number + 1
@@ -118,11 +119,11 @@ def _read_paragraphs(path: Path, at: int, number: int) -> Iterator[Position]:
 
 
 def _read_csv(path: Path, at: int, number: int, delimiter: str) -> Iterator[Position]:
-    """The records of a table whose first line names the columns."""
+    """The records of a table whose first line has the column names."""
     csv.field_size_limit(MAX_FIELD)
 
     def records() -> Iterator[tuple[int, list[str]]]:
-        """(first line, fields) of the records from `at` on; `at` and `number` go along."""
+        """(first line, fields) of the records from `at` on; updates `at` and `number`."""
 
         def lines() -> Iterator[str]:
             nonlocal at, number
@@ -196,7 +197,7 @@ def _lines(path: Path, at: int) -> Iterator[bytes]:
 
 
 def _decode(line: bytes, path: Path, number: int) -> str:
-    """A line as text, without the mark that may stand at the beginning of a file."""
+    """A line as text, without a byte order mark at the start of a file."""
     try:
         return line.decode() if number > 1 else line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -214,16 +215,16 @@ def _decode(line: bytes, path: Path, number: int) -> str:
 def read_dataset(path: str, name: str | None, split: str, streaming: bool, at: int) -> Iterator[Position]:
     """The rows of a save_to_disk folder or a Hub dataset after the first `at`."""
     table = load_table(path, name, split, streaming)
-    if not streaming and at >= len(table):  # skip() refuses to leave nothing
+    if not streaming and at >= len(table):  # skip() refuses to skip everything
         return
     try:
         for number, columns in enumerate(table.skip(at) if at else table, at + 1):
             yield Row(dict(columns), f"{path} row {number}"), number, number
-    except Exception as error:  # the library and the network raise many kinds, with texts of many lines
+    except Exception as error:  # the library and the network raise many kinds, with long messages
         raise UserError(f"dataset {path}: cannot be read: {_short(error)}") from None
 
 
-@functools.lru_cache(maxsize=16)  # the library looks at the Hub and verifies files at each load
+@functools.lru_cache(maxsize=16)  # each load contacts the Hub and verifies files
 def load_table(path: str, name: str | None, split: str, streaming: bool, optional: bool = False) -> Any:
     """A split as a table of the datasets library. An absent one is None if it is optional, else UserError."""
     try:
@@ -239,7 +240,7 @@ def load_table(path: str, name: str | None, split: str, streaming: bool, optiona
             if split not in table and not optional:
                 raise ValueError(f"no split {split}; found {', '.join(table)}")
             return table.get(split)
-        return None if optional else table  # a table without splits is read whole, where it is read at all
+        return None if optional else table  # a table without splits is read whole, as training data
     except Exception as error:  # as above
         reason = _short(error)
         if optional and ("nknown split" in reason or "Bad split" in reason):

@@ -1,7 +1,7 @@
-"""Rows: find the sources that the arguments name, read them lazily from any kind of file, and choose among them.
+"""Rows: find the sources that the arguments name, read them lazily from any kind of file, and select among them.
 
-A source is read row by row in bounded memory (only a .json array is loaded whole), and reading goes on from any cursor.
-What the columns mean is told in formats.py.
+A source is read row by row in bounded memory (only a .json array is loaded whole), and reading can continue from any cursor.
+formats.py interprets the columns.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from common.data.readers import SUFFIXES, kind, load_table, plain, read_dataset,
 from common.data.types import Row
 from common.errors import UserError, say
 
-# Where reading goes on in a source: [file number, bytes or rows of the file, its line or row number, rows given so far].
+# Where reading continues in a source: [file number, bytes or rows of the file, its line or row number, rows given so far].
 Cursor = list[int]
 Recognise = Callable[[Row, str | None], str | None]  # (columns, wanted) -> the name of their format
-FIRST_ROWS = 100  # that are looked at to recognise a format, where columns are null
+FIRST_ROWS = 100  # rows examined to recognise a format if columns are null
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class Source:
     split: str = "train"
     weight: float | None = None  # its share among the sources
     max_samples: int | None = None  # the first N rows, after fraction and hold-out
-    fraction: float = 1.0  # this share of the rows, chosen by a hash of the row
+    fraction: float = 1.0  # keep this fraction of the rows, chosen by a hash of the row
     columns: tuple[str, ...] = ()  # renames, "new=old"
-    held_out: float = 0.0  # the share that part divides off, by another hash of the row
+    held_out: float = 0.0  # the fraction split off for evaluation, by another hash of the row
     part: str = "all"  # all, train, held_out
-    format: str | None = None  # as recognised or insisted on
+    format: str | None = None  # as recognised or requested
     label: str = ""  # short, unique among the sources
-    streaming: bool = False  # of a Hub dataset: read from the network while training
+    streaming: bool = False  # a Hub dataset is read from the network during training
 
     def facts(self) -> dict[str, Any]:
-        """What a run notes of its source, as JSON."""
+        """The facts about a source that a run records, as JSON."""
         found = {"source": self.label, "path": self.path, "split": self.split}
         return found | {"format": self.format, "weight": self.weight}
 
 
 # --- which sources --------------------------------------------------------------------------------------------------
 
-ITEM = {  # what an item of --dataset_name may say: a check, and what is expected
+ITEM = {  # keys of an item of --dataset_name: a check, and what is expected
     "path": (lambda value: isinstance(value, str) and value and _can_be_a_name(value), "a file, a folder or a Hub name"),
     "name": (lambda value: isinstance(value, str), "the name of a configuration"),
     "split": (lambda value: isinstance(value, str), "the name of a split"),
@@ -63,12 +63,12 @@ ITEM = {  # what an item of --dataset_name may say: a check, and what is expecte
 
 
 def find_sources(args: CommonArgs, recognise: Recognise | None) -> tuple[list[Source], list[Source]]:
-    """The training and the evaluation sources that the arguments name, each with rows of a known format.
+    """The training and evaluation sources that the arguments name, each with rows of a known format.
 
-    recognise(columns, wanted): the name of a row's format, a UserError where it has none, or not the wanted one; None: rows
-    may have any columns. Evaluation is on: the held-out part of the training sources with eval_fraction; else
+    recognise(columns, wanted): the name of a row's format; raises UserError if it has none, or not the wanted one; None:
+    rows may have any columns. Evaluation uses the held-out part of the training sources with eval_fraction; else
     eval_dataset_name; else the evaluation split of those training sources that have one. Raises UserError for a source that
-    is missing, empty, or of no known format, and for settings that contradict each other.
+    is missing, empty, or of unknown format, and for settings that contradict each other.
     """
     recognise = recognise or _any_format
     asked = _training_sources(args)
@@ -93,12 +93,12 @@ def find_sources(args: CommonArgs, recognise: Recognise | None) -> tuple[list[So
 
 
 def find_training_sources(args: CommonArgs, recognise: Recognise | None) -> list[Source]:
-    """The training sources alone: see find_sources."""
+    """Only the training sources: see find_sources."""
     return [_recognised(source, recognise or _any_format) for source in _training_sources(args)]
 
 
 def _training_sources(args: CommonArgs) -> list[Source]:
-    """The training sources as the arguments name them, before a row of them is read."""
+    """The training sources as the arguments name them, before any row is read."""
     train = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
     train = _labelled(_weighed(train, args.dataset_weights))
     local = [source for source in train if _is_saved(source) or _files(source) is not None]
@@ -112,7 +112,7 @@ def _training_sources(args: CommonArgs) -> list[Source]:
 
 
 def identity(source: Source) -> dict[str, Any]:
-    """What the rows of a source depend on, as JSON: its settings, and its files or the fingerprint of its dataset."""
+    """Everything that a source's rows depend on, as JSON: its settings, and its files or its dataset's fingerprint."""
     found = dataclasses.asdict(source) | {"columns": list(source.columns)}
     for name in ("weight", "label", "streaming"):
         del found[name]
@@ -125,7 +125,7 @@ def identity(source: Source) -> dict[str, Any]:
 
 
 def outline(source: Source) -> list[Any]:
-    """The size of each of a source's files, with a hash of its beginning and its end; of a dataset its fingerprint."""
+    """The size of each of a source's files with a hash of its start and end; for a dataset its fingerprint."""
     files = _files(source)
     if files is None:
         return [identity(source)["fingerprint"]]
@@ -140,7 +140,7 @@ def _ends(file: Path, size: int = 2**20) -> str:
 
 
 def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
-    """A word of a flag as a source: a path or name, or a JSON object with more (a mapping in the YAML file)."""
+    """A source from a word of a flag: a path or name, or a JSON object with settings (a mapping in the YAML file)."""
     item: dict[str, Any] = {"path": word}
     if word.lstrip().startswith("{"):
         try:
@@ -171,7 +171,7 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
 
 
 def _weighed(sources: list[Source], weights: list[float] | None) -> list[Source]:
-    """The sources with the weights of --dataset_weights, or those of their own: all of them, or none."""
+    """The sources with the weights of --dataset_weights, or their own: either all have one, or none."""
     own = [source.path for source in sources if source.weight is not None]
     if weights is not None:
         if own:
@@ -188,7 +188,7 @@ def _weighed(sources: list[Source], weights: list[float] | None) -> list[Source]
 
 
 def _labelled(sources: list[Source]) -> list[Source]:
-    """The sources with labels: the stem of a file or the last part of a name; -2, -3 where two are the same."""
+    """The sources with labels: a file's stem or the last part of a name, with -2, -3 for duplicates."""
     taken: set[str] = set()
     labelled = []
     for source in sources:
@@ -206,7 +206,7 @@ def _any_format(columns: Row, wanted: str | None) -> str | None:
 
 
 def _recognised(source: Source, recognise: Recognise) -> Source:
-    """The source with its format, which its first row tells, or the first one without null columns that decide."""
+    """The source with its format, from the first row that has the deciding columns."""
     for new, old in _renames(source.columns):
         rows = [row for row, _ in itertools.islice(read_rows(dataclasses.replace(source, columns=())), FIRST_ROWS)]
         if rows and not any(old in row for row in rows):
@@ -229,7 +229,7 @@ def _no_rows(source: Source) -> UserError:
 
 
 def _checked(what: str, key: str, value: Any) -> Any:
-    """A setting of a source, if it is set, with the check that its key has."""
+    """A setting of a source, validated by its key's check if it is set."""
     valid, expected = ITEM[key]
     if value is not None and not valid(value):
         raise UserError(f"{what}: expected {expected}, not {value!r}")
@@ -248,11 +248,11 @@ def _is_number(value: Any) -> bool:
 
 
 def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
-    """The rows of a source one by one, each with the cursor after it; from `cursor` on, if one is given.
+    """The rows of a source one by one, each with the cursor after it, starting from `cursor` if given.
 
-    Files: .jsonl and .json (objects by line, or one array), .txt (a row {"text"} per paragraph), .csv and .tsv (all values
-    strings), all of them also .gz, .bz2 or .xz; .parquet. Folders: the files named after the split, or, for train, all.
-    Raises UserError for what cannot be read.
+    Files: .jsonl and .json (one object per line, or one array), .txt (a row {"text"} per paragraph), .csv and .tsv (all
+    values strings), all of them also as .gz, .bz2 or .xz; .parquet. Folders: the files named after the split, or, for train,
+    all files. Raises UserError if something cannot be read.
     """
     number, at, line, given = cursor or [0, 0, 0, 0]
     files = _files(source)
@@ -274,7 +274,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
             if chosen and not _is_chosen(source, row):
                 continue
             for new, old in renames:
-                if old in row:  # some rows may lack one, such as tools
+                if old in row:  # some rows may lack a column, such as tools
                     row[new] = row.pop(old)
             row.format = source.format
             given += 1
@@ -285,7 +285,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
 
 
 def load_rows(source: Source | str) -> list[Row]:
-    """All rows of a source (a str: of that path or name) in memory. Raises UserError where there is none."""
+    """All rows of a source (or of the path or name in a str) in memory. Raises UserError if there are none."""
     source = Source(source) if isinstance(source, str) else source
     rows = [row for row, _ in read_rows(source)]
     if not rows:
@@ -294,7 +294,7 @@ def load_rows(source: Source | str) -> list[Row]:
 
 
 def _is_chosen(source: Source, columns: Row) -> bool:
-    """Whether a row is in the source's fraction and part. It depends on the row alone, so that adding rows moves none."""
+    """Whether a row is in the source's fraction and part. Depends on the row alone, so that adding rows moves no others."""
     text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
     if source.fraction < 1.0 and _draw(b"fraction " + text) >= source.fraction:
         return False
@@ -302,12 +302,12 @@ def _is_chosen(source: Source, columns: Row) -> bool:
 
 
 def _draw(text: bytes) -> float:
-    """A number in [0, 1) that looks drawn at random."""
+    """A pseudo-random number in [0, 1), a hash of the text."""
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
 
 
 def _renames(columns: Iterable[str]) -> list[tuple[str, str]]:
-    """Pairs (new, old) of the renames."""
+    """(new, old) pairs of the renames."""
     pairs = []
     for pair in columns:
         new, eq, old = pair.partition("=")
@@ -318,7 +318,7 @@ def _renames(columns: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _files(source: Source) -> list[Path] | None:
-    """The files of the source's split, none if its folder lacks them; None where the datasets library reads the source."""
+    """The files of the source's split, [] if its folder has none; None if the datasets library reads the source."""
     path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
@@ -346,7 +346,7 @@ def _is_saved(source: Source) -> bool:
 
 
 def _has_split(source: Source) -> bool:
-    """Whether the source is divided into splits, this one among them. A single file is not."""
+    """Whether the source is divided into splits and has this one. A single file is not."""
     if Path(source.path).expanduser().is_file():
         return False
     files = _files(source)

@@ -1,8 +1,8 @@
-"""Streaming: examples of sources that are read while training, for data that fits neither on the disk nor in memory.
+"""Streaming: examples of sources that are read during training, for data that fits neither on disk nor in memory.
 
-The rows are read in blocks. A block is a pure function of where in each source it starts (a cursor): its rows are
-tokenised, packed and shuffled among themselves. So `stream[position]` is a function of (seed, position) like any other
-order, and the cursors of a block are all that a checkpoint needs to go on there without reading from the start.
+Rows are read in blocks. A block is a pure function of its starting cursor in each source: its rows are tokenised, packed and
+shuffled among themselves. So `stream[position]` is a function of (seed, position) like any other order, and a checkpoint
+needs only a block's cursors to resume without reading from the start.
 """
 
 from bisect import bisect_right
@@ -23,12 +23,12 @@ import numpy as np
 if TYPE_CHECKING:
     from common.data.packing import Packs
 
-Cut = Callable[[Examples], Union[Examples, "Packs"]]  # what is done to the examples of a block: packing, chunking
+Cut = Callable[[Examples], Union[Examples, "Packs"]]  # packing or chunking of a block's examples
 
 
 class Block(NamedTuple):
     number: int
-    first: int  # the position of its first example
+    first: int  # position of its first example
     cursors: list[Cursor | None]  # where its rows start in each source; None: at the beginning
     after: list[Cursor | None]  # where they end
     data: Examples
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 class Stream:
-    """`stream[position]`: the example at a position of the run. Positions are asked for in order, or nearly."""
+    """`stream[position]`: the example at a position of the run. Positions must be read in order, or nearly so."""
 
     def __init__(
         self,
@@ -50,18 +50,17 @@ class Stream:
         strict: bool = False,
         functions: tuple[Cut, ...] = (),
     ):
-        """job: how rows become examples. block_rows: rows of a block, all sources together, in proportion to their weights
-        (equal ones where they have none). A source that ends starts again.
-        functions: what packs or cuts the examples of a block."""
+        """job: how rows become examples. block_rows: rows per block over all sources, in proportion to their weights (equal
+        if they have none). A source that ends starts again. functions: pack or cut the examples of a block."""
         self.sources, self.job, self.seed, self.block_rows = sources, job, seed, block_rows
         self.num_proc, self.strict, self.functions = num_proc, strict, functions
         self.quotas = shares([source.weight or 1.0 for source in sources], block_rows)
         self.dropped = [Dropped() for _ in sources]
         self.rows = [0 for _ in sources]
         self.blocks: list[Block] = []  # the last two that were read
-        self._layout: Layout | None = None  # that all examples have
+        self._layout: Layout | None = None  # common to all examples
         self._next: tuple[int, int, list[Cursor | None]] = (0, 0, [None for _ in sources])  # number, first, cursors
-        self._known = [self._next]  # the same of all blocks so far, to go back to
+        self._known = [self._next]  # the same for all blocks so far, to go back to
         self._readers: list[Iterator[tuple[Row, Cursor]] | None] = [None for _ in sources]
 
     def apply(self, function: Cut) -> "Stream":
@@ -81,7 +80,7 @@ class Stream:
         return block.examples[int(block.order[position - block.first])]
 
     def where(self, position: int) -> str:
-        """The source of the example at a position, and its row in the block."""
+        """The source of the example at a position, and its row within the block."""
         block = self._block(position)
         return f"block {block.number}, {block.examples.where(int(block.order[position - block.first]))}"
 
@@ -92,43 +91,43 @@ class Stream:
 
     @property
     def examples(self) -> "Examples | Packs":
-        """The examples that were read last, for a look at them; at first, those of the first block."""
+        """The examples that were read last, for inspection; initially those of the first block."""
         return (self.blocks or [self._block(self._next[1])])[-1].examples
 
     @property
     def data(self) -> Examples:
-        """The same before they were packed or cut."""
+        """The same before packing or cutting."""
         return (self.blocks or [self._block(self._next[1])])[-1].data
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence in the block that was read last: a stream is not measured beforehand."""
+        """Tokens of the longest sequence in the last block read: a stream's length is unknown in advance."""
         return self.examples.longest
 
     def digests(self) -> dict[str, str]:
-        """Of each source a hash of what can be known of its rows before they are read, by its label."""
+        """{label: a hash of what is known of a source's rows before reading them}."""
         tokens = fingerprint(self.job.tokenizer)
         return {source.label: digest([outline(source), tokens]) for source in self.sources}
 
     def state(self, position: int) -> dict[str, Any]:
-        """Where to go on at a position: the start of its block."""
+        """The state to resume from at a position: the start of its block."""
         number, first, cursors = self._start(position)
         return {"number": number, "first": first, "cursors": cursors}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was asked for."""
+        """Resume from a `state`."""
         self.blocks, self._readers = [], [None for _ in self.sources]
         self._next = (state["number"], state["first"], state["cursors"])
         self._known = [self._next]
 
     def _start(self, position: int) -> tuple[int, int, list[Cursor | None]]:
-        """The last known beginning of a block that does not lie behind a position."""
+        """The last known block start at or before a position."""
         if position < self._known[0][1]:
             raise IndexError(f"position {position} of a stream that goes on at {self._known[0][1]}")
         return self._known[bisect_right(self._known, position, key=lambda known: known[1]) - 1]
 
     def _block(self, position: int) -> Block:
-        if position < (self.blocks[0].first if self.blocks else self._next[1]):  # back, further than what is held
+        if position < (self.blocks[0].first if self.blocks else self._next[1]):  # back beyond the blocks in memory
             self.blocks, self._readers = [], [None for _ in self.sources]
             self._next = self._start(position)
         while position >= self._next[1]:
@@ -154,7 +153,7 @@ class Stream:
         return Block(number, first, cursors, after, data, examples, order)
 
     def _rows(self, s: int, quota: int, cursor: Cursor | None) -> tuple[list[Row], Cursor | None]:
-        """The next rows of a source, from its beginning again where it ends."""
+        """The next rows of a source, which starts again at its end."""
         rows: list[Row] = []
         if self._readers[s] is None:
             self._readers[s] = read_rows(self.sources[s], cursor)
@@ -170,7 +169,7 @@ class Stream:
         return rows, cursor
 
     def _file(self, s: int, count: int, encoded: list[Encoded], new: bool) -> TokenFile:
-        """A block's part of a source; what is left out for a reason that is new is said. new: not read before."""
+        """A source's part of a block; reports rows that were left out for a new reason. new: not read before."""
         known = set(self.dropped[s].reasons)
         if new:
             for part in encoded:

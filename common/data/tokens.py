@@ -1,7 +1,8 @@
-"""Text, chats and pairs as tokens: sequences of ids with a mask of what is trained, and prompts to sample from.
+"""Text, chats and pairs as tokens: sequences of ids with a mask of trained tokens, and prompts to sample from.
 
-In documents, prompt and completion strings a spelled special token is that token: raw text is format. In chats it is not
-(see chat.py, which says what of a chat is trained). No token crosses the border of what is trained.
+In documents, prompt and completion strings, a special token that is spelled out becomes that token: raw text may carry its
+own formatting. In chats it does not (see chat.py, which also decides what is trained). No token spans the boundary between
+trained and untrained text.
 """
 
 import json
@@ -25,10 +26,10 @@ TRAIN_ON = ("all_turns", "last_turn", "everything")
 def tokenize_chat(
     chat: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "all_turns", max_length: int | None = None
 ) -> Sequence:
-    """What formats.as_chat gives (messages, prompt and completion, or text) as input_ids (n,) and loss_mask (n,) int64.
+    """The result of formats.as_chat (messages, prompt and completion, or text) as input_ids (n,) and loss_mask (n,) int64.
 
-    train_on: of messages, see tokenize_messages; of prompt and completion the completion is trained, of a text all of it.
-    max_length: longer ones keep their start. Raises BadRow for what has nothing to train.
+    train_on: for messages, see tokenize_messages; of prompt and completion only the completion is trained, of a text all of
+    it. max_length: longer ones are truncated at the end. Raises BadRow if nothing is left to train on.
     """
     if "text" in chat:
         sequence = whole(tokenize_documents([chat["text"]], tokenizer)[0])
@@ -53,9 +54,8 @@ def tokenize_messages(
 ) -> Sequence:
     """A conversation as input_ids (n,) int64 and loss_mask (n,) int64.
 
-    train_on: all_turns or last_turn of the assistant from first_trained_turn on, or everything. A turn of the assistant
-    that says "train": False is not trained in any of them. Raises BadRow for a conversation without a turn to train, or
-    that its template refuses.
+    train_on: all_turns or last_turn of the assistant, from first_trained_turn on, or everything. An assistant turn with
+    "train": False is never trained. Raises BadRow for a conversation without a turn to train, or that its template rejects.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_trained_turn]
     if not turns:
@@ -73,18 +73,18 @@ def tokenize_messages(
         return tokenize_spans(text, spans.values(), tokenizer, starts)
     left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
     text, spans = assistant_spans(messages, tokenizer, tools, left_out)
-    borders = [0, *chain.from_iterable(spans.values()), len(text)]  # what is trained stands between the spans
+    borders = [0, *chain.from_iterable(spans.values()), len(text)]  # everything outside the spans is trained
     return tokenize_spans(text, list(zip(borders[::2], borders[1::2], strict=True)), tokenizer)
 
 
 def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Sequence:
     """Plain text: the prompt untrained, the completion and one end-of-text token trained.
 
-    The seam: the ids of the prompt are those that it has alone, as in sampling; no token crosses.
+    The prompt has the same ids as on its own, as in sampling: no token spans the boundary.
     """
     before = tokenize_text(prompt, tokenizer)
     ids = tokenize_text(prompt + completion, tokenizer)
-    if ids[: len(before)] != before:  # a merge across the seam: tokenise the completion by itself
+    if ids[: len(before)] != before:  # a merge across the boundary: tokenise the completion separately
         ids = before + _piece(completion, tokenizer, _traits(tokenizer), first=not prompt)[0]
     if len(ids) == len(before) or ids[-1] != tokenizer.eos_token_id:
         ids = [*ids, tokenizer.eos_token_id]
@@ -94,7 +94,7 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
 
 
 def tokenize_documents(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Each document as int32 ids that end on one end of text, and begin on one beginning if the tokenizer writes it."""
+    """Each document as int32 ids with one end-of-text token, and one beginning-of-text token if the tokenizer adds it."""
     documents, eos, adds_bos = [], tokenizer.eos_token_id, _adds_bos(tokenizer)
     for start in range(0, len(texts), 1000):
         for ids in _ids(texts[start : start + 1000], tokenizer):
@@ -110,9 +110,9 @@ def tokenize_pair(
     tokenizer: Tokenizer,
     max_length: int,
 ) -> list[Sequence]:
-    """Prompt + chosen and prompt + rejected, the answers trained. Both sides have the same ids of the prompt.
+    """Prompt + chosen and prompt + rejected, with the answers trained. Both sides have the same prompt ids.
 
-    max_length limits each side. Raises BadRow where no token of one of the answers is left.
+    max_length limits each side. Raises BadRow if no token of one of the answers is left.
     """
     if isinstance(prompt, str):
         sides = [tokenize_completion(prompt, answer, tokenizer) for answer in (chosen, rejected)]
@@ -126,12 +126,12 @@ def tokenize_pair(
 
 
 def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Plain text as ids, with one beginning-of-text token if the tokenizer writes it, without an end."""
+    """Plain text as ids, with one beginning-of-text token if the tokenizer adds it, and no end-of-text token."""
     return _with_bos(_ids([text], tokenizer)[0], tokenizer)
 
 
 def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None) -> list[int]:
-    """A prompt as the ids to sample from: plain text as it is, messages with the header of the answer."""
+    """A prompt as ids to sample from: plain text unchanged, messages followed by the answer's header."""
     if isinstance(prompt, str):
         return tokenize_text(prompt, tokenizer)
     text = render(prompt, tokenizer, tools, add_generation_prompt=True)
@@ -142,11 +142,11 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: li
 
 
 def tokenize_reply(messages: list[Message], tokenizer: Tokenizer, calls: list[dict[str, Any]] | None = None) -> list[int]:
-    """What stands after the end-of-turn token of one turn of the assistant and before its next one: the messages that answer
-    it, of tools or of the user, in the template's own framing, and the header of the next turn.
+    """The ids between the end-of-turn token of one assistant turn and the next one: the tool or user messages that answer
+    it, in the template's own framing, and the header of the next turn.
 
-    With it a chat goes on after the tokens that were sampled, which need not be encoded again. calls: the tool calls of the
-    answered turn, which some templates look up. Raises UserError where the template refuses a message or leaves it out.
+    They continue a chat after sampled tokens, without encoding those again. calls: the tool calls of the answered turn,
+    which some templates look up. Raises UserError if the template rejects a message or leaves it out.
     """
     word, mark = "plainloop", end_of_turn(tokenizer)
     turn = {"role": "assistant", "content": word} | ({"tool_calls": calls} if calls else {})
@@ -158,7 +158,7 @@ def tokenize_reply(messages: list[Message], tokenizer: Tokenizer, calls: list[di
         raise UserError("the chat template ends answers with no special token (try --chat_template chatml)")
     at, literal = end + len(mark), hidden_texts(tokenizer)
     for said in (message["content"].strip() for message in messages):
-        as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # how some templates write what a tool says
+        as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # some templates write tool output like this
         if not (said in text[at:] or as_json in text[at:] or any(hidden in said for hidden in literal)):
             raise UserError(f"the chat template leaves out a {messages[0]['role']} message (try --chat_template chatml)")
     ids, characters = _encode(text, tokenizer, cuts=[at])
@@ -166,7 +166,7 @@ def tokenize_reply(messages: list[Message], tokenizer: Tokenizer, calls: list[di
 
 
 def answer_starts(text: str, messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None) -> list[int]:
-    """Where in the text of a chat, or of a longer one, the assistant's turns start; none where the template hides it."""
+    """The starts of the assistant's turns in the text of a chat, or of a longer one; none if the template hides them."""
     try:
         whole_text, spans = assistant_spans(messages, tokenizer, tools)
     except BadRow:
@@ -175,8 +175,8 @@ def answer_starts(text: str, messages: list[Message], tokenizer: Tokenizer, tool
 
 
 def seams(text: str, starts: Iterable[int]) -> list[int]:
-    """Those starts of answers at which white space meets white space, or ends in a space: there some tokenizers take what
-    stands before together with what follows, and the answer would be trained after other tokens than it is sampled after."""
+    """Those starts of answers where white space meets white space, or that follow a space: some tokenizers merge across
+    them, and the answer would then be trained after other tokens than it is sampled after."""
     return [
         at
         for at in starts
@@ -188,9 +188,9 @@ def seams(text: str, starts: Iterable[int]) -> list[int]:
 def tokenize_row(
     row: dict[str, Any], tokenizer: Tokenizer, max_length: int | None = None, system_prompt: str | None = None
 ) -> dict[str, Any]:
-    """A row of formats.as_prompt with its prompt_ids; BadRow for more than max_length tokens.
+    """A row of formats.as_prompt with its prompt_ids; raises BadRow for more than max_length tokens.
 
-    system_prompt: makes a chat of a prompt that is a string, with this system turn (empty: none).
+    system_prompt: turns a string prompt into a chat with this system turn (empty: without one).
     """
     row = dict(row)
     if system_prompt is not None and isinstance(row["prompt"], str):
@@ -205,10 +205,10 @@ def tokenize_row(
 def tokenize_spans(
     text: str, spans: Iterable[tuple[int, int]], tokenizer: Tokenizer, starts: Iterable[int] = ()
 ) -> Sequence:
-    """Text of `render` as ids with a mask that is 1 exactly on the given spans [start, end) of characters.
+    """Text of `render` as ids with a mask that is 1 exactly on the given character spans [start, end).
 
-    The spans do not overlap. The text is tokenised as a whole, but for the seams at the starts of answers; where a token
-    would cross the border of a span, piece by piece instead.
+    The spans do not overlap. The text is tokenised as a whole, except for cuts at the seams before answers; if a token would
+    cross the boundary of a span, it is tokenised piece by piece instead.
     """
     spans = sorted(spans)
     ids, offsets = _encode(text, tokenizer, cuts=seams(text, starts))
@@ -221,12 +221,12 @@ def tokenize_spans(
 
 
 def _mask(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray | None:
-    """1 on the tokens inside the spans, which are sorted, 0 on others; None where a token is both."""
+    """1 on the tokens inside the sorted spans, 0 on others; None if a token is in both."""
     if not spans:
         return np.zeros(len(offsets), np.int64)
     starts, ends = offsets[:, 0], offsets[:, 1]
     opens, closes = np.array([*spans, (sys.maxsize, sys.maxsize)]).T
-    next_span = np.searchsorted(closes, starts, side="right")  # of each token: the first span that ends after its start
+    next_span = np.searchsorted(closes, starts, side="right")  # for each token, the first span that ends after its start
     opens, closes = opens[next_span], closes[next_span]
     inside = (starts >= opens) & (ends <= closes)
     if ((ends > opens) & ~inside).any():
@@ -235,11 +235,11 @@ def _mask(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray | Non
 
 
 class _Traits(NamedTuple):
-    """What there is to know of a tokenizer before a text is encoded."""
+    """Properties of a tokenizer that matter for encoding a text."""
 
-    direct: bool  # its engine, called without what transformers puts around it, gives the same
+    direct: bool  # its backend, called directly, gives the same result as transformers' wrapper
     special: frozenset[int]
-    line_break: list[int] | None  # the ids of a line break, where it writes a space before a text (▁ or Ġ), else None
+    line_break: list[int] | None  # ids of a line break, if it adds a space before a text (▁ or Ġ), else None
 
 
 @per_tokenizer
@@ -256,7 +256,7 @@ def _traits(tokenizer: Tokenizer) -> _Traits:
 
 
 def _engine(tokenizer: Tokenizer, literal: bool) -> "tokenizers.Tokenizer":
-    """The library's tokenizer, which does not cut or fill; literal: special tokens that a text spells stay characters."""
+    """The backend tokenizer without truncation or padding; literal: spelled special tokens stay characters."""
     engine = tokenizer.backend_tokenizer
     if engine.encode_special_tokens != literal:
         engine.encode_special_tokens = literal
@@ -268,7 +268,7 @@ def _engine(tokenizer: Tokenizer, literal: bool) -> "tokenizers.Tokenizer":
 
 
 def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Texts as ids, without a beginning or an end."""
+    """Texts as ids, without beginning- or end-of-text tokens."""
     if not _traits(tokenizer).direct:
         return tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
     encodings = _engine(tokenizer, tokenizer.split_special_tokens).encode_batch_fast(texts, add_special_tokens=False)
@@ -278,7 +278,7 @@ def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 def _ids_and_characters(
     text: str, tokenizer: Tokenizer, literal: bool, direct: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """A text as ids and the characters [start, end) of each. Raises UserError for a tokenizer that cannot say those."""
+    """A text as ids and the characters [start, end) of each. Raises UserError for a tokenizer without offsets."""
     if direct:
         encoding = _engine(tokenizer, literal).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
@@ -323,8 +323,8 @@ def _encode(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tuple[
 def _piece(
     text: str, tokenizer: Tokenizer, traits: _Traits, first: bool, literal: bool = False
 ) -> tuple[list[int], np.ndarray]:
-    """A piece of a longer text as ids and their characters; literal: special tokens that it spells stay characters."""
-    # Some tokenizers write a space before a text. Inside a longer one there is none: read the piece after a line break.
+    """A piece of a longer text as ids and their characters; literal: spelled special tokens stay characters."""
+    # Some tokenizers add a space before a text. Within a longer one there is none: encode the piece after a line break.
     lead = None if first else traits.line_break
     if lead is not None:
         ids, characters = _ids_and_characters("\n" + text, tokenizer, literal, traits.direct)
@@ -337,16 +337,16 @@ def _piece(
         if token in traits.special:
             if literal:
                 raise BadRow(f"the text contains the special token {text}")
-            # It may swallow white space around it, which belongs to no one: not part of its characters.
+            # A token may include white space around it; that is not counted as its characters.
             start, end = characters[i]
             around = text[start:end]
             characters[i] = start + len(around) - len(around.lstrip()), end - len(around) + len(around.rstrip())
-    # A list of pairs as an array: flat, which is three times as fast as np.array(characters).
+    # A list of pairs as an array: flattening is three times as fast as np.array(characters).
     return ids, np.fromiter(chain.from_iterable(characters), np.int64, 2 * len(ids)).reshape(-1, 2)
 
 
 def show_trained(sequence: Sequence, tokenizer: Tokenizer) -> str:
-    """A sequence as text with what is trained marked: in colour on a terminal, in [[brackets]] otherwise."""
+    """A sequence as text with the trained parts marked: in colour on a terminal, in [[brackets]] otherwise."""
     before, after = ("\033[30;42m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
     pieces = [(printable(text), trained) for text, trained in trained_parts(sequence, tokenizer)]
     return "".join(f"{before}{text}{after}" if trained else text for text, trained in pieces)
@@ -366,7 +366,7 @@ def trained_parts(sequence: Sequence, tokenizer: Tokenizer) -> list[tuple[str, b
 
 
 def truncate(sequence: Sequence, max_length: int) -> Sequence:
-    """The first max_length tokens, of all per-token fields. Raises BadRow where none of them is trained."""
+    """The first max_length tokens, in all per-token fields. Raises BadRow if none of them is trained."""
     short = {name: value[:max_length] if np.ndim(value) else value for name, value in sequence.items()}
     if not short["loss_mask"][1:].any():
         raise BadRow(f"no trained token within max_length {max_length}")

@@ -1,4 +1,4 @@
-"""Tools as chat templates describe them to a model, and the calls that a model writes."""
+"""Tools as chat templates describe them to a model, and parsing the calls that a model writes."""
 
 import json
 import re
@@ -15,12 +15,12 @@ SHORT_CALL = re.compile(r"\[(\w+) ([^\[\]]*)\]")
 
 
 class Tools(NamedTuple):
-    schemas: list[dict[str, Any]]  # as chat templates get them
+    schemas: list[dict[str, Any]]  # as passed to chat templates
     as_json: bool  # a call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>; else [name argument]
 
     @property
     def arguments(self) -> dict[str, list[str]]:
-        """The names of the arguments of each tool."""
+        """The argument names of each tool."""
         functions = [schema["function"] for schema in self.schemas]
         return {function["name"]: list(function["parameters"]["properties"]) for function in functions}
 
@@ -28,9 +28,9 @@ class Tools(NamedTuple):
 def describe_tools(functions: list[Callable[..., Any]], tokenizer: Tokenizer) -> Tools:
     """Functions or methods as tools: by their names, types and docstrings (with "Args:").
 
-    Calls are JSON in <tool_call> tags where the chat template asks for that (Qwen's, Hermes'); where it says nothing of
-    tools, they are in the short form. Raises UserError for a function that says too little of itself, a template that asks
-    for calls in another form, and one that does not write what a tool says.
+    Calls are JSON in <tool_call> tags if the chat template asks for that (Qwen's, Hermes'); if it does not mention tools,
+    they have the short form. Raises UserError for a function with too little documentation, a template that asks for calls
+    in another form, and one that does not render tool output.
     """
     from transformers.utils import get_json_schema
 
@@ -38,7 +38,7 @@ def describe_tools(functions: list[Callable[..., Any]], tokenizer: Tokenizer) ->
     for function in functions:
         try:
             schemas.append(get_json_schema(function))
-        except Exception as error:  # no docstring, an argument that it does not explain, a type that JSON does not have
+        except Exception as error:  # no docstring, an undocumented argument, a type that JSON does not have
             raise UserError(f"{function.__qualname__} cannot be described to a model: {error}") from None
     try:
         text = render([{"role": "user", "content": "a"}], tokenizer, schemas, add_generation_prompt=True)
@@ -54,9 +54,10 @@ def describe_tools(functions: list[Callable[..., Any]], tokenizer: Tokenizer) ->
 
 
 def read_calls(text: str, tools: Tools) -> list[dict[str, Any]]:
-    """The calls in what a model has written: {"name", "arguments"}, and "error" where one cannot be read.
+    """The calls in a model's text: {"name", "arguments"}, and "error" for one that cannot be parsed.
 
-    Not in its thinking. In the short form, in which brackets may mean anything, only those with the name of a tool.
+    Calls inside its thinking are ignored. In the short form, as brackets may mean anything, only those with the name of a
+    tool count.
     """
     text = text.rpartition("</think>")[2]
     if not tools.as_json:

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of one's own, trained on the documents of a run."""
+"""Training a new byte-level BPE tokenizer on the documents of a run."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: int, field: str) -> "PreTrainedTokenizerFast":
-    """A tokenizer trained on the column `field` of the training sources (see train_bpe), from the cache if it is there.
+    """A tokenizer trained on the column `field` of the training sources (see train_bpe), cached for later runs.
 
     Called on every process.
     """
@@ -32,14 +32,14 @@ def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: in
     def texts() -> Iterator[str]:
         for source in sources:
             for row, _ in read_rows(source):
-                with contextlib.suppress(BadRow):  # counted where the row is tokenised
+                with contextlib.suppress(BadRow):  # counted when the row is tokenised
                     yield as_text(row, field)
 
     parts = [[identity(source) for source in sources], vocab_size, field, *versions()]
     folder = Path(args.dataset_cache_dir, f"tokenizer-{digest(parts)}")
     build_once(accelerator, folder, lambda into: train_bpe(texts(), vocab_size).save_pretrained(into))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    for name in ("is_local", "local_files_only"):  # how it was loaded, which would be saved with it
+    for name in ("is_local", "local_files_only"):  # loading options that would be saved with it
         tokenizer.init_kwargs.pop(name, None)
     return tokenizer
 
@@ -47,7 +47,7 @@ def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: in
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """A byte-level BPE tokenizer (Sennrich et al. 2016, arXiv 1508.07909) with single digits and the ChatML template.
 
-    The texts are read once, and not kept. Raises UserError for a vocabulary without room for all bytes.
+    The texts are read once, and not kept. Raises UserError if the vocabulary has no room for all bytes.
     """
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -75,7 +75,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
         for text in texts:
             count += 1
             yield text
-        # The words of the chat template stand before every turn: make sure that each becomes one token.
+        # The words of the chat template come before every turn: make sure that each becomes one token.
         yield from ["system\nuser\nassistant\n"] * (1 + count // 10)
 
     bpe.train_from_iterator(texts_and_roles(), trainer)

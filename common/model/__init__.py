@@ -1,4 +1,4 @@
-"""A causal language model called on flat rows: loaded, and everything that makes it fast."""
+"""A causal language model called on flat rows: loading it, and everything that makes it fast."""
 
 from common.model.create import create_model, llama_config
 from common.model.flat_model import FlatModel, Output, disable_dropout

@@ -1,14 +1,14 @@
-"""Attention inside each sequence of a flat row: no padding between sequences, no mask over the row, no leak.
+"""Attention within each sequence of a flat row: no padding between sequences, no mask over the row, no leakage.
 
 A flat row holds S sequences end to end, T tokens in all. The function here is registered with transformers' attention
 interface under the name "flat", without a mask function, so that nothing of size T x T ever exists. Sequences of similar
-length are gathered into one right-padded bucket and go through PyTorch's SDPA together: under a causal mask, padding on the
-right is never attended to by a real token, so the bucket needs no mask either. On a GPU, in half precision, PyTorch's kernel
-for sequences of unequal length (varlen_attn) takes the place of the buckets.
+length are gathered into one right-padded bucket and go through PyTorch's SDPA together: under a causal mask, no real token
+attends to padding on its right, so the bucket needs no mask either. On a GPU, in half precision, PyTorch's kernel for
+sequences of different lengths (varlen_attn) replaces the buckets.
 
-Sequences that begin with the same tokens may share them: the row holds these once. Written out in full, the sequences of
-such a row have F > T tokens, and `token_map` (F,) gives the token of the row that each of them is. Keys and values are
-gathered for each sequence in full; its queries are the tokens that are its own, the last ones, under a mask of its bucket.
+Sequences with a common prefix may share it: the row holds its tokens once. Written out in full, the sequences of such a row
+have F > T tokens, and `token_map` (F,) maps each of them to its token in the row. Keys and values are gathered for each
+sequence in full; its queries are only its own tokens, the last ones, under a mask for the bucket.
 """
 
 import inspect
@@ -26,23 +26,23 @@ from torch import Tensor
 
 FLAT = "flat"
 HALF = (torch.bfloat16, torch.float16)
-MIN_RELATIVE_LENGTH = 0.8  # the shortest sequence of a bucket, as a share of the longest
-# On a CPU, queries of these many tokens at a time, for sequences of up to these many: see _strips_pay.
+MIN_RELATIVE_LENGTH = 0.8  # shortest sequence of a bucket relative to the longest
+# On a CPU: queries per strip, and the longest sequence that is split into strips (see _strips_pay).
 STRIP, LONGEST_IN_STRIPS = 128, 640
-MIN_REAL_QUERIES = 0.5  # the share of a bucket's queries that is not padding, where a start is shared
-MAX_OWN_TOKENS = 1024  # of a sequence with a shared start; with more, its mask would take too much memory
+MIN_REAL_QUERIES = 0.5  # share of real (unpadded) queries in a bucket, where a prefix is shared
+MAX_OWN_TOKENS = 1024  # for a sequence with a shared prefix; with more, its mask would take too much memory
 
-# PyTorch's kernel for sequences of unequal length (from 2.10 on), and whether it wants to be told of fewer key heads than
-# query heads (from 2.12 on). See _has_varlen.
+# PyTorch's kernel for sequences of different lengths (2.10 and later), and whether it needs a flag when there are fewer key
+# heads than query heads (2.12 and later). See _has_varlen.
 varlen_attn: Callable[..., Tensor] | None = None
 varlen_takes_enable_gqa = True
 
 
 def register() -> None:
-    """Make flat attention known to transformers. Called where a model is wrapped, because importing transformers is slow.
+    """Register flat attention with transformers. Called when a model is wrapped, because importing transformers is slow.
 
-    Without a mask function, transformers makes no mask, and does not look for sequences in the positions, which would wait
-    for the device in each pass.
+    Without a mask function, transformers builds no mask, and does not look for sequence boundaries in the positions, which
+    would synchronise with the device in each pass.
     """
     from transformers import AttentionInterface
 
@@ -50,39 +50,39 @@ def register() -> None:
 
 
 def exclude_from_compilation() -> None:
-    """Keep the loop over buckets out of compiled graphs: there would be one for each number of buckets."""
+    """Keep the loop over buckets out of compiled graphs: each number of buckets would need its own graph."""
     global _bucket_attention
     _bucket_attention = torch.compiler.disable(_bucket_attention)
 
 
 @dataclass
 class FlatRow:
-    """How the tokens of a flat row are gathered into buckets, and their outputs put back in the order of the row."""
+    """How a flat row's tokens are gathered into buckets, and their outputs put back in row order."""
 
     buckets: list["Bucket"]
-    inverse: Tensor | None  # (T,) int64: where each token of the row lies in the buckets' output; None: in order
-    shared: bool  # whether a token of the row may lie in several sequences
-    is_bucket: bool  # the row is its only bucket as it stands: sequences of equal length, nothing shared
-    ragged: "Ragged | None" = None  # the same for varlen_attn, which needs no buckets; None where it cannot be used
-    lengths: np.ndarray | None = None  # (S,), of the sequences written out in full
+    inverse: Tensor | None  # (T,) int64: the place of each token of the row in the buckets' output; None: in order
+    shared: bool  # whether a token of the row may belong to several sequences
+    is_bucket: bool  # the row itself is its only bucket: sequences of equal length, nothing shared
+    ragged: "Ragged | None" = None  # the same for varlen_attn, which needs no buckets; None if it cannot be used
+    lengths: np.ndarray | None = None  # (S,): lengths of the sequences written out in full
     token_map: np.ndarray | None = None  # see plan_flat_row
-    places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # made by mixers.py
+    places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # filled by mixers.py
 
 
 @dataclass
 class Bucket:
-    """b sequences of similar length. Padding on the right repeats a sequence's last token."""
+    """b sequences of similar length, right-padded by repeating a sequence's last token."""
 
     keys: Tensor  # (b, L) int64: tokens of the row
-    queries: Tensor  # (b, Lq) int64: those that are the sequences' own, their last ones; `keys` itself where all are
+    queries: Tensor  # (b, Lq) int64: the sequences' own tokens, their last ones; `keys` itself if nothing is shared
     first: Tensor | None = None  # (b,) int64: the position of the first query in its sequence; None: 0
-    masks: dict[tuple[int | None, torch.dtype, bool], Tensor] = field(default_factory=dict)  # made once, for all layers
+    masks: dict[tuple[int | None, torch.dtype, bool], Tensor] = field(default_factory=dict)  # built once for all layers
 
     def mask(self, window: int | None, dtype: torch.dtype, always: bool = False, sink: bool = False) -> Tensor | None:
-        """(b or 1, 1, Lq, L): 0, or -inf where a token comes later or `window` or more before. With a `sink`, (..., L + 1):
-        a column before the others, which is 0.
+        """(b or 1, 1, Lq, L): -inf for later tokens and for those `window` or more before, else 0. With a `sink`, (..., L +
+        1): preceded by a column of 0.
 
-        None where SDPA's own causal mask does as well, unless `always`.
+        None if SDPA's own causal mask suffices, unless `always`.
         """
         Lq, L = self.queries.shape[1], self.keys.shape[1]
         if self.first is None and (window is None or L <= window) and not always:
@@ -101,20 +101,20 @@ class Bucket:
 
 @dataclass
 class Ragged:
-    """The arguments of varlen_attn: the own tokens of each sequence attend to all of it, written out in full."""
+    """The arguments of varlen_attn: each sequence's own tokens attend to the whole sequence, written out in full."""
 
-    own: Tensor  # (S+1,) int32: where the own tokens of each sequence begin in the row
-    full: Tensor  # (S+1,) int32: where the sequences begin when they are written out
-    longest: tuple[int, int]  # tokens, of both
-    token_map: Tensor | None  # (F,) int64: the token of the row that each token is; None: nothing is shared, F = T
+    own: Tensor  # (S+1,) int32: offsets of each sequence's own tokens in the row
+    full: Tensor  # (S+1,) int32: offsets of the sequences written out in full
+    longest: tuple[int, int]  # the longest sequence, by own and by all tokens
+    token_map: Tensor | None  # (F,) int64: see plan_flat_row; None: nothing is shared, F = T
 
 
 def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.ndarray | None = None) -> FlatRow:
-    """Put sequences of the given lengths into buckets of similar ones.
+    """Group sequences of the given lengths into buckets of similar lengths.
 
-    token_map: (F,) int64, the token of the row that each token of the sequences, end to end, is; None: nothing is shared.
-    The own tokens of a sequence are its last ones, and lie in the row in the order of the sequences. Made once per row, on
-    the CPU, and used by every layer.
+    token_map: (F,) int64, maps each token of the sequences, end to end, to its token in the row; None: nothing is shared. A
+    sequence's own tokens are its last ones, and are in the row in the order of the sequences. Built once per row, on the
+    CPU, and used by every layer.
     """
     lengths = np.asarray(lengths)
     ends = lengths.cumsum()
@@ -126,7 +126,7 @@ def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.nd
         return to_device(index if token_map is None else token_map[index], device)
 
     buckets, filled = [], 0
-    inverse = np.empty(ends[-1], np.int64)  # of all F, first
+    inverse = np.empty(ends[-1], np.int64)  # for all F tokens first
     for group in _similar(lengths, num_queries):
         queries = _last(num_queries[group], ends[group])
         real = np.arange(queries.shape[1]) < num_queries[group, None]
@@ -148,9 +148,9 @@ def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.nd
 
 
 def _similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
-    """Sequences in groups of similar length, longest first; those with a shared start apart from the others.
+    """Groups of sequences of similar length, longest first; those with a shared prefix apart from the others.
 
-    A sequence without a query, all of which others hold as well, is in none.
+    A sequence without queries (all its tokens belong to others as well) is in no group.
     """
     groups: list[list[int]] = []
     order = np.lexsort((-lengths, num_queries < lengths))  # stable: equal lengths keep their order
@@ -170,14 +170,14 @@ def _fits(s: int, group: list[int], lengths: np.ndarray, num_queries: np.ndarray
 
 
 def _last(counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The last `counts` tokens of sequences that end before `ends`, (b, the largest count); their last one as padding."""
+    """Indices of the last `counts` tokens before `ends`, (b, max count), padded with the last one."""
     return np.minimum((ends - counts)[:, None] + np.arange(counts.max()), ends[:, None] - 1)
 
 
 def first_occurrences(token_map: np.ndarray) -> np.ndarray:
-    """Where each token of the row comes first among the sequences written out end to end: (F,) -> (T,)."""
+    """For each token of the row, its first place among the sequences written out end to end: (F,) -> (T,)."""
     first = np.empty(token_map.max() + 1, np.int64)
-    first[token_map[::-1]] = np.arange(len(token_map))[::-1]  # the last one written stays
+    first[token_map[::-1]] = np.arange(len(token_map))[::-1]  # the last write wins
     return first
 
 
@@ -198,8 +198,8 @@ def flat_attention(
     """Causal attention within each sequence. query (1, H, T, Dh), key and value (1, Hkv, T, Dh) -> (1, T, H, Dh).
 
     softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv 2408.00118). s_aux (H,): attention sinks, the score
-    of one more key of each head, whose value is 0 (GPT-OSS, arXiv 2508.10925). Raises RuntimeError for both at once, or
-    where the row's plan did not reach the layer: without it sequences would see each other.
+    of one extra key per head, whose value is 0 (GPT-OSS, arXiv 2508.10925). Raises RuntimeError for both at once, or if the
+    row's plan did not reach the layer: without it sequences would attend to each other.
     """
     if flat_row is None or attention_mask is not None:
         raise RuntimeError("flat attention needs flat_row and no attention_mask")
@@ -216,7 +216,7 @@ def flat_attention(
 
 
 def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, row: FlatRow, settings: dict[str, Any]) -> Tensor:
-    """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by one bucket after another."""
+    """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), bucket by bucket."""
     queries, keys = [bucket.queries for bucket in row.buckets], [bucket.keys for bucket in row.buckets]
     gathered = [Gather.apply(q, queries, row.inverse, False)]
     gathered += [Gather.apply(x, keys, row.inverse, row.shared) for x in (k, v)]
@@ -237,7 +237,7 @@ def _sdpa(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The sequences of a bucket: (b Lq, H, Dh), (b L, Hkv, Dh) twice -> (b Lq, H, Dh)."""
+    """SDPA on the sequences of a bucket: (b Lq, H, Dh), (b L, Hkv, Dh) twice -> (b Lq, H, Dh)."""
     b, T, H, Dv, sink = len(bucket.keys), *q.shape[:2], v.shape[-1], sinks is not None
     q, k, v = (x.view(b, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # (b, H, Lq or L, Dh)
     if sink:
@@ -256,7 +256,7 @@ def _sdpa(
             own, seen = slice(start, start + size), slice(min(start + size, L) + sink)
             outputs.append(attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen]).transpose(1, 2))
         out = torch.cat(outputs, 1)
-    elif mask is None and sink:  # a query of its own for the sink, which is the first key, makes the mask a causal one
+    elif mask is None and sink:  # the sink is the first key: with a query of its own, the mask is an ordinary causal one
         out = attend(F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True).transpose(1, 2)[:, 1:]
     else:
         out = attend(q, k, v, mask, is_causal=mask is None).transpose(1, 2)
@@ -264,9 +264,10 @@ def _sdpa(
 
 
 def _kernel_knows_groups(q: Tensor, masked: bool) -> bool:
-    """Whether SDPA has a quick kernel that shares key heads (b, H, L, Dh).
+    """Whether SDPA has a fast kernel for fewer key heads than query heads (b, H, L, Dh).
 
-    On CUDA it is flash attention alone: 16 bits, no mask. What would be left is the kernel that keeps L x L scores.
+    On CUDA only flash attention does (16 bits, no mask). Otherwise SDPA would fall back to the kernel that keeps L x L
+    scores.
     """
     if q.device.type != "cuda":
         return True
@@ -274,10 +275,10 @@ def _kernel_knows_groups(q: Tensor, masked: bool) -> bool:
 
 
 def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with one more key before the others, which scores `sinks` (H,) and has the value 0.
+    """Queries, keys and values with an extra first key, which scores `sinks` (H,) and has the value 0.
 
-    It is the unit vector of a dimension in which other keys are 0 and queries have the score of their head. So any kernel
-    gives its gradient. Dh grows by 8, as kernels like it.
+    It is the unit vector of a new dimension, in which other keys are 0 and queries hold their head's score. So any kernel
+    computes its gradient. Dh grows by 8, to suit the kernels.
     """
     D = q.shape[-1]
     score = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
@@ -298,7 +299,7 @@ def _capped_attention(
     dropout: float,
     is_causal: bool = False,
 ) -> Tensor:
-    """(b, H, Lq, Dh), (b, Hkv, L, Dh) twice, mask (b or 1, 1, Lq, L) -> (b, H, Lq, Dh), by scores that exist as a whole."""
+    """(b, H, Lq, Dh), (b, Hkv, L, Dh) twice, mask (b or 1, 1, Lq, L) -> (b, H, Lq, Dh), with scores computed in full."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     g = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(g, 1) if g > 1 else x for x in (k, v))
@@ -308,32 +309,33 @@ def _capped_attention(
 
 
 def _strips_pay(q: Tensor) -> bool:
-    """Whether queries (b, H, L, Dh) are faster strip by strip, each with the keys up to its end.
+    """Whether queries (b, H, L, Dh) are faster in strips, each with the keys up to its end.
 
-    The CPU's kernel skips masked keys in blocks of 512 only, which saves nothing for shorter sequences.
+    The CPU kernel skips masked keys only in blocks of 512, which saves nothing for shorter sequences.
     """
     plain = q.device.type == "cpu" and q.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return plain and 2 * STRIP <= q.shape[2] <= LONGEST_IN_STRIPS and not torch.compiler.is_compiling()
 
 
 def _strip_size(q: Tensor) -> int:
-    """Queries of a strip: few calls on a GPU, and one graph for all lengths where they are compiled."""
+    """Queries per strip: large for few kernel launches on a GPU, and constant for one graph under compilation."""
     if torch.compiler.is_compiling():
         return q.shape[2]
     return STRIP if q.device.type == "cpu" else 8 * STRIP
 
 
 class Gather(torch.autograd.Function):
-    """The row (T, ...) -> for each bucket its tokens (b L, ...), padding included.
+    """Gathers the row (T, ...) into each bucket's tokens (b L, ...), padding included.
 
-    No real token attends to the padding, and the output of the padding is dropped: its gradient is 0. So where each token
-    of the row has one place in the buckets, its gradient is gathered from there, instead of being added up in zeros. That
-    holds for queries always: the output of one place is kept.
+    No real token attends to padding, and the output at padding is dropped, so its gradient is 0. Hence, if each token of the
+    row has one place in the buckets, its gradient is gathered from there rather than scatter-added into zeros. For queries
+    that always holds: the output of one place is kept.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buckets: list[Tensor], inverse: Tensor | None, several: bool) -> tuple[Tensor, ...]:
-        """buckets: the token at each place. inverse (T,): the place of each token. several: it may have more than one."""
+        """buckets: the token at each place. inverse (T,): the place of each token. several: a token may have more than
+        one."""
         ctx.buckets, ctx.inverse, ctx.several, ctx.T = buckets, inverse, several, len(x)
         return tuple(x.index_select(0, index.view(-1)) for index in buckets)
 
@@ -353,18 +355,18 @@ def _ragged_attention(
 ) -> Tensor:
     """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by varlen_attn.
 
-    Where a sequence has fewer queries than keys, the kernel takes them for its last ones. So a token of a shared start is a
-    query once only.
+    For a sequence with fewer queries than keys, the kernel aligns them to its end. So a token of a shared prefix is a query
+    only once.
     """
     if row.token_map is not None:
         k, v = (x.index_select(0, row.token_map) for x in (k, v))
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens seen before and after each one; -1: all
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens visible before and after each one; -1: all
     options = {"enable_gqa": q.shape[1] != k.shape[1]} if varlen_takes_enable_gqa else {}
     return varlen_attn(q, k, v, row.own, row.full, *row.longest, scale=scaling, window_size=window, **options)
 
 
 def _has_varlen(device: torch.device) -> bool:
-    """Whether varlen_attn runs here. It is imported now: it brings the compiler along, which takes a second and a half."""
+    """Whether varlen_attn works here. Imported only now: it loads the compiler, which takes 1.5 s."""
     global varlen_attn, varlen_takes_enable_gqa
     if device.type != "cuda" or _capability(device) < (8, 0):
         return False
@@ -378,14 +380,14 @@ def _has_varlen(device: torch.device) -> bool:
 
 
 def _varlen_dtype(value: Tensor) -> torch.dtype | None:
-    """What varlen_attn would compute in; None where it cannot: it has 16 bits, and heads in steps of 8 of up to 256, where
-    the GPU has the memory on its chip for their gradient (A100, H100, B200), else 192."""
+    """The dtype that varlen_attn would compute in, or None if it cannot: it needs 16 bits and head sizes that are multiples
+    of 8, up to 256 on GPUs with enough shared memory for the backward pass (A100, H100, B200), else up to 192."""
     dtype, largest = _compute_dtype(value), 256 if _capability(value.device) in ((8, 0), (9, 0), (10, 0)) else 192
     return dtype if dtype in HALF and value.shape[-1] in range(8, largest + 1, 8) else None
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product of it is computed in."""
+    """The dtype that a matrix product of x is computed in."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

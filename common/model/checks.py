@@ -1,4 +1,4 @@
-"""What lies in a model folder may be anything: errors of loading in one line, weights and settings that cannot be used."""
+"""Checks of model folders: loading errors in one line, unusable weights and settings refused."""
 
 import contextlib
 import json
@@ -16,35 +16,35 @@ import torch
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
-TOKENIZER = ("tokenizer.json", "vocab.*", "*.model")  # files that one of these is read from
+TOKENIZER = ("tokenizer.json", "vocab.*", "*.model")  # files that a tokenizer can be read from; one of them suffices
 
 
 @contextlib.contextmanager
 def hub_errors(kind: str, name: str) -> Iterator[None]:
-    """Loading without progress bars and reports, and errors of transformers (often ten lines) as one."""
+    """Load without progress bars and reports, and turn exceptions of transformers (often ten lines) into one line."""
     if kind == "model":
         refuse_shards(name)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
     verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # a report of many lines, with names of tensors as they are in the file
+    transformers.utils.logging.set_verbosity_error()  # a long report with raw tensor names
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # what lies in a folder may be anything
+    except Exception as error:  # a folder may hold anything
         if is_oom(error):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if kind == "tokenizer" and Path(name, "config.json").exists():  # it reads the configuration, too
+        if kind == "tokenizer" and Path(name, "config.json").exists():  # a tokenizer reads the configuration, too
             try:
                 transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
             except Exception:
                 kind = "config"
         reason = _damage(name, kind) or reason
         hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
-        if hint and name.startswith("outputs/"):  # and what the Hub says of it is beside the point
+        if hint and name.startswith("outputs/"):  # the Hub's own message would mislead
             hint, reason = "", "no run has left a model there yet"
         if address := re.match(r"https?://(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)", name):
             hint, reason = "", f"that is an address; the Hub's name is {address[1]}"
@@ -54,9 +54,9 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
 
 
 def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> None:
-    """Raise UserError for tensors that the files lack, or have in another size, which would be random; for such as they have
-    beside those of a layer, which the model would be cut by; for a NaN or an infinity. Whole parts that the model has not
-    (a vision tower, a head of another task) are left out, and said."""
+    """Raise UserError for tensors that are missing in the files or have another size, and would be random; for unexpected
+    ones within a layer, which would be dropped; and for a NaN or an infinity. Whole unused parts (a vision tower, a head for
+    another task) are left out with a message."""
     for tensor, in_file, wanted in sorted(found.get("mismatched_keys") or []):
         raise UserError(
             f"cannot load the model {name}: {tensor} is {tuple(in_file)} in its files and {tuple(wanted)} by its config.json"
@@ -78,9 +78,9 @@ def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> No
 
 
 def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
-    """Whether a tensor's name leads into a part of the model: one more layer, a bias that config.json does not know.
+    """Whether an unexpected tensor belongs inside the model: one more layer, a bias missing from config.json.
 
-    Layers that predict further tokens (num_nextn_predict_layers: DeepSeek, GLM) lie behind the last one, and are no part.
+    Layers for multi-token prediction (num_nextn_predict_layers: DeepSeek, GLM) follow the last layer and do not count.
     """
     config, layer = lm.config.get_text_config(), re.search(r"layers\.(\d+)\.", tensor)
     further = getattr(config, "num_nextn_predict_layers", None) or 0
@@ -96,8 +96,8 @@ def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
 
 
 def check_numbers(name: str, lm: torch.nn.Module) -> None:
-    """Raise UserError for a dropout that is no probability, and for rotary frequencies that are no numbers: the one is seen
-    at the first step, the other hardly ever."""
+    """Raise UserError for a dropout that is no probability, and for non-finite rotary frequencies: the first would fail at
+    the first step, the second would hardly ever be noticed."""
     for key, value in lm.config.get_text_config().to_dict().items():
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, int | float) and not 0 <= value <= 1:
             raise UserError(f"cannot load the model {name}: {key} {value} of its config.json is no probability")
@@ -107,7 +107,7 @@ def check_numbers(name: str, lm: torch.nn.Module) -> None:
 
 
 def _damage(name: str, kind: str) -> str | None:
-    """Which file of a model folder cannot be read at all, and why. kind: "tokenizer", or what else was to be loaded."""
+    """Which file of a model folder is unreadable, and why; else None. kind: "tokenizer", or what else was being loaded."""
     from safetensors import safe_open
 
     if Path(name).is_file():
@@ -149,8 +149,8 @@ def _damage(name: str, kind: str) -> str | None:
 
 
 def make_savable(config: "GenerationConfig") -> None:
-    """Change settings that transformers would refuse to save, at the first checkpoint: sampling settings without sampling,
-    those of beams without beams. What is dropped is said."""
+    """Change settings that transformers would refuse to save at the first checkpoint: sampling settings without sampling,
+    beam settings without beams. Prints what was dropped."""
 
     def refused() -> bool:
         try:
@@ -162,7 +162,7 @@ def make_savable(config: "GenerationConfig") -> None:
     if not refused():
         return
     asked, config.do_sample = config.do_sample, True
-    if not refused():  # they are for sampling
+    if not refused():  # sampling settings were the cause
         return
     config.do_sample = asked
     usual, dropped = type(config)(), []

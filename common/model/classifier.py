@@ -1,4 +1,4 @@
-"""A causal language model's body with a linear head on the last token of a text, as transformers' classifiers have it."""
+"""A causal language model's body with a linear head on the last token of a text, like transformers' classifiers."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-HEADS = ("score", "classifier")  # what transformers calls the head
+HEADS = ("score", "classifier")  # transformers' names of the head
 
 
 def score_head(model: FlatModel, labels: int = 1) -> nn.Linear:
-    """A head (D -> labels), at 0, for model.extra: on hidden states (T, D) it gives what a classifier gives.
+    """A zero-initialised head (D -> labels) for model.extra: on hidden states (T, D) it returns a classifier's scores.
 
-    Raises UserError where transformers has no classifier of the model's architecture, as which it could be saved.
+    Raises UserError if transformers has no classifier for the model's architecture to save it as.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as known
 
@@ -27,17 +27,17 @@ def score_head(model: FlatModel, labels: int = 1) -> nn.Linear:
 
 
 def save_classifier(folder: str | Path, name: str, target: str | Path) -> None:
-    """Write the model of an output folder, with the head that was model.extra[name] there, as an
-    AutoModelForSequenceClassification, with its tokenizer.
+    """Write the model and tokenizer of an output folder as an AutoModelForSequenceClassification whose head is the saved
+    model.extra[name].
 
-    Its score is that of the last token which is not the tokenizer's padding.
+    It scores the last token that is not the tokenizer's padding.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from transformers.utils import logging
 
     weight = load_file(Path(folder, "extra.safetensors"))[f"{name}.weight"]
     tokenizer, verbosity = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), logging.get_verbosity()
-    logging.set_verbosity_error()  # that the head is new
+    logging.set_verbosity_error()  # hides the warning that the head is new
     try:
         options = {"num_labels": len(weight), "dtype": "auto", "trust_remote_code": False}
         model = AutoModelForSequenceClassification.from_pretrained(folder, **options)

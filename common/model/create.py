@@ -39,10 +39,10 @@ def llama_config(
     num_experts_per_tok: int = 2,
     moe_intermediate_size: int | None = None,
 ) -> "PreTrainedConfig":
-    """A Llama-type configuration; intermediate_size defaults to 8/3 of hidden_size, rounded up to 32.
+    """A Llama-type configuration; intermediate_size defaults to 8/3 of hidden_size, rounded up to a multiple of 32.
 
-    With num_experts the same with experts in place of each MLP (Mixtral), of moe_intermediate_size; by default those of a
-    token are together as wide as the MLP would be.
+    With num_experts each MLP becomes a mixture of experts (Mixtral) of moe_intermediate_size; by default a token's experts
+    are together as wide as the MLP would be.
     """
     from transformers import LlamaConfig, MixtralConfig
 
@@ -56,7 +56,7 @@ def llama_config(
             raise UserError(f"--num_experts_per_tok {num_experts_per_tok}: there are only {num_experts} (--num_experts)")
         width = moe_intermediate_size or math.ceil(width / num_experts_per_tok / 32) * 32
         experts = {"num_local_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
-        experts |= {"rope_parameters": LlamaConfig().rope_parameters}  # Mixtral's own are made for 32k tokens
+        experts |= {"rope_parameters": LlamaConfig().rope_parameters}  # Mixtral's defaults are for 32k tokens
     return (MixtralConfig if num_experts else LlamaConfig)(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

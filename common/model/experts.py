@@ -1,22 +1,22 @@
-"""Mixtures of experts: what keeps their load even, and what is logged of it.
+"""Mixtures of experts: load balancing, and its metrics.
 
-Over the T tokens of a window, all micro-batches of all processes, with f_e the share of them that a layer sent to expert e
-and P_e the mean of its router's probability of e; both losses are means over the layers:
+Over the T tokens of a window (all micro-batches of all processes), let f_e be the share of tokens that a layer routes to
+expert e and P_e the mean of its router's probability of e; both losses are averaged over the layers:
 
     load-balancing loss   E · Σ_e f_e · P_e         (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6)
     z-loss                1/T · Σ_t logsumexp_t²    (Zoph et al. 2022, arXiv 2202.08906, eq. 5)
 
-The first is scaled as in transformers, whose `router_aux_loss_coef` is its factor: where a layer sends equally many tokens
-to each expert it is the number of experts of a token. There f and P are means over the layers before they are multiplied, so
-that layers may lean to different experts at no cost; here each layer is balanced (benchmarks/moe.py has figures).
+The first is scaled as in transformers, where `router_aux_loss_coef` multiplies it: with a perfectly balanced layer it equals
+the number of experts per token. transformers averages f and P over the layers before multiplying them, so that layers may
+favour different experts at no cost; here each layer is balanced (benchmarks/moe.py has figures).
 
-Every token of every sequence counts once, trained or not; a start that sequences of a row share counts once for each of
-them, so that it makes no difference how a window is split. f_e has no gradient, and so each micro-batch adds
-`E/T · Σ f_e · p_e`, a sum over its tokens, once f_e is known of the whole window. Of the micro-batch that comes first it is
-seen on the way; each other one of a process costs a pass without gradient.
+Every token of every sequence counts once, trained or not; tokens of a shared prefix count once for each of its sequences, so
+that the result does not depend on how a window is split. f_e has no gradient, so each micro-batch adds `E/T · Σ f_e · p_e`,
+a sum over its tokens, once f_e is known for the whole window. The first micro-batch is counted during its own pass; each
+other one of a process costs a forward pass without gradient.
 
-Some families have no such loss, but a bias for the choice of each expert, which goes up by a fixed step where the load was
-below the mean and down where it was above (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
+Some families have no such loss, but a bias for the selection of each expert, which goes up by a fixed step if its load was
+below the mean and down if it was above (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
 """
 
 import contextlib
@@ -34,30 +34,30 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-# Names in configs: of the number of experts, and of those that a token goes to.
+# Config names of the number of experts, and of the number of experts per token.
 NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 def expert_modules(lm: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """(block, experts) of each layer with experts: the module that holds them all, and the one that routes to it."""
+    """(block, experts) of each MoE layer: the module that routes, and the one that holds all its experts."""
     modules = dict(lm.named_modules())
     return [(modules[name.rpartition(".")[0]], m) for name, m in modules.items() if name.endswith(".experts")]
 
 
 def routing_size(lm: nn.Module) -> tuple[int, int] | None:
-    """(experts of a layer, experts of a token) of a mixture of experts that shows how it routes; else None."""
+    """(experts per layer, experts per token) of a mixture of experts that exposes its routing; else None."""
     config, recorded = lm.config.get_text_config(), getattr(lm.base_model, "_can_record_outputs", None) or {}
-    if "router_logits" not in recorded or not expert_modules(lm):  # Doge's config counts experts of a dense model
+    if "router_logits" not in recorded or not expert_modules(lm):  # Doge's config counts experts even for a dense model
         return None
     found = (next((n for name in names if (n := getattr(config, name, None))), None) for names in (NUMBERS, CHOSEN))
-    experts, chosen = (max(n) if isinstance(n, list) else n for n in found)  # a list: layer by layer
+    experts, chosen = (max(n) if isinstance(n, list) else n for n in found)  # a list has one number per layer
     return (experts, chosen) if experts and chosen else None
 
 
 def idle_parameters(lm: nn.Module) -> float:
-    """How many of the experts' parameters a token does not meet."""
+    """How many of the experts' parameters a token does not use."""
     if (size := routing_size(lm)) is None:
         return 0.0
     experts, chosen = size
@@ -65,25 +65,25 @@ def idle_parameters(lm: nn.Module) -> float:
 
 
 class Experts:
-    """The routing of a model's tokens over one window at a time.
+    """The routing of a model's tokens, one window at a time.
 
-    `begin`, then the passes with gradient, of which the model hands each to `add`, then `finish`; or `give_up`.
+    Call `begin`, then run the passes with gradient (the model calls `add` for each), then `finish`; or `give_up`.
     """
 
     def __init__(self, lm: nn.Module, *, aux_coef: float = 0.0, z_coef: float = 0.0, bias_rate: float = 0.0):
-        """lm: the transformers model. Raises UserError for a bias_rate where its routers have no bias."""
+        """lm: the transformers model. Raises UserError for a bias_rate if its routers have no bias."""
         size = routing_size(lm)
         if size is None:
             raise UserError(f"{type(lm).__name__} is no mixture of experts, or does not show its routers' logits")
         self.chosen_experts = size[1]
         self.shape = len(expert_modules(lm)) or lm.config.get_text_config().num_hidden_layers, size[0]  # (L, E)
         self.aux_coef, self.z_coef, self.bias_rate = aux_coef, z_coef, bias_rate
-        self.shows_probabilities: bool | None = None  # of its routers, in place of logits: Gemma 4
-        self.watches = False  # the present pass is one of a window
-        self.counting = False  # the present pass counts, and has no gradient
-        self.calls = 0  # with gradient, of this window
-        self.agreed = True  # the processes know of the whole window what the losses need
-        self.heard: list[Tensor] | None = None  # the experts that each token of the present pass went to, for each layer
+        self.shows_probabilities: bool | None = None  # whether routers return probabilities rather than logits: Gemma 4
+        self.watches = False  # whether the current pass belongs to a window
+        self.counting = False  # whether the current pass only counts, without gradient
+        self.calls = 0  # passes with gradient in this window
+        self.agreed = True  # whether the whole window's counts are known to all processes
+        self.heard: list[Tensor] | None = None  # for each layer, the experts that each token of the current pass chose
         self.blocks = [block for block, _ in expert_modules(lm)]
         if bias_rate and (not self.blocks or any(_bias_of(block) is None for block in self.blocks)):
             raise UserError(
@@ -94,13 +94,13 @@ class Experts:
             module.register_forward_pre_hook(self._hear, with_kwargs=True)
 
     def _hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.heard is not None:  # else of no interest: sampling, or a block that is computed again
+        if self.heard is not None:  # otherwise sampling, or a recomputed block
             found = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
             self.heard += [x for x in found if not x.is_floating_point() and x.dim() == 2][:1]
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[list[Tensor]]:
-        """What is heard of the experts' calls while it lasts."""
+        """Collect the experts chosen in each layer while the context is active."""
         self.heard = heard = []
         try:
             yield heard
@@ -110,14 +110,14 @@ class Experts:
     # --- a window ---------------------------------------------------------------------------------------------------
 
     def begin(self, accelerator: Accelerator, model: nn.Module, window: Window) -> None:
-        """Called on every process. With a load-balancing loss, sends all micro-batches but the first through the model (as
-        prepared) to count."""
+        """Start a window. Called on every process. With a load-balancing loss, runs all micro-batches but the first through
+        the model (as prepared) to count."""
         self.accelerator, self.device = accelerator, accelerator.device
         self.watches, self.calls, self.num_calls = True, 0, len(window)
         self.agreed = not (self.aux_coef or self.z_coef)
         self.own_tokens, self.tokens = window.own_tokens, None
         self.counts = self.probabilities = self.z_sum = self.load = None
-        self.counted = None  # (L, E), of the micro-batches but the first
+        self.counted = None  # (L, E), over the micro-batches after the first
         self.first = None
         if not self.aux_coef or len(window) == 1:
             return
@@ -132,12 +132,12 @@ class Experts:
             self.counting = False
 
     def add(self, batch: Batch, logits: tuple[Tensor, ...], chosen: list[Tensor]) -> Tensor:
-        """A pass over a micro-batch. Returns what it adds to the loss, ().
+        """Record a pass over a micro-batch. Returns its addition to the loss, ().
 
         logits (T, E) and chosen (T, k) of each layer.
         """
         weights, self.shape = token_weights(batch), (len(logits), logits[0].shape[-1])  # (T,)
-        if self.shows_probabilities is None:  # asked once, because it waits for the device
+        if self.shows_probabilities is None:  # checked once, because it synchronises with the device
             sums, least = logits[0].detach().float().sum(-1), logits[0].detach().min()
             self.shows_probabilities = bool(((sums - 1).abs() < 0.02).all() & (least >= 0))
             if self.shows_probabilities and self.z_coef:
@@ -169,7 +169,7 @@ class Experts:
         return loss
 
     def _agree(self, counts: Tensor, batch: Batch) -> None:
-        """What the losses need to know of all processes, with the counts (L, E) of this process's first micro-batch."""
+        """Reduce what the losses need over all processes, given this process's counts (L, E) of its first micro-batch."""
         if self.first is not None and self.first != batch["lengths"]:
             raise ValueError("the load-balancing loss: the first micro-batch of a window comes first")
         self._exchange(counts if self.counted is None else counts + self.counted)
@@ -180,16 +180,16 @@ class Experts:
         self.load, self.tokens, self.agreed = both[:-1].view(load.shape), both[-1], True
 
     def give_up(self) -> None:
-        """The window is begun again, because memory has run out: on this process, it may be, before the others have heard
-        of its counts, for which they wait."""
+        """Abandon the window before it is restarted for lack of memory. Sends this process's counts if the others may still
+        wait for them."""
         self.watches = False
         if not self.agreed:
             self._exchange(torch.zeros(self.shape, dtype=finest_dtype(self.device), device=self.device))
 
     @torch.no_grad()
     def finish(self) -> dict[str, Tensor]:
-        """The window is done: what there is to log of it, the same on each process. Raises ValueError for a script that has
-        called the model more or less than once with gradient on each micro-batch, where a loss asks for that."""
+        """End the window; returns its metrics, the same on each process. Raises ValueError if a loss needs it and the script
+        did not call the model with gradient exactly once per micro-batch."""
         self.watches = False
         if (self.aux_coef or self.z_coef) and self.calls != self.num_calls:
             raise ValueError(
@@ -214,22 +214,22 @@ class Experts:
 
     @torch.no_grad()
     def update_biases(self, skip: Tensor | bool) -> None:
-        """After the step: each bias moves by the rate, against the load of its expert in the window. skip: it was bad."""
+        """After the step, move each bias by the rate against its expert's load in the window. skip: the step was skipped."""
         if not self.bias_rate or self.counts is None:
             return
         if len(self.blocks) != len(self.counts):
             raise UserError("--router_bias_update_rate: this model routes other layers than those that have a bias")
         for block, counts in zip(self.blocks, self.counts, strict=True):
-            bias = _bias_of(block)  # looked up anew: placing the model on its device makes another tensor
+            bias = _bias_of(block)  # looked up each time: moving the model to a device replaces the tensor
             step = self.bias_rate * torch.sign(counts.mean() - counts)
             step = torch.where(torch.as_tensor(skip, device=step.device), 0.0, step).to(bias.dtype).view(bias.shape)
             bias += _placed_as(step, bias)
 
 
 def add_experts(args: CommonArgs, model: Any) -> Experts | None:
-    """What balances the experts of a FlatModel as the flags, or else its config, say; None for a model without experts.
+    """Expert balancing for a FlatModel as set by the flags, or else by its config; None for a model without experts.
 
-    Raises UserError for a flag that the model cannot follow.
+    Raises UserError for a flag that the model does not support.
     """
     lm = model.lm.get_base_model() if hasattr(model.lm, "get_base_model") else model.lm
     config, size = lm.config.get_text_config(), routing_size(lm)
@@ -260,7 +260,7 @@ def add_experts(args: CommonArgs, model: Any) -> Experts | None:
 
 
 def token_weights(batch: Batch) -> Tensor:
-    """How many tokens of the sequences each token of the flat row stands for, (T,) float32; 0 in a filler."""
+    """The number of sequence tokens that each token of the flat row represents, (T,) float32; 0 in a filler."""
     T, shown = batch["input_ids"].shape[1], batch["sequence_mask"][0]
     if batch["token_map"] is None:
         return shown.expand(T)
@@ -269,19 +269,19 @@ def token_weights(batch: Batch) -> Tensor:
 
 
 def _count(chosen: Tensor, weights: Tensor, E: int) -> Tensor:
-    """How many tokens chose each expert, (E,); chosen (T, k)."""
+    """The number of tokens that chose each expert, (E,); chosen (T, k)."""
     weights = weights.to(finest_dtype(weights.device))
     return weights.new_zeros(E).index_add_(0, chosen.flatten().long(), weights.repeat_interleave(chosen.shape[-1]))
 
 
 def _bias_of(block: nn.Module) -> Tensor | None:
-    """What is added to the scores of the experts where they are chosen: a buffer in most families, in some a parameter."""
+    """The bias added to the experts' scores for selection: a buffer in most families, a parameter in some."""
     named = itertools.chain(block.named_buffers(), block.named_parameters())
     return next((tensor for name, tensor in named if name.rpartition(".")[2] in BIASES), None)
 
 
 def _placed_as(step: Tensor, bias: Tensor) -> Tensor:
-    """The step, cut as the bias is, where FSDP2 shards it."""
+    """The step, sharded like the bias if FSDP2 shards it."""
     if not hasattr(bias, "placements"):
         return step
     from torch.distributed.tensor import DTensor, Replicate

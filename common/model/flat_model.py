@@ -1,7 +1,7 @@
-"""A language model, called on a flat batch for per-token log-probabilities, and the parts and figures of it.
+"""A language model called on a flat batch for per-token log-probabilities, and helpers for its parts and figures.
 
-`FlatModel` is the one way in which a model is called for training, in all four scripts. It runs the body of any causal
-language model on the flat row, and applies the LM head (lm_head.py) only at the positions that are trained.
+All four scripts call a model for training through `FlatModel`. It runs the body of any causal language model on the flat
+row, and applies the LM head (lm_head.py) only at the trained positions.
 """
 
 import contextlib
@@ -28,49 +28,49 @@ if TYPE_CHECKING:
 
 
 class Output(NamedTuple):
-    """What a FlatModel says of a flat row of T tokens; None for what was not asked for.
+    """The output of a FlatModel for a flat row of T tokens; None for what was not requested.
 
-    A NamedTuple, because FSDP2 and Accelerate look for the tensors in what a model returns.
+    A NamedTuple, because FSDP2 and Accelerate look for tensors in a model's return value.
     """
 
     logps: Tensor  # (T,) float32: log p(token t | tokens before it in its sequence) of each target; 0 elsewhere
     entropy: Tensor | None = None  # (T,) float32, in nats: of the distribution that predicts each target; 0 elsewhere
-    correct: Tensor | None = None  # (T,) float32: 1 where a target is the most probable token; no gradient
+    correct: Tensor | None = None  # (T,) float32: 1 if the target is the most probable token; no gradient
     nll: Tensor | None = None  # (): -Σ nll_weights[t] · logps[t]
-    hidden: Tensor | None = None  # (T, D): what the LM head reads
-    mapped: Tensor | None = None  # (N, ...): what map_logits made of the logits, in the order of batch["targets"]
-    router_logits: tuple[Tensor, ...] | None = None  # (T, experts) of each layer with experts
-    extra: dict[str, Tensor] | None = None  # what each of the extra modules gave
-    aux_loss: Tensor | float = 0.0  # (): its part of what keeps the load of experts even in a window (experts.py)
+    hidden: Tensor | None = None  # (T, D): the input of the LM head
+    mapped: Tensor | None = None  # (N, ...): the result of map_logits, in the order of batch["targets"]
+    router_logits: tuple[Tensor, ...] | None = None  # (T, experts) for each MoE layer
+    extra: dict[str, Tensor] | None = None  # outputs of the extra modules
+    aux_loss: Tensor | float = 0.0  # (): this batch's share of the expert-balancing loss (experts.py)
 
 
 class _States(NamedTuple):
-    """What the body of a model gives for a flat row."""
+    """The output of a model's body for a flat row."""
 
     hidden: Tensor  # (T, D)
-    predicting: Tensor | None  # (N, D): those that predict the targets
-    routers: tuple[Tensor, ...] | None = None  # where asked for, of each layer with experts, (T, experts)
-    chosen: Sequence[Tensor] = ()  # and the experts that were chosen, (T, k), as far as they can be heard
+    predicting: Tensor | None  # (N, D): the states that predict the targets
+    routers: tuple[Tensor, ...] | None = None  # if requested, (T, experts) for each MoE layer
+    chosen: Sequence[Tensor] = ()  # the chosen experts of each layer, (T, k), if they could be observed
 
 
 class FlatModel(nn.Module):
-    """A causal language model that is called on flat batches (see collators.flat_batch) and answers with an `Output`.
+    """A causal language model that is called on flat batches (see collators.flat_batch) and returns an `Output`.
 
-    Architectures whose layers carry a state along the row, or whose attention cannot be replaced, go through a padded
-    batch instead (`padded`); the result is the same.
+    Architectures whose layers carry a state along the row, or whose attention cannot be replaced, run on a padded batch
+    instead (`padded`); the result is the same.
     """
 
     def __init__(self, lm: nn.Module, *, padded: bool = False):
-        """lm: a causal language model of transformers, or peft's wrapper of one."""
+        """lm: a transformers causal language model, or peft's wrapper of one."""
         super().__init__()
         self.lm = lm
-        self.extra = nn.ModuleDict()  # a script's own modules, which it adds before `make_optimizer` and `run.prepare`
+        self.extra = nn.ModuleDict()  # a script's own modules, added before `make_optimizer` and `run.prepare`
         self.padded = padded
-        self.rotaries = following(lm)  # what has to know how long each sequence is
-        self.offload = False  # whether what the body keeps for the backward pass waits in the host's memory
+        self.rotaries = following(lm)  # modules that need to know each sequence's length
+        self.offload = False  # keep the body's saved activations in host memory
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
-        self.experts: Experts | None = None  # of a mixture: what balances them in training; set by load_model
+        self.experts: Experts | None = None  # for a mixture of experts: its load balancing; set by load_model
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)  # read by FSDP's wrapping policy
 
     @property
@@ -78,7 +78,7 @@ class FlatModel(nn.Module):
         return self.lm.config
 
     def train(self, mode: bool = True) -> "FlatModel":
-        """As any module; where nothing may be drawn at random, only the blocks that are recomputed know of training."""
+        """As for any module, except that if dropout is disabled only recomputed blocks enter training mode."""
         super().train(mode)
         if self.draws_nothing:
             for module in self.lm.modules():
@@ -86,7 +86,7 @@ class FlatModel(nn.Module):
         return self
 
     def tie_weights(self) -> None:
-        """Called by Accelerate where FSDP loads the weights on one process only, which unties them."""
+        """Called by Accelerate when FSDP loads the weights on one process only, which unties them."""
         base_lm(self.lm).tie_weights()
 
     def forward(
@@ -102,24 +102,21 @@ class FlatModel(nn.Module):
         router_logits: bool = False,
         extra: Sequence[str] = (),
     ) -> Output:
-        """Log-probabilities of the targets of a batch, and what else is asked for.
+        """Log-probabilities of a batch's targets, and whatever else is requested.
 
-        batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets and previous (N,), token_map.
-        temperature: divides the logits, as it did when the tokens were sampled.
-        nll_weights (T,): out.nll is cheaper than the same sum over logps, because its gradient is formed along with the
-            logits (see lm_head.weighted_nll). logps and entropy, which come for free, have none then.
-        entropy: also entropy and correct; the entropy has a gradient only with entropy_grad.
-        hidden: also the hidden states.
-        map_logits: f(logits (n, V) float32, rows (n,) int64) -> (n, ...), called on a chunk of the targets at a time and
-            again in the backward pass, so that the logits of all, (N, V), never exist unless f returns them. logits[i],
-            divided by the temperature, predict token rows[i] of the flat row.
-            What it gives has a gradient, also beside nll_weights.
-        router_logits: also the router's logits of a mixture of experts.
-        extra: names of modules in `self.extra` to call on the hidden states (T, D).
+        batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets and previous (N,), token_map. temperature:
+        divides the logits, as it did when the tokens were sampled. nll_weights (T,): out.nll is cheaper than the same sum
+        over logps, because its gradient is computed together with the logits (see lm_head.weighted_nll). logps and entropy,
+        which then come for free, have no gradient. entropy: also return entropy and correct; the entropy has a gradient only
+        with entropy_grad. hidden: also return the hidden states. map_logits: f(logits (n, V) float32, rows (n,) int64) ->
+        (n, ...), called on one chunk of targets at a time and again in the backward pass, so that the full logits (N, V)
+        never exist unless f returns them. logits[i], divided by the temperature, predicts token rows[i] of the flat row. The
+        result has a gradient, also together with nll_weights. router_logits: also return the router logits of a mixture of
+        experts. extra: names of modules in `self.extra` to call on the hidden states (T, D).
 
-        In a filler (flat_batch) logps, entropy, correct, nll and mapped are 0. A backward pass through what has no gradient
-        is an error. Raises UserError for router_logits of a model without experts, for a name that is not in `self.extra`,
-        and for a sequence of more tokens than the model has positions.
+        In a filler (flat_batch) logps, entropy, correct, nll and mapped are 0. A backward pass through a value without
+        gradient is an error. Raises UserError for router_logits of a model without experts, for a name that is not in
+        `self.extra`, and for a sequence longer than the model's positions.
         """
         if nll_weights is not None and entropy_grad:
             raise ValueError("with nll_weights the entropy has no gradient: use -(weights * out.logps).sum() instead")
@@ -135,7 +132,7 @@ class FlatModel(nn.Module):
         targets = batch["targets"]
         predicting = base_lm(self.lm), predicting
         tokens = batch["input_ids"][0, targets]
-        counts = batch["loss_mask"][targets]  # (N,) 1; 0 where a row without a trained token scores one all the same
+        counts = batch["loss_mask"][targets]  # (N,) 1; 0 if a row without a trained token scores one anyway
         nll = mapped = None
         if nll_weights is not None:
             nll, scores = lm_head.weighted_nll(*predicting, tokens, nll_weights[targets] * counts, temperature)
@@ -169,22 +166,22 @@ class FlatModel(nn.Module):
         return self.extra[name](states.to(first.dtype))
 
     def hidden(self, batch: Batch) -> Tensor:
-        """What the LM head reads, (T, D)."""
+        """The hidden states that the LM head reads, (T, D)."""
         return self._run_body(batch).hidden
 
     def predicting(self, batch: Batch) -> Tensor:
-        """What the LM head reads to predict the targets, in their order, (N, D). Raises UserError as a call does."""
+        """The hidden states that predict the targets, in their order, (N, D). Raises UserError as a call does."""
         check_positions(self, max(batch["lengths"]))
         return self._run_body(batch).predicting
 
     def _run_body(self, batch: Batch, router_logits: bool = False) -> "_States":
-        options: dict[str, Any] = {"use_cache": False}  # with a cache, or any attention_mask, sequences see each other
+        options: dict[str, Any] = {"use_cache": False}  # a cache or any attention_mask would let sequences see each other
         routes = hasattr(self.config.get_text_config(), "output_router_logits") or routing_size(base_lm(self.lm))
         if router_logits and routes:
             options["output_router_logits"] = True
         previous, first = batch.get("previous"), None
         if batch.get("token_map") is not None and not one_for_all(self.rotaries, max(batch["lengths"])):
-            batch, first = _written_out(batch)  # a shared start is not the same for each of its sequences
+            batch, first = _written_out(batch)  # a shared prefix has different states in each sequence
             previous = None if previous is None else first[batch["targets"]] - 1
         listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
         offload = torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext()
@@ -201,14 +198,14 @@ class FlatModel(nn.Module):
         return _States(hidden, predicting, tuple(routers), chosen)
 
     def _call_flat(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
-        """What transformers gives for the flat row, and how to make (T, ...) of a tensor in it."""
+        """Transformers' output for the flat row, and a function that brings a tensor in it to shape (T, ...)."""
         flat_row = plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("token_map"))
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "flat_row": flat_row}
         with dealing(flat_row):
             return body(self.lm)(**inputs, **options), lambda x: x.reshape(-1, x.shape[-1])
 
     def _call_padded(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
-        """The same, for the sequences as the rows of a padded batch."""
+        """The same, with the sequences as rows of a padded batch."""
         ids, lengths, token_map = batch["input_ids"][0], batch["lengths"], batch.get("token_map")
         if token_map is not None:
             ids = ids[to_device(token_map, ids.device)]
@@ -223,7 +220,7 @@ class FlatModel(nn.Module):
 
 
 def _written_out(batch: Batch) -> tuple[Batch, Tensor]:
-    """A flat row in which nothing is shared, with lengths F = their sum, and where each of the T tokens is in it first."""
+    """The flat row without sharing, of length F = sum of its lengths, and the first place of each of the T tokens in it."""
     ids, token_map = batch["input_ids"], batch["token_map"]
     positions = torch.cat([torch.arange(n) for n in batch["lengths"]]).to(ids.device)
     whole = {"input_ids": ids[:, to_device(token_map, ids.device)], "position_ids": positions[None], "token_map": None}
@@ -242,19 +239,19 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def without_gradient(values: Tensor, anchor: Tensor, why: str) -> Tensor:
-    """The values, through which a backward pass raises RuntimeError(why) instead of passing over them in silence.
+    """The values, changed so that a backward pass through them raises RuntimeError(why) instead of silently ignoring them.
 
-    anchor: a tensor of the graph; where it needs no gradient, nothing does.
+    anchor: a tensor of the graph; if it requires no gradient, neither do the values.
     """
     return _WithoutGradient.apply(values.detach(), anchor, why)
 
 
 def check_positions(model: FlatModel, longest: int, limits: str = "the length limits") -> None:
-    """Raise UserError where the longest sequence has more tokens than the model has positions. limits: the flags for it."""
+    """Raise UserError if the longest sequence exceeds the model's positions. limits: the flags that limit lengths."""
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if most is not None and rope.get("rope_type") == "dynamic":  # what it stretches is the original length
+    if most is not None and rope.get("rope_type") == "dynamic":  # its limit is the original length, which it stretches
         most = int(most * rope.get("factor", 1.0))
     if most is not None and longest > most:
         raise UserError(f"a sequence may have {longest} tokens, the model has {most} positions: lower {limits}")
@@ -264,7 +261,7 @@ def check_positions(model: FlatModel, longest: int, limits: str = "the length li
 
 
 def base_lm(lm: nn.Module) -> nn.Module:
-    """The transformers model under a LoRA wrapper, or the model itself."""
+    """The transformers model inside a LoRA wrapper, or the model itself."""
     return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
 
 
@@ -272,24 +269,24 @@ def body(lm: nn.Module) -> nn.Module:
     """Everything but the LM head: token ids -> hidden states."""
     inner = base_lm(lm)
     found = inner.base_model
-    return inner.model if found is inner else found  # Llama 4 names its body otherwise than its class says
+    return inner.model if found is inner else found  # Llama 4's class attribute misnames its body
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """While it lasts, each process holds all the weights that FSDP2 or DeepSpeed's ZeRO-3 shards, and may call the language
-    model by itself.
+    """Context in which each process holds all weights that FSDP2 or DeepSpeed's ZeRO-3 shards, and may call the language
+    model on its own.
 
-    All processes enter it together, and each needs the memory of the whole model. Changes of the weights are lost.
+    All processes enter it together, and each needs memory for the whole model. Changes to the weights are lost.
     """
-    from torch.distributed.fsdp import FSDPModule  # half a second
+    from torch.distributed.fsdp import FSDPModule  # takes half a second
 
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     zero = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     for part in parts:
         part.unshard()
-    # Their hooks would shard each block again after its call, and plan the gathering of the next backward pass by these
-    # calls, whose number differs between the processes.
+    # Their hooks would reshard each block after its call, and would plan prefetching in the next backward pass from these
+    # calls, whose number differs between processes.
     hooked = list(model.modules()) if zero else parts
     hooks = [(kind, dict(kind)) for module in hooked for kind in (module._forward_pre_hooks, module._forward_hooks)]
     for kind, _ in hooks:
@@ -319,18 +316,18 @@ def _zero_rates(owner: Any) -> None:
 
 
 def disable_dropout(model: FlatModel) -> FlatModel:
-    """Switch off what draws at random in training: preference and policy losses compare log-probabilities, which that would
-    blur.
+    """Disable everything random in training mode: preference and policy losses compare log-probabilities, and randomness
+    adds noise to them.
 
-    Modules are taken out of training mode (dropout of any form, the random routing of some experts), and the rates of the
-    blocks that stay in it, because they are recomputed, are set to 0.
+    Takes modules out of training mode (all forms of dropout, the random routing of some experts). Blocks that stay in it
+    because they are recomputed get rates of 0.
     """
     for module in model.lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         _zero_rates(module)
         is_block = getattr(module, "gradient_checkpointing", False) and not hasattr(module, "get_input_embeddings")
-        if is_block and hasattr(module, "config"):  # which Falcon's blocks read; the model's own is what is saved
+        if is_block and hasattr(module, "config"):  # read by Falcon's blocks; the model's own config is the one saved
             module.config = copy.copy(module.config)
             _zero_rates(module.config)
     model.draws_nothing = True
@@ -350,8 +347,8 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def flops_per_token(model: FlatModel, T: int) -> float:
     """Floating-point operations to train on one token: `6 · N + 6 · L · H · Dh · T`.
 
-    N: parameters of the matrix products (all but the input embedding, the LM head included; of experts, those that a token
-    meets); L layers, H heads of size Dh, T the length of a sequence. Causal: the attention of a token spans T/2 others on
+    N: parameters in matrix products (all but the input embedding, including the LM head; of experts, those that a token
+    uses); L layers, H heads of size Dh, T the length of a sequence. With causal attention a token attends to T/2 others on
     average.
     """
     config = model.config.get_text_config()
@@ -366,15 +363,15 @@ def flops_per_token(model: FlatModel, T: int) -> float:
 
 
 def size_of_all_layers(config: "PreTrainedConfig", name: str) -> int:
-    """A size of a configuration, or 0: where it has none, or differs from layer to layer (Gemma 4)."""
+    """A size in a configuration, or 0 if it is missing or differs between layers (Gemma 4)."""
     try:
         value = getattr(config, name, 0)
-    except Exception:  # of a class of its own, which says that the layers differ
+    except Exception:  # its own exception class, for a size that differs between layers
         return 0
     return value if isinstance(value, int) else 0
 
 
-# Dense operations per second in bfloat16 (T4, V100: float16) by the data sheets; a name is known by its words.
+# Dense bfloat16 operations per second (T4, V100: float16) from the data sheets, matched by words of the device name.
 PEAK_FLOPS = {
     ("B200",): 2250e12,
     ("H200",): 989e12,
@@ -394,7 +391,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Of the GPU, from the table; None where it is not in there."""
+    """Peak operations per second of the GPU, from the table, or None."""
     if device.type != "cuda":
         return None
     words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))

@@ -1,7 +1,8 @@
-"""The arithmetic of the LM head: log-probabilities, and the gradient of a sum of them, by chunks of logits (lm_head.py).
+"""The arithmetic of the LM head (lm_head.py), in chunks of logits: log-probabilities, and the gradient of a weighted sum.
 
-A row of the gradient with respect to the logits is `w · (p - onehot)`: `w` and the sum under `p` go into the (n, D) factors
-of the matrix products, and the chunk of logits is overwritten by `exp(logits - largest)`, minus the sum at the token.
+A row of the gradient with respect to the logits is `w · (p - onehot)`: `w` and the softmax denominator are folded into the
+(n, D) factors of the matrix products, and the chunk of logits is overwritten by `exp(logits - largest)`, minus the
+denominator at the token.
 
 Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
 """
@@ -13,25 +14,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits at a time, and the least rows of them: matrix products with fewer are slow.
+# Logits per chunk, and the minimum number of rows: matrix products with fewer are slow.
 HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 HEAD_CHUNK_ROWS = {"cpu": 256, "cuda": 256}
-# Elementwise operations take so many at a time, and that much memory besides. They fit a CPU's cache.
+# Elementwise operations take this many at a time, and as much extra memory: they fit into a CPU's cache.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-# Rows of the 16-bit logits begin at multiples of so many: CUDA's fast matrix products want them to begin at 16 bytes, which
-# they do not where the vocabulary is odd (GPT-2's 50,257). The float32 ones, which elementwise operations read, stay dense.
+# Row stride of the 16-bit logits, in elements: CUDA's fast matrix products need rows aligned to 16 bytes, which an odd
+# vocabulary size (GPT-2's 50,257) prevents. The float32 ones, read by elementwise operations, stay dense.
 ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
 
 
 class LogitTransform(NamedTuple):
-    """What a model makes of its head's output x: `cap · tanh(scale · x / cap)`, or, without a cap, `scale · x`."""
+    """A model's transform of its head's output x: `cap · tanh(scale · x / cap)`, or, without a cap, `scale · x`."""
 
     scale: float
     cap: float | None
 
 
 def chunk_rows(device: torch.device, V: int) -> int:
-    """The positions whose logits exist at once."""
+    """The number of positions whose logits exist at once."""
     return max(of_device(HEAD_CHUNK_ROWS, device), of_device(HEAD_CHUNK_ELEMENTS, device) // V)
 
 
@@ -40,7 +41,7 @@ def of_device(table: dict[str, int], device: torch.device) -> int:
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
-    """What matrix products are made in: autocast's dtype under autocast."""
+    """The dtype of matrix products: autocast's under autocast, else the weight's."""
     kind = weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
@@ -49,16 +50,16 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
 
 
 class _Chunks:
-    """The matrix products of the head, for one chunk of logits after another."""
+    """The head's matrix products, one chunk of logits at a time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype):
         self.dtype = dtype
-        self.exact = torch.promote_types(dtype, torch.float32)  # of the softmax, of sums, and of what is returned
+        self.exact = torch.promote_types(dtype, torch.float32)  # for the softmax, sums and results
         self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         self.product = None
 
     def logits(self, hidden: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """For each chunk: which rows, their hidden states (n, D), and their logits (n, V), which the next overwrites."""
+        """Yield for each chunk its rows, hidden states (n, D) and logits (n, V); the next chunk overwrites the logits."""
         rows = max(1, min(rows, len(hidden)))
         V, multiple = self.weight.shape[0], of_device(ROW_MULTIPLE, hidden.device)
         exact = hidden.new_empty(rows, V, dtype=self.exact)
@@ -76,7 +77,7 @@ class _Chunks:
             yield chunk, h, out if self.dtype == self.exact else exact[: len(h)].copy_(out)
 
     def rounded(self, gradient: Tensor) -> Tensor:
-        """The gradient of the last logits in the dtype of the matrix products, in the memory of their own product."""
+        """The gradient of the current logits in the dtype of the matrix products, in the buffer of their product."""
         return gradient if self.dtype == self.exact else self.product[: len(gradient)].copy_(gradient)
 
     def backward(
@@ -88,7 +89,8 @@ class _Chunks:
         d_weight: Tensor | None,
         d_bias: Tensor | None,
     ) -> None:
-        """`factor[:, None] * gradient`, (n, V), through the matrix product: d_hidden (n, D) is set, the others added to."""
+        """Send `factor[:, None] * gradient`, (n, V), through the matrix product: sets d_hidden (n, D), adds to the
+        others."""
         if d_hidden is not None:
             torch.mul(torch.mm(gradient, self.weight), factor[:, None], out=d_hidden)
         if d_weight is not None:
@@ -99,13 +101,13 @@ class _Chunks:
                 multiple = of_device(ROW_MULTIPLE, h.device)
                 size = max(1, of_device(BLOCK_ELEMENTS, h.device) // h.shape[1] // multiple) * multiple
                 for part, columns in zip(d_weight.split(size), gradient.split(size, dim=1), strict=True):
-                    part.add_(torch.mm(columns.t(), scaled))  # chunks are summed in float32
+                    part.add_(torch.mm(columns.t(), scaled))  # chunks are accumulated in float32
         if d_bias is not None:
             d_bias.add_(factor.to(self.dtype) @ gradient)
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Rows of so few logits that they stay in a CPU's cache from the first pass of the softmax to the last."""
+    """Rows in blocks small enough to stay in a CPU's cache through all passes of the softmax."""
     size = max(1, of_device(BLOCK_ELEMENTS, logits.device) // logits.shape[1])
     return [slice(start, start + size) for start in range(0, len(logits), size)]
 
@@ -113,10 +115,10 @@ def _blocks(logits: Tensor) -> list[slice]:
 def _softmax_(
     logits: Tensor, tokens: Tensor, transform: LogitTransform, *, stats: bool, gradient: bool, normalize: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The scores of tokens (n,) from a chunk of logits (n, V) as the matrix product gave it. Overwrites the logits.
+    """The scores of tokens (n,) from a chunk of raw logits (n, V), which it overwrites.
 
-    Returns logps, entropy and correct (3, n), the last two zeros without stats, and factor (n,): with gradient, the
-    derivative of logps by the logits is `factor[:, None] * logits` then; with normalize, no logit is above 1 then.
+    Returns logps, entropy and correct (3, n), the last two zero without stats, and factor (n,). Afterwards, with gradient,
+    the derivative of logps by the logits is `factor[:, None] * logits`; with normalize, no logit is above 1.
     """
     scores, factor = logits.new_zeros(3, len(logits)), logits.new_empty(len(logits))
     for rows in _blocks(logits):
@@ -131,7 +133,7 @@ def _softmax_(
         if stats:
             scores[1, rows] = (log_total - block.mul_(exponentials).sum(-1, keepdim=True) / total)[:, 0]
             scores[2, rows] = (chosen >= 0)[:, 0].to(scores.dtype)
-        if gradient:  # exp - total at the token, exp elsewhere
+        if gradient:  # exp - denominator at the token, exp elsewhere
             if stats:
                 block.copy_(exponentials)
             if normalize:
@@ -147,7 +149,7 @@ def _softmax_(
 def _entropy_gradient_(
     logits: Tensor, tokens: Tensor, transform: LogitTransform, d_logps: Tensor, d_entropy: Tensor
 ) -> None:
-    """Overwrites logits (n, V) by the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the scale."""
+    """Overwrite logits (n, V) with the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the scale."""
     for rows in _blocks(logits):
         block, index, by_logp, by_entropy = logits[rows], tokens[rows, None], d_logps[rows, None], d_entropy[rows, None]
         derivative = _apply_(transform, block, gradient=True)
@@ -161,7 +163,7 @@ def _entropy_gradient_(
 
 
 def _apply_(transform: LogitTransform, logits: Tensor, gradient: bool) -> Tensor | None:
-    """`_apply` in place; with gradient, returns the derivative of a capped transform, divided by the scale."""
+    """`_apply` in place; with gradient, returns a capped transform's derivative, divided by the scale."""
     if transform.cap is None:
         if transform.scale != 1.0:
             logits.mul_(transform.scale)
@@ -176,7 +178,7 @@ def _apply_(transform: LogitTransform, logits: Tensor, gradient: bool) -> Tensor
 
 
 class WeightedNLL(torch.autograd.Function):
-    """See `weighted_nll`. The gradients are complete but for the factor of the backward pass; the head's is float32."""
+    """See `weighted_nll`. The gradients are complete except for the backward pass's factor; the head's is float32."""
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, tokens, weights, transform, rows):
@@ -204,7 +206,7 @@ class WeightedNLL(torch.autograd.Function):
 
 
 class LogProbs(torch.autograd.Function):
-    """See `log_probs`. The backward pass brings one number for each token, a factor of its row in all gradients."""
+    """See `log_probs`. The backward pass receives one number per token, a factor of its row in all gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, tokens, transform, rows, grad, stats, entropy_grad):
@@ -263,7 +265,7 @@ class LogProbs(torch.autograd.Function):
 
 
 def _empty_gradients(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple:
-    """Memory for the gradients of (hidden, weight, bias) that are asked for, the last two zeros of the dtype."""
+    """Buffers for the requested gradients of (hidden, weight, bias); the last two are zeros of the given dtype."""
     wanted = ctx.needs_input_grad
     return (
         torch.empty_like(hidden) if wanted[0] else None,

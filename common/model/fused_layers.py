@@ -1,14 +1,14 @@
 """Fused norms and gated MLPs: the same results in fewer passes over memory, with less kept for the backward pass.
 
-Of a Llama-type block (hidden size D, MLP size I) autograd keeps about 10 D + 4 I numbers per token; with these functions
-8 D + 2 I. They replace the code of modules of two forms, by which most models are built, where they give the same on
-random numbers:
+For a Llama-type block (hidden size D, MLP size I) autograd keeps about 10 D + 4 I numbers per token; these functions keep
+8 D + 2 I. They replace the forward of modules of two common forms, after checking that they give the same results on random
+numbers:
 
     RMSNorm(x) = w · x / sqrt(mean(x²) + ε)                (Zhang & Sennrich 2019, arXiv 1910.07467)
     MLP(x) = W_down (silu(W_gate x) · W_up x)              (SwiGLU: Shazeer 2020, arXiv 2002.05202)
 
-Under autocast the norm of a float32 hidden state comes out in autocast's dtype. The linear layers that follow would each
-make and keep that copy; here the three projections of attention share one, and the two of the MLP another.
+Under autocast the norm of a float32 hidden state is returned in autocast's dtype. Otherwise each linear layer that follows
+would make and keep its own copy; here attention's three projections share one, and the MLP's two another.
 
 Shapes: N tokens (or tokens and heads).
 """
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 
 def use_fused_layers(lm: nn.Module) -> None:
-    """Replace the code of all norms and MLPs of a language model that have one of the two forms."""
+    """Replace the forward of all norms and MLPs of a language model that have one of the two forms."""
     for module in lm.modules():
         if _is_norm(module):
             _replace(module, _norm_forward, module.weight.shape[0])
@@ -33,12 +33,13 @@ def use_fused_layers(lm: nn.Module) -> None:
 
 
 def fused_layers(lm: nn.Module) -> list[str]:
-    """The names of the modules whose code is replaced."""
+    """The names of the modules whose forward is replaced."""
     return [name for name, module in lm.named_modules() if "plain_forward" in vars(module)]
 
 
 def fuse_again(lm: nn.Module, names: list[str]) -> None:
-    """Replace the code of these modules, which was found to give the same, without weights to find out with."""
+    """Replace the forward of these modules without a check: they were checked before, and their weights are not loaded
+    yet."""
     modules = dict(lm.named_modules())
     for module in (modules[name] for name in names):
         module.plain_forward = module.forward
@@ -57,7 +58,7 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 class _Part(nn.Module):
-    """What stands in the place of a projection: it hands on its input, from the other end where `reverse`."""
+    """A stand-in for a projection: returns its input, reversed along the last dimension if `reverse`."""
 
     def __init__(self, reverse: bool = False):
         super().__init__()
@@ -68,9 +69,10 @@ class _Part(nn.Module):
 
 
 def _is_swiglu(module: nn.Module) -> bool:
-    """Whether an MLP makes silu(gate) · up of what its projections give, small or large: no clamp, no other activation.
+    """Whether an MLP computes silu(gate) · up from its projections, for small and large values: no clamp, no other
+    activation.
 
-    Its weights, which may be small or zero, have no part in the answer.
+    Its weights, which may be small or zero, do not influence the answer.
     """
     parts = dict(module._modules)
     weight = next(module.parameters())
@@ -82,7 +84,7 @@ def _is_swiglu(module: nn.Module) -> bool:
             module._modules[name] = _Part(reverse=name == "up_proj")
         with torch.no_grad():
             return _same(module(x), F.silu(x) * x.flip(-1), 1e-5)
-    except Exception:  # a forward that does something else besides
+    except Exception:  # a forward that does something else
         return False
     finally:
         module._modules.clear()
@@ -90,36 +92,35 @@ def _is_swiglu(module: nn.Module) -> bool:
 
 
 def _same(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether all numbers agree, each to a share of itself."""
+    """Whether all numbers agree, each to a relative tolerance."""
     if found.shape != expected.shape:
         return False
     return bool(((found - expected).abs() <= tolerance * expected.abs() + torch.finfo(torch.float32).tiny).all())
 
 
 def _replace(module: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor], width: int) -> None:
-    """Let the module, for inputs (..., width), compute by `forward`, unless that gives something else, on small or large
-    ones."""
+    """Make the module compute inputs (..., width) by `forward`, unless the results differ on small or large values."""
     weight = next(module.parameters())
     if weight.is_meta:
         return
-    dtype = weight.dtype if weight.is_floating_point() else torch.float32  # quantised
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32  # quantised weights
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
     inputs = [x * size for size in (1e-3, 1.0, 1e3)]
     with torch.no_grad():
         expected = [module(x) for x in inputs]
         module.plain_forward = module.forward
         module.forward = MethodType(forward, module)
-        rough = 1e-4 if dtype == torch.float32 else 2e-2  # sums in another order, of the whole row
+        rough = 1e-4 if dtype == torch.float32 else 2e-2  # sums over a whole row in another order
         if all((module(x) - y).abs().max() <= rough * y.abs().max() for x, y in zip(inputs, expected, strict=True)):
             return
-    del module.forward, module.plain_forward  # back to the forward of its class
+    del module.forward, module.plain_forward  # restores the class's forward
 
 
 # --- RMSNorm --------------------------------------------------------------------------------------------------------
 
 
 def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():  # the compiler fuses the plain form
+    if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
         return self.plain_forward(x)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else None
@@ -169,7 +170,7 @@ def _mlp_forward(self: nn.Module, x: Tensor) -> Tensor:
     gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return down(F.silu(gate) * up)
-    # LoRA and quantisation put another module in its place.
+    # LoRA and quantisation replace this module.
     if type(down) is nn.Linear and down.bias is None and not _hooked(down):
         return _GatedDown.apply(gate, up, down.weight)
     return down(_Gated.apply(gate, up))
@@ -201,7 +202,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _GatedDown(torch.autograd.Function):
-    """W_down (silu(gate) · up); the product is computed again for the gradient of W_down."""
+    """W_down (silu(gate) · up); the product is recomputed for the gradient of W_down."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """The LM head: hidden states of the trained positions -> log-probabilities of their tokens, a chunk of logits at a time.
 
-The full logits (N, V) never exist. With D the hidden size, full logits cost 6·N·D·V operations: one matrix product for
-the logits, one each for the gradients of the hidden states and of the head. What chunks cost depends on what is known:
+The full logits (N, V) never exist. With hidden size D, full logits cost 6·N·D·V operations: one matrix product each for the
+logits, the gradient of the hidden states and the gradient of the head. The cost in chunks depends on what is known when:
 
-- `weighted_nll`: the weights of the tokens are known before the call (pretrain, SFT). The gradient of `-Σ w_t · log p_t`
-  is formed along with the logits, chunk by chunk: 6·N·D·V.
-- `log_probs`: what becomes of the log-probabilities shows in the backward pass only (DPO, GRPO). The logits of more than
+- `weighted_nll`: the tokens' weights are known before the call (pretrain, SFT). The gradient of `-Σ w_t · log p_t` is
+  computed together with the logits, chunk by chunk: 6·N·D·V.
+- `log_probs`: the gradient of the log-probabilities is known only in the backward pass (DPO, GRPO). The logits of more than
   one chunk are computed twice: 8·N·D·V.
-- Under a frozen head (LoRA) both form the gradient at once: 4·N·D·V.
+- With a frozen head (LoRA) both compute the gradient at once: 4·N·D·V.
 
-How this is computed: fused_head.py. `map_logits` hands the logits themselves, by chunks, to any function.
+The arithmetic is in fused_head.py. `map_logits` passes the logits themselves, in chunks, to any function.
 
 Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
 """
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def logits_of(inner: nn.Module, hidden: Tensor) -> Tensor:
-    """The LM head of a transformers model on hidden states (N, D) -> logits (N, V), as the model itself shapes them."""
+    """Logits (N, V) of a transformers model's LM head for hidden states (N, D), transformed as the model does."""
     return _apply(_logit_transform(inner), inner.get_output_embeddings()(hidden))
 
 
@@ -45,10 +45,10 @@ def log_probs(
     entropy: bool = False,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities of the tokens, from the hidden states that predict them.
+    """Log-probabilities of tokens, from the hidden states that predict them.
 
     inner: the transformers model; hidden (N, D), tokens (N,) int64; temperature divides the logits. Returns float32 (N,)
-    each: logps and, with entropy, the entropy of each distribution in nats and 1 where the token is its most probable one.
+    each: logps and, with entropy, each distribution's entropy in nats, and 1 if the token is the most probable one, else 0.
     Gradients flow through logps, and with entropy_grad through the entropy.
     """
     transform = _logit_transform(inner, temperature)
@@ -67,7 +67,7 @@ def log_probs(
         logps = chosen - normalizer
         if not entropy:
             return (logps,)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):  # else nothing is kept for it
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):  # otherwise nothing is saved for it
             entropies = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
         return logps, entropies, (chosen >= logits.amax(-1)).float()
 
@@ -81,10 +81,11 @@ def map_logits(
     function: Callable[[Tensor, Tensor], Tensor],
     temperature: float = 1.0,
 ) -> Tensor:
-    """function(logits (n, V) float32, rows (n,)) -> (n, ...), on a chunk of positions at a time, end to end: (N, ...).
+    """Apply function(logits (n, V) float32, rows (n,)) -> (n, ...) chunk by chunk; returns the results concatenated, (N,
+    ...).
 
-    hidden (N, D), rows (N,) int64, any number of each position; temperature divides the logits. A chunk is computed again
-    in the backward pass, so that the logits of one chunk exist at once.
+    hidden (N, D), rows (N,) int64, one or more values per position; temperature divides the logits. Each chunk is recomputed
+    in the backward pass, so that only one chunk's logits exist at a time.
     """
     transform = _logit_transform(inner, temperature)
 
@@ -99,7 +100,7 @@ def map_logits(
 
 
 def _rows_at_once(inner: nn.Module, hidden: Tensor) -> int:
-    return chunk_rows(hidden.device, inner.config.get_text_config().vocab_size)  # ZeRO-3 shows no shape of a weight
+    return chunk_rows(hidden.device, inner.config.get_text_config().vocab_size)  # ZeRO-3 hides the weight's shape
 
 
 def _in_chunks(
@@ -109,10 +110,10 @@ def _in_chunks(
     other: Tensor,
     random: bool = False,
 ) -> tuple[Tensor, ...]:
-    """function(hidden, other) by chunks of rows, each of several computed again in the backward pass, where a function that
-    may be `random` draws the same."""
+    """function(hidden, other) in chunks of rows. If there are several, each is recomputed in the backward pass, with the
+    same random numbers if the function may be `random`."""
     rows = _rows_at_once(inner, hidden)
-    # Each call of the head gathers it where ZeRO-3 shards it: the number of calls must be the same on every process.
+    # Under ZeRO-3 each call of the head gathers it: the number of calls must be the same on every process.
     if len(hidden) <= rows or hasattr(weight_of(inner.get_output_embeddings()), "ds_id"):
         return function(hidden, other)
     chunks = [
@@ -125,13 +126,13 @@ def _in_chunks(
 def weighted_nll(
     inner: nn.Module, hidden: Tensor, tokens: Tensor, weights: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """`-Σ w_t · log p_t`, its gradient formed in this call where that saves work.
+    """`-Σ w_t · log p_t`, with the gradient computed in this call if that saves work.
 
-    As `log_probs`, with weights (N,) float32, through which no gradient flows. Returns the loss (), and logps, entropy and
-    correct, (N,) each, without a gradient. The loss can be sent backward once.
+    As `log_probs`, with weights (N,) float32, which get no gradient. Returns the loss (), and logps, entropy and correct,
+    (N,) each, without gradient. The loss supports one backward pass.
     """
     linear = _plain_linear(inner)
-    # float16 waits for the backward pass: only there does the gradient hold the factor that lifts it into float16's range.
+    # float16 waits for the backward pass, where the gradient includes the loss scale that keeps it in float16's range.
     if linear is not None and linear.weight.requires_grad and torch.is_grad_enabled():
         if compute_dtype(linear.weight) != torch.float16:
             rows = chunk_rows(hidden.device, linear.weight.shape[0])
@@ -143,14 +144,14 @@ def weighted_nll(
 
 
 def head_bytes(inner: nn.Module, N: int, device: torch.device, autocast: torch.dtype | None) -> int:
-    """The most bytes that `weighted_nll`, or `log_probs` with its backward pass, hold for N positions, with gradients."""
+    """Peak bytes that `weighted_nll`, or `log_probs` with its backward pass, hold for N positions, including gradients."""
     weight = weight_of(inner.get_output_embeddings())
     V, D = weight.shape
     dtype = autocast or weight.dtype
     exact = torch.promote_types(dtype, torch.float32)
     rows = min(N, chunk_rows(device, V))
     hidden = 2 * N * D * weight.dtype.itemsize  # and its gradient
-    if _plain_linear(inner) is None:  # the logits, autograd's copies of them, and gradients that are added up one by one
+    if _plain_linear(inner) is None:  # logits, autograd's copies of them, and gradients accumulated one by one
         return (
             hidden
             + rows * V * (dtype.itemsize + 3 * exact.itemsize)
@@ -158,7 +159,7 @@ def head_bytes(inner: nn.Module, N: int, device: torch.device, autocast: torch.d
         )
     block = min(rows * V, max(V, of_device(BLOCK_ELEMENTS, device)))
     held = hidden + (rows * V + 2 * block) * exact.itemsize + weight.requires_grad * V * D * exact.itemsize
-    held += (dtype != exact) * rows * V * dtype.itemsize  # the matrix product, before it is copied to float32
+    held += (dtype != exact) * rows * V * dtype.itemsize  # the matrix product before its copy to float32
     held += (dtype != weight.dtype) * V * D * dtype.itemsize  # the weight, cast
     return held
 
@@ -182,12 +183,12 @@ def _apply(transform: LogitTransform, logits: Tensor) -> Tensor:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight of an embedding or a head; without the rows that peft trains beside it, with which it would be a copy."""
+    """The weight of an embedding or a head, without the rows that peft trains (merging them would make a copy)."""
     return getattr(getattr(module, "token_adapter", None), "base_layer", module).weight
 
 
 def _plain_linear(inner: nn.Module) -> nn.Linear | None:
-    """The head, where it is a plain matrix: not adapted, quantised, sharded (DTensor, ZeRO-3) or hooked; else None."""
+    """The head if it is a plain matrix: not adapted, quantised, sharded (DTensor, ZeRO-3) or hooked; else None."""
     module = inner.get_output_embeddings()
     if type(module) is not nn.Linear or type(module.weight) not in (Tensor, nn.Parameter):
         return None

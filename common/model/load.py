@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder or the Hub, made ready to train."""
+"""Load models and tokenizers from a folder or the Hub, ready for training."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of that name, else args.tokenizer_name, else the model's, with the chat template of args.
+    """The tokenizer of `name`, else args.tokenizer_name, else the model's, with the chat template of args.
 
-    Raises UserError where it cannot be loaded, or has no token that ends a text.
+    Raises UserError if it cannot be loaded, or has no end-of-text token.
     """
     if args.model_revision and args.model_name_or_path and Path(args.model_name_or_path).exists():
         raise UserError(f"--model_revision {args.model_revision}: {args.model_name_or_path} is a folder, not a Hub model")
@@ -38,7 +38,7 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-        tokenizer("a Test 1")  # some fail at their first text only
+        tokenizer("a Test 1")  # some fail only on their first text
     if tokenizer.eos_token_id is None:
         raise UserError(f"tokenizer {name}: it has no end-of-text token (eos_token): a model would never stop")
     if args.chat_template is not None:
@@ -49,7 +49,7 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
 
 
 def load_config(name: str, tokenizer: Tokenizer) -> "PreTrainedConfig":
-    """The configuration of a model on the Hub or in a folder, for a new model with this tokenizer."""
+    """The configuration of a model on the Hub or in a folder, adapted to a new model with this tokenizer."""
     with hub_errors("config", name):
         from transformers import AutoConfig
 
@@ -68,12 +68,12 @@ def load_model(
     checkpoint: str | Path | None = None,
     config: "PreTrainedConfig | None" = None,
 ) -> FlatModel:
-    """The model to train: from the checkpoint, else args.model_name_or_path, else new by the configuration.
+    """The model to train: from the checkpoint, else args.model_name_or_path, else new from the configuration.
 
-    With LoRA the checkpoint holds the adapters only; the base is args.model_name_or_path, or what that adapter stands on.
-    The weights of a sharded checkpoint follow when the run is prepared (common/run/sharded.py).
-    Gradient checkpointing, compilation and the precision of the weights are those of args. On the accelerator's device, but
-    for a dry run or sharded weights, which `accelerator.prepare` puts there piece by piece.
+    With LoRA the checkpoint holds only the adapters; the base is args.model_name_or_path, or the base of that adapter. The
+    weights of a sharded checkpoint follow in `run.prepare` (common/run/sharded.py). Gradient checkpointing, compilation and
+    the dtype of the weights follow args. The model is on the accelerator's device, except for a dry run or sharded weights,
+    which `accelerator.prepare` moves piece by piece.
     """
     name = checkpoint or args.model_name_or_path
     if args.use_peft:
@@ -101,7 +101,7 @@ def load_model(
 
 
 def _load_frame(args: CommonArgs, checkpoint: str | Path) -> FlatModel:
-    """The model of a sharded checkpoint, without the values of its weights."""
+    """The model of a sharded checkpoint, with its weights still uninitialised."""
     with hub_errors("sharded checkpoint", str(checkpoint)):
         lm = empty_model(checkpoint, trust_remote_code=args.trust_remote_code)
         check_numbers(str(checkpoint), lm)
@@ -111,7 +111,7 @@ def _load_frame(args: CommonArgs, checkpoint: str | Path) -> FlatModel:
 
 
 def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:
-    """args.model_name_or_path with a new adapter; where it is one, its base with that adapter, to be trained on."""
+    """args.model_name_or_path with a new adapter; if it is an adapter itself, its base with that adapter trained further."""
     name = args.model_name_or_path
     if not name:
         raise UserError("--use_peft adapts an existing model: name it with --model_name_or_path")
@@ -127,13 +127,13 @@ def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path
 
 
 def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
-    """The ids that a tokenizer has and the one of that model or adapter has not: of a chat template's marks, say."""
+    """Token ids of the tokenizer that the model or adapter `name` does not know, for instance a chat template's markers."""
     from transformers import AutoTokenizer
 
     try:
         options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
         known = AutoTokenizer.from_pretrained(name, **options).get_vocab()
-    except Exception:  # it has none of its own (--tokenizer_name): new is what its embedding has no row for
+    except Exception:  # no tokenizer of its own (--tokenizer_name): new ids are those without an embedding row
         if is_adapter(name, args.model_revision):
             return []
         rows = _file_config(args, name, args.model_revision).get_text_config().vocab_size
@@ -153,11 +153,11 @@ def load_pretrained(
     revision: str | None = None,
     device: torch.device | None = None,
 ) -> FlatModel:
-    """A causal language model from a folder or the Hub, checked to be callable on flat rows. Of an adapter, its base with
-    the adapter merged into it.
+    """A causal language model from a folder or the Hub, checked to be callable on flat rows. An adapter is merged into its
+    base.
 
-    Its weights have args.dtype whatever the file holds: small updates vanish in bfloat16 weights. vocab_size: the number of
-    token ids that the tokenizer can produce; the embedding grows when it has fewer rows. revision: of a model that is not
+    Its weights have args.dtype whatever the files hold: small updates vanish in bfloat16 weights. vocab_size: the number of
+    token ids that the tokenizer can produce; a smaller embedding grows to it. revision: for a model other than
     args.model_name_or_path. device: where a model is quantised, and stays (--load_in_4bit, --load_in_8bit).
     """
     name = str(name)
@@ -166,7 +166,7 @@ def load_pretrained(
     if (quantised := quantisation(args)) is not None:
         options |= {"quantization_config": quantised, "device_map": {"": str(device or "cpu")}}
     with hub_errors("model", name):
-        if is_adapter(name, revision):  # merged: the starting point and, in DPO and GRPO, the reference
+        if is_adapter(name, revision):  # merged: it is the starting point and, in DPO and GRPO, the reference
             auto_peft = import_peft(f"the adapter {name}").AutoPeftModelForCausalLM
             base = adapter_config(name, revision)
             lm = auto_peft.from_pretrained(name, revision=revision, **options).merge_and_unload().requires_grad_(True)
@@ -182,7 +182,7 @@ def load_pretrained(
             check_weights(name, lm, found)
             config = _file_config(args, name, revision)
         check_numbers(name, lm)
-    lm.base_dtype = _dtype_of(config)  # what is exported has it again
+    lm.base_dtype = _dtype_of(config)  # restored at export
     lm.left_out = ""
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
         lm.left_out = f"what {config.model_type} has beside its text model (it is exported as {lm.config.model_type})"
@@ -196,20 +196,20 @@ def load_pretrained(
 
 
 def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
-    """Give the embedding and the head rows for all token ids below vocab_size, where they have fewer."""
+    """Extend the embedding and the head to at least vocab_size rows."""
     known = lm.get_input_embeddings().weight.shape[0]
     if vocab_size > known:
         say(f"model: the embedding grows from {known} to {vocab_size} tokens")
-        with torch.random.fork_rng(devices=[]):  # the new rows are drawn, alike for the reference and on every process
+        with torch.random.fork_rng(devices=[]):  # the same random rows for the reference and on every process
             torch.manual_seed(0)
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
 
 
 def align(model: torch.nn.Module) -> None:
-    """Give weights on a CPU memory of their own that starts at a multiple of 64 bytes, as that of new ones does.
+    """Copy CPU weights that do not start at a multiple of 64 bytes, as freshly allocated ones do.
 
-    What was loaded lies where the file has it, and how a matrix product rounds depends on that (MKL): a run that goes on
-    would not be the same as one that was not stopped.
+    Loaded weights start wherever the file has them, and MKL's rounding in matrix products depends on that: a resumed run
+    would differ from an uninterrupted one.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.data_ptr() % 64:
@@ -219,7 +219,7 @@ def align(model: torch.nn.Module) -> None:
 def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> None:
     """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need.
 
-    offload: what the layers are recomputed from, T · D numbers each, waits in the host's memory.
+    offload: keep the layers' inputs, T · D numbers each, in host memory.
     """
     model.offload = offload
     recomputed = {"context_fn": mixers.recompute_contexts} if mixers.recurrent_mixers(model.lm) else {}
@@ -229,7 +229,7 @@ def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> No
 
 
 def compile_layers(model: FlatModel) -> None:
-    """torch.compile on each transformer block: one small graph for all of them, names of the weights unchanged."""
+    """torch.compile each transformer block: one small graph for all of them, with unchanged weight names."""
     attention.exclude_from_compilation()
     mixers.exclude_from_compilation()
     for module in model.modules():
@@ -238,7 +238,7 @@ def compile_layers(model: FlatModel) -> None:
 
 
 def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer) -> None:
-    """Make `generate()` of the saved model stop where our sampling stops."""
+    """Make `generate()` of the saved model stop at the same tokens as our sampling."""
     config = base_lm(model.lm).generation_config
     config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
     config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -246,20 +246,20 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
 
 
 def _file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":
-    """The config.json of a model as it is, where the model that was loaded has a part of it, in another precision."""
+    """A model's config.json as in its files, for a loaded model that is only a part of it, or has another dtype."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
 def _dtype_of(config: "PreTrainedConfig") -> str:
-    """The precision that the files of a model have, "float32" where its config does not say."""
+    """The dtype of a model's files; "float32" if its config does not say."""
     dtype = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
     return dtype if dtype in ("bfloat16", "float16") else "float32"
 
 
 def _freeze_all_but_text(lm: torch.nn.Module) -> None:
-    """Towers for images and sound get no gradient from text: they stay as they are, and are exported so."""
+    """Freeze vision and audio towers: text gives them no gradient, so they are exported unchanged."""
     if lm.config.get_text_config() is lm.config:
         return
     text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}

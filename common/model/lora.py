@@ -1,8 +1,8 @@
-"""LoRA: a frozen model with small trained adapters (Hu et al. 2021, arXiv 2106.09685), by peft.
+"""LoRA: a frozen model with small trained adapters (Hu et al. 2021, arXiv 2106.09685), using peft.
 
-A run with --use_peft starts from a model, which gets a new adapter, or from an adapter, which is trained on: its base stays
-the one that it names, so that what is saved can be loaded again. A frozen copy of that adapter stands beside it, by the
-name of START: the reference of DPO and GRPO. Tokens that the tokenizer has and the base does not know are trained, too.
+A run with --use_peft starts from a model, which gets a new adapter, or from an adapter, which is trained further: its base
+stays the one it names, so that the result can be loaded again. A frozen copy of the starting adapter is kept under the name
+START: the reference of DPO and GRPO. Tokens that the tokenizer has but the base does not know are trained, too.
 """
 
 import contextlib
@@ -26,35 +26,35 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-TRAINED, START = "default", "start"  # adapters of a model by name: the one that is trained, and what it was at the start
-# What of the adapter is its own: going on with it, another value on the command line would not count.
+TRAINED, START = "default", "start"  # adapter names within a model: the trained one, and its frozen starting point
+# Settings fixed by an existing adapter: when it is trained further, other values on the command line would be ignored.
 OWN = ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora")  # of LoraConfig
-# Mixers whose fused kernels read these weights themselves, past any adapter (peft refuses them).
+# Mixers whose fused kernels read these weights directly, bypassing any adapter (peft refuses them).
 MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-GATE = r"(.*\.)?(gate|router|shared_expert_gate)(\..*)?"  # what chooses the experts, in models that have some
+GATE = r"(.*\.)?(gate|router|shared_expert_gate)(\..*)?"  # the modules that choose the experts
 
 
 def is_adapter(name: str | Path | None, revision: str | None = None) -> bool:
-    """Whether a folder, or a repository of the Hub, holds an adapter and not a model."""
+    """Whether a folder, or a repository on the Hub, holds an adapter rather than a model."""
     if name is None or Path(name).exists():
         return name is not None and Path(name, "adapter_config.json").exists()
     from transformers.utils import find_adapter_config_file
 
     try:
         return find_adapter_config_file(str(name), revision=revision) is not None
-    except Exception:  # no such repository, no network: said when it is loaded
+    except Exception:  # no such repository, or no network: reported on loading
         return False
 
 
 def adapter_config(adapter: str | Path, revision: str | None = None, base: str | None = None) -> "LoraConfig":
-    """The settings of an adapter, its base among them. Raises UserError for what is no LoRA adapter, or names no base.
+    """The settings of an adapter, including its base. Raises UserError if it is not a LoRA adapter, or names no base.
 
-    base: a model in the place of the one that it names.
+    base: a model that replaces the one it names.
     """
     peft = import_peft(f"the adapter {adapter}")
     try:
         config = peft.PeftConfig.from_pretrained(str(adapter), revision=revision)
-    except Exception as error:  # a damaged file, an unknown kind
+    except Exception as error:  # a damaged file, or an unknown kind
         raise UserError(f"cannot load the adapter {adapter}: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(config, peft.LoraConfig):
         raise UserError(f"{adapter} is a {config.peft_type} adapter: only LoRA is known here")
@@ -62,7 +62,7 @@ def adapter_config(adapter: str | Path, revision: str | None = None, base: str |
     if not base:
         raise UserError(f"{adapter}/adapter_config.json names no base model (base_model_name_or_path)")
     if (base.startswith(".") or Path(base).is_absolute()) and not Path(base).exists():
-        raise UserError(f"the adapter {adapter} stands on {base}, which is not here")  # from this folder
+        raise UserError(f"the adapter {adapter} stands on {base}, which is not here")  # seen from the current folder
     return config
 
 
@@ -74,11 +74,11 @@ def add_lora(
     start: str | Path | None = None,
     new_tokens: Sequence[int] = (),
 ) -> FlatModel:
-    """Freeze the model and put LoRA adapters on it: those of a checkpoint, those of the adapter `start`, or new ones.
+    """Freeze the model and add LoRA adapters: those of a checkpoint, those of the adapter `start`, or new ones.
 
-    start: the adapter from which the run started, whose base the model is; a frozen copy of it is kept as START.
-    new_tokens: ids that the base does not know, which are trained in the embedding and the head. Raises UserError without
-    peft, for layers that do not exist, and for settings that the adapter `start` does not have.
+    start: the adapter that the run started from, with the model as its base; a frozen copy is kept as START. new_tokens: ids
+    unknown to the base, whose rows in the embedding and the head are trained. Raises UserError without peft, for layers that
+    do not exist, and for settings that differ from those of `start`.
     """
     peft = import_peft("--use_peft")
     base = model.lm.config._name_or_path
@@ -107,15 +107,15 @@ def add_lora(
         check_mergeable(lm)
     if start is not None:
         lm.load_adapter(str(start), START)
-        lm.set_adapter(TRAINED)  # before peft 0.21, loading another one freezes it
-    for config in lm.peft_config.values():  # that of a local base is found from any folder
+        lm.set_adapter(TRAINED)  # before peft 0.21, loading another adapter freezes this one
+    for config in lm.peft_config.values():  # so that a local base is found from any folder
         config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     _use_token_rows(lm)
     return FlatModel(lm, padded=model.padded)
 
 
 def check_mergeable(lm: nn.Module) -> None:
-    """Raise UserError where two adapters stand on one weight (Zamba2's shared blocks): merged, it would get both."""
+    """Raise UserError if two adapters share one weight (Zamba2's shared blocks): merging would add both to it."""
     adapted = [module for module in lm.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
     if len({id(module.base_layer.weight) for module in adapted}) < len(adapted):
         raise UserError(
@@ -125,7 +125,7 @@ def check_mergeable(lm: nn.Module) -> None:
 
 
 def advise(args: CommonArgs) -> None:
-    """Say what learning rate adapters want, where it was left at that of full fine-tuning."""
+    """Suggest a learning rate for adapters if the flag was left at the default for full fine-tuning."""
     default = next(f.default for f in dataclasses.fields(args) if f.name == "learning_rate")
     if args.learning_rate == default <= 1e-4:
         say(
@@ -135,7 +135,7 @@ def advise(args: CommonArgs) -> None:
 
 
 def _compare(args: CommonArgs, config: "LoraConfig", start: str | Path) -> None:
-    """Raise UserError where a flag that was set differs from what the adapter is made of."""
+    """Raise UserError if a flag on the command line contradicts the settings of the adapter."""
     for field in dataclasses.fields(CommonArgs):
         name = "r" if field.name == "lora_r" else field.name
         if name in OWN and getattr(args, field.name) not in (field.default, getattr(config, name)):
@@ -145,7 +145,7 @@ def _compare(args: CommonArgs, config: "LoraConfig", start: str | Path) -> None:
 
 
 def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":
-    """The settings of a new adapter, without vision towers and, unless they are named, the routers of experts."""
+    """The settings of a new adapter, excluding vision towers and, unless they are named, the routers of experts."""
     peft = import_peft("--use_peft")
     if args.init_lora_weights in ("pissa", "olora"):
         raise UserError(
@@ -188,7 +188,7 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
 
 
 def _is_one_product(linear: nn.Linear) -> bool:
-    """Whether a layer that is called linear multiplies by one matrix: DeepSeek-V4 has some that hold several."""
+    """Whether a linear layer multiplies by a single matrix: DeepSeek-V4 has some that hold several."""
     if not type(linear).__module__.startswith("transformers.models"):
         return True
     with torch.no_grad():
@@ -197,14 +197,14 @@ def _is_one_product(linear: nn.Linear) -> bool:
             out = linear(x)
         except (RuntimeError, ValueError, IndexError, TypeError):
             return False
-    return not isinstance(out, torch.Tensor) or out.shape == (2, linear.out_features)  # a router gives what it chose
+    return not isinstance(out, torch.Tensor) or out.shape == (2, linear.out_features)  # a router returns its choices
 
 
 def _without_routers(config: "LoraConfig", lm: nn.Module) -> None:
-    """Where peft adapts experts that are one parameter, it would adapt the parameter of the router as well."""
+    """When peft adapts experts that are one parameter, keep it from adapting the router's parameter as well."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
-    except ImportError:  # before peft 0.19: it adapts modules only
+    except ImportError:  # before peft 0.19, which adapts modules only
         return
     convert(config, lm, None)
     if config.target_parameters:
@@ -212,8 +212,8 @@ def _without_routers(config: "LoraConfig", lm: nn.Module) -> None:
 
 
 def import_peft(needed_for: str) -> ModuleType:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; it warns of a kernel that is not needed
-    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # of transformers to peft
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft; it warns about a kernel that is not needed
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # transformers' warning to peft
     try:
         import peft
     except ImportError:
@@ -226,9 +226,9 @@ def import_peft(needed_for: str) -> ModuleType:
 
 @contextlib.contextmanager
 def at_start(lm: nn.Module) -> Iterator[None]:
-    """While it lasts, the model is what it was at the start: with the adapter that it started from, or with none.
+    """Context in which the model is as it was at the start: with the adapter it started from, or with none.
 
-    What is trained stays so: peft's own set_adapter would change requires_grad, which DDP and FSDP do not expect.
+    The trained adapter keeps requires_grad: peft's set_adapter would change it, which DDP and FSDP do not expect.
     """
     if START not in lm.peft_config:
         with lm.disable_adapter():
@@ -245,7 +245,7 @@ def at_start(lm: nn.Module) -> Iterator[None]:
 
 
 def is_trained_part(name: str) -> bool:
-    """Whether a tensor, by its name in the state dict, belongs to the adapter that is trained."""
+    """Whether a tensor, by its name in the state dict, belongs to the trained adapter."""
     return TRAINED in name.split(".")
 
 
@@ -253,7 +253,7 @@ def is_trained_part(name: str) -> bool:
 
 
 def _rows_to_train(lm: nn.Module, new_tokens: Sequence[int]) -> dict[str, list[int]]:
-    """For peft: the ids whose rows are trained, of the embedding and, where that is another matrix, the head."""
+    """For peft: the ids of trained rows, for the embedding and, unless it is tied, the head."""
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise UserError(
@@ -266,7 +266,7 @@ def _rows_to_train(lm: nn.Module, new_tokens: Sequence[int]) -> dict[str, list[i
 
 
 def _use_token_rows(lm: nn.Module) -> None:
-    """Let trained rows take the place of what the layer gives for them: peft copies the whole matrix at every call."""
+    """Substitute trained rows into the layer's output: peft would copy the whole matrix at every call."""
     for module in lm.modules():
         if type(module).__name__ == "TrainableTokensLayer":
             module.forward_adapters = MethodType(_forward_with_rows, module)

@@ -1,4 +1,4 @@
-"""A finished adapter, merged into its base in the base's own dtype."""
+"""Merging a finished adapter into its base, in the base's own dtype."""
 
 import shutil
 from collections.abc import Callable
@@ -14,17 +14,16 @@ from common.model.lora import adapter_config, check_mergeable, import_peft, is_a
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BESIDE = ("extra.safetensors",)  # what a run leaves beside the adapter and belongs to the model
+BESIDE = ("extra.safetensors",)  # files that a run writes beside the adapter and that belong to the model
 
 
 def merged_model(
     adapter: str | Path, base: str | None = None, *, trust_remote_code: bool = False
 ) -> tuple["PreTrainedModel", Tokenizer | None]:
-    """The model that an adapter stands for, as transformers has it, and the tokenizer that lies beside the adapter.
+    """The merged model of an adapter, as a transformers model, and the tokenizer saved beside the adapter.
 
-    The sums are made in float32; each weight of the result has the dtype that it has in the base's files. base: in the
-    place of the one that the adapter names. Raises UserError for what is no LoRA adapter, or where the base is not here or
-    is quantised itself.
+    Sums are computed in float32; each weight of the result has its dtype in the base's files. base: replaces the one that
+    the adapter names. Raises UserError if it is not a LoRA adapter, or if the base is missing or itself quantised.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -40,7 +39,7 @@ def merged_model(
         raise UserError(f"the base {name} is quantised: name the model that it was made of, in its own dtype, with --base")
     try:
         tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
-    except Exception:  # none beside it
+    except Exception:  # there is none beside it
         tokenizer = None
     tensors = dict(lm.named_parameters()) | dict(lm.named_buffers())
     dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in tensors.items()}
@@ -59,7 +58,7 @@ def merged_model(
 
 
 def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False) -> str:
-    """Write that model to a folder, with the tokenizer and the extra modules of the adapter; returns its dtype."""
+    """Write the merged model to a folder, with the adapter's tokenizer and extra modules; returns its dtype."""
     lm, tokenizer = merged_model(adapter, base, trust_remote_code=trust_remote_code)
     lm.save_pretrained(folder)
     if tokenizer is not None:
@@ -78,7 +77,7 @@ def merge_adapter(
     trust_remote_code: bool = False,
     also: Callable[[Path, str], None] | None = None,
 ) -> None:
-    """Write that model to the folder `out`, whole or not at all. also(folder, dtype): writes more there."""
+    """Write the merged model to the folder `out` atomically. also(folder, dtype): writes further files there."""
     if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
         raise UserError(f"{out} is there already: name a folder that is not")
     temporary = Path(out).with_name(f".{Path(out).name}.tmp")

@@ -1,10 +1,10 @@
 """Recurrent mixers on a flat row: linear attention, short convolutions, state-space models.
 
-Such a layer carries a state along what it is given, from one sequence of a flat row into the next. While a flat row is
-called (`dealing`), each of them gets the row dealt out into right-padded batches of its sequences, and what it gives is
-gathered back: what stands after a sequence changes nothing in it. Attention, norms and MLPs of the same model work on the
-flat row. A start that sequences share is written out for each of them, and the row gets back what the first one has there,
-which is the same in all.
+Such a layer carries a state along its input, and so from one sequence of a flat row into the next. While a flat row is
+processed (`dealing`), each mixer receives the row as right-padded batches of its sequences, and the outputs are gathered
+back: padding after a sequence changes nothing in it. Attention, norms and MLPs of the same model work on the flat row. A
+prefix that sequences share is written out for each of them, and the row gets back the first one's output, which is the same
+in all.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Methods of transformers' cache, of the one that MiniMax has for itself, and what RecurrentGemma keeps in its modules.
+# Cache methods of transformers and of MiniMax's own cache, and the attribute in which RecurrentGemma's modules keep a state.
 KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache", "conv1d_state"}
 
-_row: FlatRow | None = None  # the one that is called; no argument, because some models hand none on to their mixers
+_row: FlatRow | None = None  # the current row; not an argument, because some models pass none on to their mixers
 
 
 def recurrent_mixers(lm: nn.Module) -> list[nn.Module]:
-    """The modules that carry a state along a sequence: those whose code hands one to a cache."""
+    """The modules that carry a state along a sequence, recognised by code that stores it in a cache."""
     classes = {type(module) for module in lm.modules()}
     mixers = {cls for cls in classes if _names(cls) & (KEEPS_STATE | OWN_CACHE)}
     return [module for module in lm.modules() if type(module) in mixers]
 
 
 def own_cache(mixers: list[nn.Module]) -> bool:
-    """Whether they keep their states in a cache of another kind."""
+    """Whether they keep their states in a cache of their own kind."""
     return any(_names(type(mixer)) & OWN_CACHE for mixer in mixers)
 
 
@@ -45,7 +45,7 @@ def _names(cls: type) -> set[str]:
 
 
 def deal_out(lm: nn.Module) -> list[nn.Module]:
-    """Let all mixers of a language model deal out the rows that are called under `dealing`. Returns them."""
+    """Make all mixers of a language model split rows under `dealing` into batches. Returns the mixers."""
     mixers = recurrent_mixers(lm)
     for mixer in mixers:
         if not hasattr(mixer, "undealt_forward"):
@@ -55,14 +55,14 @@ def deal_out(lm: nn.Module) -> list[nn.Module]:
 
 
 def exclude_from_compilation() -> None:
-    """Keep the loop over batches out of compiled graphs: there would be one for each number of batches."""
+    """Keep the loop over batches out of compiled graphs: each number of batches would need its own graph."""
     global _deal_out
     _deal_out = torch.compiler.disable(_deal_out)
 
 
 @contextlib.contextmanager
 def dealing(row: FlatRow | None) -> Iterator[None]:
-    """While it lasts, what mixers are called on are tokens of this row."""
+    """Context in which the mixers' inputs are tokens of this row."""
     global _row
     before, _row = _row, row
     try:
@@ -72,8 +72,8 @@ def dealing(row: FlatRow | None) -> Iterator[None]:
 
 
 def recompute_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """For `context_fn` of torch.utils.checkpoint: a block that is called again in the backward pass gets its own row, not
-    the one that was called last."""
+    """For `context_fn` of torch.utils.checkpoint: a block recomputed in the backward pass uses its own row, not the one
+    called last."""
     return contextlib.nullcontext(), dealing(_row)
 
 
@@ -83,15 +83,15 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _deal_out(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the mixer gives for the row, by one batch after another."""
+    """The mixer's output for the row, computed batch by batch."""
     if _row is None:
         return mixer.undealt_forward(*args, **kwargs)
     row, sharded = _row, any(hasattr(p, "ds_id") for p in mixer.parameters())
-    batches, inverse = _places(row, together=sharded)  # ZeRO-3 counts calls, which all processes have to make
+    batches, inverse = _places(row, together=sharded)  # ZeRO-3 needs the same number of calls on all processes
     T = len(inverse)
 
     def deal(x: Any) -> list[Any]:
-        """(1, T, ...) -> (b, L, ...) for each batch; what does not lie along the row goes to all."""
+        """(1, T, ...) -> (b, L, ...) for each batch; arguments without a token dimension go to all batches unchanged."""
         if isinstance(x, tuple) and x:
             return list(zip(*map(deal, x), strict=True))
         if not isinstance(x, Tensor) or x.shape[:2] != (1, T):
@@ -104,7 +104,7 @@ def _deal_out(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if isinstance(parts[0], tuple):
             return tuple(map(collect, zip(*parts, strict=True)))
         if not isinstance(parts[0], Tensor) or parts[0].shape[:2] != batches[0].shape:
-            return None  # a state or weights, of no use for a row
+            return None  # a state or weights, meaningless for a row
         out = [part.flatten(0, 1) for part in parts]
         return (out[0] if len(out) == 1 else torch.cat(out)).index_select(0, inverse)[None]
 
@@ -117,10 +117,10 @@ def _deal_out(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
-    """All sequences in full as right-padded batches: (b, L) int64 tokens of the row in each, and (T,) int64, where each
-    token of the row comes first in the batches, end to end. Padding repeats a sequence's last token.
+    """All sequences in full as right-padded batches: (b, L) int64, the tokens of the row in each batch, and (T,) int64, each
+    token's first place in the concatenated batches. Padding repeats a sequence's last token.
 
-    together: in one batch. Made once per row, on the CPU, and used by every layer.
+    together: use a single batch. Built once per row, on the CPU, and used by every layer.
     """
     if together not in row.places:
         lengths, device = row.lengths, row.buckets[0].keys.device
@@ -140,7 +140,7 @@ def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
 
 
 def _similar(lengths: np.ndarray, least: float) -> list[list[int]]:
-    """Sequences in groups, longest first; the shortest of each has `least` of the length of the longest."""
+    """Groups of sequences, longest first; the shortest in a group has at least `least` of the longest one's length."""
     groups: list[list[int]] = []
     for s in np.argsort(-lengths, kind="stable").tolist():
         if groups and lengths[s] >= least * lengths[groups[-1][0]]:

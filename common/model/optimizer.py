@@ -1,4 +1,4 @@
-"""The optimizer, and the learning rate as a pure function of the step."""
+"""The optimizers, and the learning rate as a pure function of the step."""
 
 import importlib.util
 import math
@@ -16,8 +16,8 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982, so that the learning rate
-    is that of AdamW), AdamW for the rest: torch's two, as one optimizer with one state."""
+    """Muon for the matrices (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982, so that AdamW's learning
+    rate fits) and AdamW for the rest: torch's two classes, combined into one optimizer with one state."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]):
         self.parts = parts
@@ -27,7 +27,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None if closure is None else closure()
         start = 0
-        for part, count in zip(self.parts, self.counts, strict=True):  # both may have been loaded, or put on a device, since
+        for part, count in zip(self.parts, self.counts, strict=True):  # either may have been loaded, or moved, since
             part.param_groups, part.state = self.param_groups[start : start + count], self.state
             part.step()
             start += count
@@ -35,10 +35,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: float = 1.0) -> torch.optim.Optimizer:
-    """The optimizer of --optim on the trained parameters, with weight decay on matrices only.
+    """The optimizer of --optim for the trained parameters, with weight decay on matrices only.
 
-    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: with moments of 8 bits, by bitsandbytes; muon: see Muon.
-    extra_lr_multiplier: the learning rate of the modules in model.extra, in learning rates of the others.
+    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: with 8-bit moments, by bitsandbytes; muon: see Muon.
+    extra_lr_multiplier: the learning rate of the modules in model.extra, relative to the others.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     for_muon = {id(p) for p in matrices(model)} if args.optim == "muon" else set()
@@ -55,7 +55,7 @@ def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: floa
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
-    fused = all(p.device.type in ("cpu", "cuda") for p in trained)  # one kernel for the whole update, where it exists
+    fused = all(p.device.type in ("cpu", "cuda") for p in trained)  # one kernel for the whole update, where available
     parts: list[torch.optim.Optimizer] = []
     if groups:
         parts.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=fused))
@@ -67,7 +67,7 @@ def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: floa
 
 
 def check_optimizer(args: CommonArgs, distributed_type: DistributedType) -> None:
-    """Raise UserError for an optimizer that is not installed, or does not work with what the run is distributed by."""
+    """Raise UserError for an optimizer that is not installed, or does not support the kind of distributed run."""
     if args.optim == "adamw_8bit":
         if importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("--optim adamw_8bit needs bitsandbytes: pip install bitsandbytes")
@@ -81,7 +81,7 @@ def check_optimizer(args: CommonArgs, distributed_type: DistributedType) -> None
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trained matrices of the language model but for embeddings and head: what Muon is for."""
+    """The trained matrices of the language model except embeddings and head: those that Muon updates."""
     lm = getattr(model, "lm", model)
     tables = {id(m.weight) for m in lm.modules() if isinstance(m, nn.Embedding)}
     if hasattr(lm, "get_output_embeddings"):
@@ -94,9 +94,9 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def moments_bytes(model: nn.Module, optim: str) -> float:
-    """What the optimizer keeps for the trained parameters, once it has taken a step."""
+    """Bytes of the optimizer state for the trained parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    if optim == "adamw_8bit":  # a byte each, and a scale for 256; small tensors in float32
+    if optim == "adamw_8bit":  # a byte each, and a scale per 256; small tensors in float32
         return sum(2 * p.numel() * (1 + 4 / 256 if p.numel() >= 4096 else 4) for p in trained)
     once = {id(p) for p in matrices(model)} if optim == "muon" else set()
     return float(sum((1 if id(p) in once else 2) * p.numel() * p.element_size() for p in trained))
@@ -105,7 +105,7 @@ def moments_bytes(model: nn.Module, optim: str) -> float:
 def schedule(args: CommonArgs, total_steps: int) -> Callable[[int], float]:
     """step -> learning rate, for steps 0 .. total_steps - 1.
 
-    Linear warm-up over warmup_steps (below 1: that share of the run), then cosine, linear or no decay to min_lr_ratio ·
+    Linear warm-up over warmup_steps (below 1: a share of the run), then cosine, linear or no decay to min_lr_ratio ·
     learning_rate; wsd stays flat and falls linearly over the last lr_decay_fraction of the run (Hu et al. 2024, arXiv
     2404.06395).
     """

@@ -1,9 +1,9 @@
-"""A frozen base in 4 or 8 bits under LoRA adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes.
+"""A frozen base in 4 or 8 bits under LoRA adapters (QLoRA: Dettmers et al. 2023, arXiv 2305.14314), using bitsandbytes.
 
---load_in_4bit: NF4 in blocks of 64, whose scales are quantised as well; --load_in_8bit: rows of int8 with a scale each.
-Only weights are rounded, in the matrices between the embedding and the head: where they are used they are made numbers of
-the run's dtype again (autocast's under autocast), forward and backward, so that a token's result does not depend on the
-others of its row. bitsandbytes' own 8-bit layer would round the activations, too, and with an eye to all tokens.
+--load_in_4bit: NF4 in blocks of 64 with quantised scales; --load_in_8bit: int8 rows with a scale each. Only weights are
+rounded, in the matrices between the embedding and the head: for each use, forward and backward, they are dequantised to the
+run's dtype (autocast's under autocast), so that a token's result does not depend on the others of its row. bitsandbytes' own
+8-bit layer would round the activations, too, depending on all tokens.
 """
 
 import copy
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_quantisation(args: CommonArgs, sharded: bool) -> None:
-    """Raise UserError for flags of quantisation that do not go together, and where bitsandbytes is missing."""
+    """Raise UserError for quantisation flags that conflict, and if bitsandbytes is missing."""
     if not (args.load_in_4bit or args.load_in_8bit):
         return
     flag = "--load_in_4bit" if args.load_in_4bit else "--load_in_8bit"
@@ -32,7 +32,7 @@ def check_quantisation(args: CommonArgs, sharded: bool) -> None:
         raise UserError("--load_in_4bit and --load_in_8bit: one of them")
     if not args.use_peft:
         raise UserError(f"{flag}: quantised weights cannot be trained, adapters on them can: with --use_peft")
-    if args.load_in_4bit and args.use_dora:  # peft takes its magnitudes from what bitsandbytes decodes, on a CPU wrongly
+    if args.load_in_4bit and args.use_dora:  # on a CPU its magnitudes come from bitsandbytes' wrong dequantisation
         raise UserError("--load_in_4bit: not with --use_dora (--load_in_8bit goes with it)")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"{flag} needs bitsandbytes: pip install bitsandbytes")
@@ -41,7 +41,7 @@ def check_quantisation(args: CommonArgs, sharded: bool) -> None:
 
 
 def quantisation(args: CommonArgs) -> "BitsAndBytesConfig | None":
-    """What transformers is told when it loads a model; None where the weights stay what they are."""
+    """The quantisation config for transformers; None if the weights are not quantised."""
     if not (args.load_in_4bit or args.load_in_8bit):
         return None
     from transformers import BitsAndBytesConfig
@@ -52,9 +52,9 @@ def quantisation(args: CommonArgs) -> "BitsAndBytesConfig | None":
 
 
 def use_plain_arithmetic(lm: nn.Module) -> None:
-    """Let the quantised layers of a model compute as this module's docstring says.
+    """Make the quantised layers of a model compute as this module's docstring says.
 
-    On a CPU bitsandbytes would also pack 4-bit weights anew for inference, with coarser scales, and keep those.
+    On a CPU bitsandbytes would also repack 4-bit weights for inference with coarser scales, and keep those.
     """
     for module in lm.modules():
         if _is_quantised(module):
@@ -62,12 +62,12 @@ def use_plain_arithmetic(lm: nn.Module) -> None:
 
 
 def sizes(parameters: Iterable[Tensor]) -> list[int]:
-    """How many numbers each parameter stands for; two of 4 bits lie in a byte."""
+    """The number of elements of each parameter; two 4-bit ones share a byte."""
     return [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
 
 
 def scales(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that quantised parameters have beside them, which are no parameters or buffers of the model."""
+    """The scales kept beside quantised parameters, which are neither parameters nor buffers of the model."""
     found: list[Any] = []
     for p in parameters:
         states = [s for s in (getattr(p, "quant_state", None),) if s is not None]
@@ -88,7 +88,7 @@ def _forward(self: nn.Module, x: Tensor) -> Tensor:
     kind = x.device.type
     x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
     weight = self.weight
-    if hasattr(weight, "quant_state") and kind == "cuda":  # its kernels read 4 bits where there are few tokens
+    if hasattr(weight, "quant_state") and kind == "cuda":  # its kernels read 4 bits directly if there are few tokens
         import bitsandbytes
 
         out = bitsandbytes.matmul_4bit(x, weight, quant_state=weight.quant_state)
@@ -98,7 +98,7 @@ def _forward(self: nn.Module, x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T for x (..., in); of the weight only its quantised form waits for the backward pass."""
+    """x W^T for x (..., in); only the quantised weight is saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -111,11 +111,11 @@ class _Linear(torch.autograd.Function):
 
 
 def dequantised(weight: Tensor) -> Tensor:
-    """The numbers (out, in) that a quantised weight stands for."""
+    """The dequantised weight (out, in)."""
     if hasattr(weight, "quant_state"):
         from bitsandbytes.functional import dequantize_4bit
 
-        state = copy.copy(weight.quant_state)  # on a CPU, rows that are no multiple of a block come out wrong (0.50.2)
+        state = copy.copy(weight.quant_state)  # on a CPU, rows that are not a multiple of a block come out wrong (0.50.2)
         blocks, rest = divmod(state.shape.numel(), state.blocksize)
         state.shape = torch.Size((1, state.shape.numel()) if rest else (blocks, state.blocksize))
         return dequantize_4bit(weight.data, state).view(weight.quant_state.shape)
@@ -123,6 +123,6 @@ def dequantised(weight: Tensor) -> Tensor:
 
 
 def dequantised_layers(lm: nn.Module) -> dict[str, Tensor]:
-    """The weights of the quantised layers, by name, as the numbers that the model computes with."""
+    """The dequantised weights of the quantised layers, by name."""
     found = {name: module for name, module in lm.named_modules() if _is_quantised(module)}
     return {f"{name}.weight": dequantised(module.weight).cpu() for name, module in found.items()}

@@ -1,4 +1,4 @@
-"""The reference of DPO and GRPO: the model as it was at the start, and what it says of all pairs, kept on disk."""
+"""The reference of DPO and GRPO: the model as it was at the start, and its log-probabilities, cached on disk."""
 
 import hashlib
 import inspect
@@ -31,12 +31,12 @@ from torch import Tensor
 
 
 class Reference:
-    """A frozen model, such as the one that is trained as it was at the start. Called like a FlatModel; without gradients,
-    under the run's autocast."""
+    """A frozen model, such as the policy as it was at the start. Called like a FlatModel, without gradients and under the
+    run's autocast."""
 
     def __init__(self, accelerator: Accelerator, model: FlatModel, *, without_adapter: bool = False):
-        """model: a frozen one, or without_adapter the model that is trained, whose LoRA adapter is off here, or what it was
-        where the run started from one."""
+        """model: a frozen one; with without_adapter, the trained model, used here with its LoRA adapter off, or with the
+        adapter that the run started from."""
         self.accelerator, self.model, self.without_adapter = accelerator, model, without_adapter
 
     @torch.no_grad()
@@ -48,21 +48,21 @@ class Reference:
                 return self.model(batch, **options)
 
     def sums(self, batch: Batch) -> Tensor:
-        """The log-probability of each sequence, summed over its trained tokens: (S,), no gradient."""
+        """The log-probability of each sequence, summed over its trained tokens: (S,), without gradient."""
         return segment_sum(self(batch).logps, batch["cu_seqlens"]) if self.model is not None else batch["ref_logps"]
 
     def precompute(self, args: CommonArgs, *data: Shuffled | Examples) -> None:
-        """Score all sequences of these data once, keep that on disk, and drop the model: only `sums` is left."""
+        """Score all sequences once, cache the scores on disk, and drop the model: only `sums` can be used afterwards."""
         for examples in data:
             precompute_ref_logps(args, self.accelerator, self, examples)
         self.model = None
 
     @torch.no_grad()
     def logits(self, batch: Batch, temperature: float = 1.0) -> Callable[[Tensor], Tensor]:
-        """f(rows (n,)) -> (n, V) float32: what a frozen model says of targets of the batch, divided by the temperature.
+        """f(rows (n,)) -> (n, V) float32: a frozen model's logits for targets of the batch, divided by the temperature.
 
-        rows: as map_logits of a FlatModel hands them to its function. The body is run here, the LM head in f, so that the
-        logits of all targets never exist. Not for a model without its adapter.
+        rows: as a FlatModel's map_logits passes them to its function. The body runs in this call, the LM head in f, so that
+        the full logits never exist. Not for the trained model without its adapter.
         """
         assert not self.without_adapter
         with self.accelerator.autocast():
@@ -78,10 +78,10 @@ class Reference:
 
 
 def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.Module, tokenizer: Tokenizer) -> Reference:
-    """A second model with the weights of args.model_name_or_path; with LoRA none, but the model without its adapter, or with
-    the one that it started from.
+    """A second model with the weights of args.model_name_or_path; with LoRA none, but the trained model without its adapter,
+    or with the one it started from.
 
-    model: the one that is trained, as `run.prepare` gave it.
+    model: the trained one, as `run.prepare` returned it.
     """
     if args.use_peft:
         return Reference(accelerator, accelerator.unwrap_model(model), without_adapter=True)
@@ -89,7 +89,7 @@ def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.M
 
 
 def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer, name: str) -> Reference:
-    """A second model beside the one that is trained, by its name or folder: another reference, a teacher."""
+    """A second, frozen model beside the trained one, by its name or folder: another reference, or a teacher."""
     frozen = load_pretrained(args, name, len(tokenizer), device=accelerator.device)
     return Reference(accelerator, frozen.to(accelerator.device).eval())
 
@@ -97,10 +97,10 @@ def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer
 def precompute_ref_logps(
     args: CommonArgs, accelerator: Accelerator, reference: Reference, data: Shuffled | Examples
 ) -> None:
-    """Give every sequence its log-probability under the reference, as the per-sequence field ref_logps.
+    """Add each sequence's log-probability under the reference, as the per-sequence field ref_logps.
 
-    data: Examples, or the training data made of them (its `data`). Called on every process; each scores its share. The
-    values are kept in args.dataset_cache_dir, in a file whose name is a hash of all that they depend on.
+    data: Examples, or the training data made from them (its `data`). Called on every process; each scores a share. The
+    scores are cached in args.dataset_cache_dir, in a file named by a hash of everything they depend on.
     """
     examples: Examples = getattr(data, "data", data)
     if not len(examples):
@@ -124,7 +124,7 @@ def precompute_ref_logps(
 
 
 def _read(path: Path) -> np.ndarray | None:
-    """The scores; None where the file is damaged, which its checksum shows."""
+    """The cached scores; None if the checksum shows that the file is damaged."""
     try:
         return np.load(path)["scores"]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
@@ -135,7 +135,7 @@ def _read(path: Path) -> np.ndarray | None:
 def _score(args: CommonArgs, accelerator: Accelerator, reference: Reference, examples: Examples) -> np.ndarray:
     """The log-probability of each sequence, summed over its trained tokens: (sequences,) float32."""
     mine = list(range(accelerator.process_index, len(examples), accelerator.num_processes))
-    mine.sort(key=lambda i: int(examples.lengths[i]))  # batches of similar size
+    mine.sort(key=lambda i: int(examples.lengths[i]))  # batches of similar lengths
     found: list[tuple[int, list[float]]] = []
     for start in range(0, len(mine), args.per_device_eval_batch_size):
         members = mine[start : start + args.per_device_eval_batch_size]
@@ -149,7 +149,7 @@ def fingerprint(reference: Reference, examples: Examples, mixed_precision: str) 
     """A hash of the weights, the settings of the model (and of the adapter it started from), the code of the reference's
     class, tokens and precision: 16 hexadecimal digits. Called on every process.
 
-    reference.model: all weights that it depends on, in a FlatModel or a list of several (nn.ModuleList).
+    reference.model: all weights that it depends on, in a FlatModel or several in an nn.ModuleList.
     """
     model = reference.model
     configs = [m.config.to_json_string(use_diff=False) for m in model.modules() if isinstance(m, FlatModel)]
@@ -157,7 +157,7 @@ def fingerprint(reference: Reference, examples: Examples, mixed_precision: str) 
     configs += [str(sorted(vars(adapter).items(), key=lambda item: item[0])) for adapter in adapters if adapter]
     digest = hashlib.sha256(json.dumps([mixed_precision, inspect.getsource(type(reference)), configs]).encode())
     for name, tensor in model.state_dict().items():
-        if not is_trained_part(name) and not name.startswith("extra."):  # no part of the reference
+        if not is_trained_part(name) and not name.startswith("extra."):  # not part of the reference
             tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

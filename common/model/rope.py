@@ -1,8 +1,8 @@
 """Rotary positions whose frequencies depend on the length of a call: each sequence gets those of its own length.
 
-Two kinds look at the largest position of a call. "longrope" (Ding et al. 2024, arXiv 2402.13753) has two sets of
-frequencies, up to the original length and beyond it; "dynamic" (NTK-aware scaling) has another set for each length beyond.
-So in a row, or a batch, the longest sequence would decide for its neighbours, and "dynamic" for what comes after.
+Two kinds depend on the largest position of a call. "longrope" (Ding et al. 2024, arXiv 2402.13753) has two sets of
+frequencies, up to the original length and beyond it; "dynamic" (NTK-aware scaling) has another set for each length beyond
+it. So the longest sequence of a row, or a batch, would change its neighbours, and with "dynamic" also later calls.
 """
 
 import contextlib
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 
 def follow_lengths(lm: nn.Module) -> None:
-    """Let the rotary embeddings of such a model compute for each sequence of a call by itself, where they know the lengths
-    (`knowing`)."""
+    """Make such rotary embeddings handle each sequence of a call separately, while the lengths are known (`knowing`)."""
     for module in lm.modules():
         kinds = _kinds(module)
         if any("dynamic" in kind or kind == "longrope" for kind in kinds.values()) and not hasattr(module, "own_lengths"):
@@ -31,7 +30,7 @@ def following(lm: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def knowing(rotaries: Sequence[nn.Module], lengths: list[int]) -> Iterator[None]:
-    """While it lasts, they are called for sequences of these lengths: a flat row, or the rows of a padded batch."""
+    """Context in which they are called for sequences of these lengths: a flat row, or the rows of a padded batch."""
     for module in rotaries:
         module.own_lengths = lengths
     try:
@@ -42,12 +41,12 @@ def knowing(rotaries: Sequence[nn.Module], lengths: list[int]) -> Iterator[None]
 
 
 def one_for_all(rotaries: Sequence[nn.Module], longest: int) -> bool:
-    """Whether sequences of up to so many tokens all have the same frequencies."""
+    """Whether all sequences of up to `longest` tokens have the same frequencies."""
     return all(longest <= _limit(module) for module in rotaries)
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """The kinds of RoPE of a rotary embedding, by the prefix of its attributes: one for all layers, or for each type."""
+    """The kinds of RoPE of a rotary embedding, by attribute prefix: one for all layers, or one per layer type."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         return {"": kinds}
@@ -55,7 +54,7 @@ def _kinds(module: nn.Module) -> dict[str, str]:
 
 
 def _limit(module: nn.Module) -> int:
-    """Up to this length all sequences have the same frequencies."""
+    """The length up to which all sequences have the same frequencies."""
     limits = [module.original_max_seq_len]
     for prefix, kind in _kinds(module).items():
         if kind == "longrope":
@@ -84,7 +83,7 @@ def _forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any, **kwa
         own = lengths.repeat_interleave(lengths)[None]
     else:
         own = lengths[:, None].expand(-1, position_ids.shape[1])
-        position_ids = position_ids.expand_as(own).minimum(own - 1)  # padding is no longer than its sequence
+        position_ids = position_ids.expand_as(own).minimum(own - 1)  # padding must not count as a longer sequence
     longrope = "longrope" in _kinds(self).values()
     group = (own > _limit(self)).long() if longrope else own.clamp(min=_limit(self))
     found: list[Tensor] = []

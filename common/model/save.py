@@ -1,4 +1,4 @@
-"""A model in a folder, as from_pretrained reads it, whatever it is wrapped in and however its weights are dealt out."""
+"""Saving a model in from_pretrained's format, however it is wrapped and its weights are sharded."""
 
 import copy
 import warnings
@@ -17,22 +17,22 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
 
-CARD = "README.md"  # peft's, which says little, and where the base lies
-EXTRA = "extra.safetensors"  # the modules that a script has put into model.extra
+CARD = "README.md"  # peft's says little, and contains the base's local path
+EXTRA = "extra.safetensors"  # a script's own modules in model.extra
 
 
 def model_writer(
     accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, merged: dict[str, torch.Tensor] | None = None
 ) -> Callable[[Path], None]:
-    """What writes the model (or LoRA adapter) and tokenizer as from_pretrained reads them, and `model.extra` beside them.
+    """A function that writes the model (or LoRA adapter) and tokenizer for from_pretrained, and `model.extra` beside them.
 
-    Called on every process. merged: the weights by name, where they are known already.
+    Called on every process. merged: the weights by name, if already known.
     """
     wrapper, weights = accelerator.unwrap_model(model, keep_torch_compile=False), None
     lm, extra = wrapper.lm, wrapper.extra.state_dict()
     if accelerator.distributed_type in SHARDED:
         if merged is None:
-            merged = accelerator.get_state_dict(model) or {}  # ZeRO-3 gives them to the main process only
+            merged = accelerator.get_state_dict(model) or {}  # ZeRO-3 returns them on the main process only
         weights = _part(wrapper, merged, "lm.")
         extra = {name.removeprefix("extra."): w for name, w in merged.items() if name.startswith("extra.")}
 
@@ -46,14 +46,14 @@ def model_writer(
 
 
 def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """A model, or the adapter that is trained, as from_pretrained reads it, with its generation_config.json.
+    """Write a model, or the trained adapter, for from_pretrained, with its generation_config.json.
 
-    weights: by name, where the model does not hold them itself.
+    weights: by name, if the model does not hold them itself.
     """
     if not hasattr(lm, "peft_config"):
         lm.save_pretrained(folder, state_dict=weights)
         return
-    rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # all that there is new in the embedding
+    rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # the only new rows of the embedding
     options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if rows else "auto"}
     lm.save_pretrained(folder, state_dict=weights, **options)
     base_lm(lm).generation_config.save_pretrained(folder)
@@ -61,10 +61,10 @@ def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | N
 
 
 def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype | None = None) -> Callable[[Path], None]:
-    """What writes the language model alone, as it is now, with the adapter that is trained merged into it.
+    """A function that writes the current language model alone, with the trained adapter merged into it.
 
-    Called on every process; what it returns, on the main process. The model stays as it is, to the bit. dtype: of the
-    matrices, where that is to be less than they have.
+    Called on every process; the function is called on the main process. The model stays bitwise unchanged. dtype: of the
+    matrices, to write them in a lower precision.
     """
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
     lm, weights, is_adapted = wrapper.lm, None, hasattr(wrapper.lm, "peft_config")
@@ -88,17 +88,17 @@ def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype
 
 
 def _part(model: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The weights whose names begin so, without it; a tied weight, which stands there under each of its names, once."""
+    """The weights under a name prefix, with the prefix removed; a tied weight, listed under each of its names, only once."""
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix) and name not in tied}
 
 
 def _merged(lm: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
-    """The transformers model that a peft model with these weights stands for, on the CPU; in memory of its own where an
-    adapter changes it."""
+    """The merged transformers model of a peft model with these weights, on the CPU; weights that an adapter changes are
+    copies."""
     inner, config = base_lm(lm), copy.deepcopy(lm.peft_config[TRAINED])
     plain = copy.deepcopy(inner.config)
-    plain._attn_implementation = "eager"  # no more than its weights are wanted
+    plain._attn_implementation = "eager"  # only its weights are used
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(plain, name):
             delattr(plain, name)
@@ -107,7 +107,7 @@ def _merged(lm: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
         twin = import_peft("--use_peft").get_peft_model(type(inner)(plain), config, adapter_name=TRAINED)
     twin.load_state_dict({name: w.detach().cpu() for name, w in weights.items()}, strict=False, assign=True)
     try:
-        with warnings.catch_warnings():  # of a head that is no longer the embedding's matrix: it is, again, below
+        with warnings.catch_warnings():  # a warning about a head untied from the embedding: it is tied again below
             warnings.simplefilter("ignore")
             merged = twin.merge_and_unload(safe_merge=True, adapter_names=[TRAINED])
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Sharded checkpoints, as far as the model goes: what is one, and a model whose weights follow from it.
+"""The model's side of sharded checkpoints: recognising one, and building a model whose weights are loaded later.
 
 Such a folder has the configuration and the tokenizer of a model, and `shards/`, which torch.distributed.checkpoint writes
-and reads, each process its part: the weights by their names in the FlatModel, and the state of the optimizer. Reading and
-writing them is of common/run/sharded.py.
+and reads, each process its part: the weights by their names in the FlatModel, and the optimizer state. common/run/sharded.py
+reads and writes them.
 """
 
 import json
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 FOLDER, RECORD = "shards", "sharded.json"
-MODEL, OPTIMIZER = "model.", "optimizer."  # what the names in the shards begin with
+MODEL, OPTIMIZER = "model.", "optimizer."  # name prefixes in the shards
 
 
 def holds_shards(folder: str | Path) -> bool:
-    """Whether the weights of the model in this folder are in shards (those of an adapter never are)."""
+    """Whether the weights of the model in this folder are sharded (an adapter's never are)."""
     return Path(folder, RECORD).is_file()
 
 
@@ -36,8 +36,8 @@ def refuse_shards(folder: str | Path) -> None:
 
 
 def write_frame(lm: "PreTrainedModel", padded: bool, folder: Path) -> None:
-    """What a model is besides its weights: configuration, code of its own, and how it is called (see wrap)."""
-    lm.config.dtype = str(lm.dtype).removeprefix("torch.")  # as save_pretrained has it
+    """Write everything of a model but its weights: configuration, its own code, and calling convention (see wrap)."""
+    lm.config.dtype = str(lm.dtype).removeprefix("torch.")  # as save_pretrained does
     lm.config.architectures = [type(lm).__name__.removeprefix("FSDP")]
     lm.config.save_pretrained(folder)
     lm.generation_config.save_pretrained(folder)
@@ -58,10 +58,10 @@ def read_record(folder: str | Path) -> dict[str, Any]:
 
 
 def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """The model of a sharded checkpoint, on the CPU, its parameters in memory that nobody has written to.
+    """The model of a sharded checkpoint, on the CPU, with uninitialised parameters.
 
-    Such memory is taken when it is written to, and so not at all where FSDP2 keeps a part of each parameter. Buffers have
-    their values.
+    Untouched memory is not really allocated, so parameters of which FSDP2 keeps only a part cost nothing in full. Buffers
+    have their values.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -69,7 +69,7 @@ def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> "PreT
     options = {"trust_remote_code": trust_remote_code}
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **options)
     known = read_metadata(folder).state_dict_metadata
-    with init_empty_weights(include_buffers=False):  # on the meta device, where initial values cost nothing
+    with init_empty_weights(include_buffers=False):  # on the meta device, where initialisation is free
         lm = AutoModelForCausalLM.from_config(config, **options)
     made: dict[int, nn.Parameter] = {}
     for prefix, module in lm.named_modules():
@@ -89,7 +89,7 @@ def empty_model(folder: str | Path, *, trust_remote_code: bool = False) -> "PreT
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what an index is made of, and nothing else: a pickle may otherwise run any code."""
+    """Unpickles only what an index is made of: an ordinary pickle may run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = module == "torch.serialization" and name == "_get_layout"
@@ -104,9 +104,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str | Path) -> "Metadata":
-    """The index of a checkpoint's shards: names, shapes, dtypes, and what lies in which file. Nothing in it is executed.
+    """The index of a checkpoint's shards: names, shapes, dtypes, and their places in the files. Nothing in it is executed.
 
-    Raises UserError where it is missing or no such index.
+    Raises UserError if it is missing or invalid.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -117,5 +117,5 @@ def read_metadata(folder: str | Path) -> "Metadata":
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
         return found
-    except Exception as error:  # what lies in a folder may be anything
+    except Exception as error:  # a folder may hold anything
         raise UserError(f"{path} is no index of shards ({type(error).__name__}: {error})") from None

@@ -1,4 +1,4 @@
-"""A language model of transformers as a FlatModel: checked on a few tokens, its norms and MLPs replaced by fused ones."""
+"""Wrap a transformers language model as a FlatModel: checked on a few tokens, with fused norms and MLPs."""
 
 import contextlib
 import re
@@ -25,14 +25,14 @@ WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|attention_chun
 def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
     """Make a causal language model of transformers callable on flat rows.
 
-    known: what was found before, where its weights arrive later (shards.read_record).
+    known: results of an earlier check, if the weights are loaded later (shards.read_record).
 
-    On a few tokens the logits must be those that the model gives each sequence alone, and must not depend on the other
-    sequences of the row. A model that fails is called on padded batches. Raises UserError where that fails, too.
+    On a few tokens the logits must equal those for each sequence alone, and must not depend on the other sequences of the
+    row. A model that fails is called on padded batches. Raises UserError if that fails, too.
     """
     attention.register()
     mixers = deal_out(lm)
-    lm.config.use_cache = True  # what is saved must generate quickly; training switches the cache off per call
+    lm.config.use_cache = True  # the saved model must generate quickly; training disables the cache per call
     if lm.get_output_embeddings() is None:
         raise UserError(f"{type(lm).__name__} has no LM head (get_output_embeddings): it cannot be trained here")
     follow_lengths(lm)
@@ -45,14 +45,14 @@ def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
             lm.set_attn_implementation(FLAT)
         return model
     if any(p.is_meta for p in lm.parameters()):
-        lm.set_attn_implementation(FLAT)  # weights arrive later (FSDP's efficient loading): nothing to check with
+        lm.set_attn_implementation(FLAT)  # weights are loaded later (FSDP's efficient loading): nothing to check with
         return model
     exact, rough = (1e-5, 1e-3) if lm.dtype == torch.float32 else (1e-2, 5e-2)
     row, other_row = _probe_rows(lm)
     was_training = lm.training
     lm.eval()
     with torch.no_grad(), _narrow_windows(lm):
-        alone = _logits_alone(lm, row)  # by the untouched model
+        alone = _logits_alone(lm, row)  # by the unmodified model
         if alone.isnan().any():
             raise UserError(f"the model ({type(lm).__name__}): a few tokens give NaN: look at *_eps in its config.json")
         use_fused_layers(lm)
@@ -62,7 +62,7 @@ def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
             leaks = not _close(flat[5:], after_other[5:], exact)
             reason = None if _close(flat, alone, rough) else "its sequences would not come out as alone"
             reason = "its sequences would see each other" if leaks else reason
-        except Exception as error:  # each architecture refuses in its own way; padded batches are checked below
+        except Exception as error:  # architectures fail in different ways; padded batches are checked below
             reason = " ".join(str(error).split())
         if reason is not None:
             lm.set_attn_implementation(implementation)
@@ -78,7 +78,7 @@ def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
 
 
 def _probe_rows(lm: nn.Module) -> list[Batch]:
-    """Two flat rows of sequences of 5, 3 and 3 tokens, the last two with the same start, that differ in the first one."""
+    """Two flat rows of sequences of 5, 3 and 3 tokens, the last two with a shared prefix, that differ in the first one."""
     V = lm.config.get_text_config().vocab_size
     ids, other = (torch.arange(start, start + 9, device=lm.device) * 7919 % V for start in (0, 100))
     other[5:] = ids[5:]
@@ -89,8 +89,8 @@ def _probe_rows(lm: nn.Module) -> list[Batch]:
 
 @contextlib.contextmanager
 def _narrow_windows(lm: nn.Module) -> Iterator[None]:
-    """While it lasts, attention to a sliding window or a chunk reaches over 2 tokens: so that the few of a probe show
-    whether the window gets to the attention, or is in a mask alone (PhiMoE, Llama 4), which a flat row has not."""
+    """Context that reduces sliding and chunked attention windows to 2 tokens, so that the probe's few tokens show whether
+    the window reaches attention, or exists only as a mask (PhiMoE, Llama 4), which a flat row does not have."""
     kept: list[tuple[object, str, int]] = []
     for owner in (lm.config, lm.config.get_text_config(), *lm.modules()):
         for name, value in list(vars(owner).items()):
@@ -105,7 +105,7 @@ def _narrow_windows(lm: nn.Module) -> Iterator[None]:
 
 
 def _logits_alone(lm: nn.Module, row: Batch) -> Tensor:
-    """The logits (T, V) of a flat row, by the model's own forward on one sequence after the other."""
+    """The logits (T, V) of a flat row, by the model's own forward on one sequence at a time."""
     sequences = row["input_ids"][0, row["token_map"]].split(row["lengths"])
     logits = torch.cat([lm(input_ids=sequence[None], use_cache=False).logits[0] for sequence in sequences])
     return logits[first_occurrences(row["token_map"])].float()

@@ -1,4 +1,4 @@
-"""What a run needs around its loop: folder, checkpoints, metrics, signals, memory."""
+"""Everything a run needs around its loop: output folder, checkpoints, metrics, signals, memory."""
 
 from common.run.run import Run
 

@@ -1,8 +1,8 @@
-"""What somebody who is not looking wants to be told: a JSON POST to --alert_webhook.
+"""Alerts for a run that nobody is watching: JSON POSTs to --alert_webhook.
 
-A thread sends what lies in a short queue, so that no address, however slow, holds up a step or ends a run; where the queue
-is full an alert is dropped, and that is said. A small process beside it tells of a run that was killed. The address is a
-secret: it is taken out of the arguments before anything is written, and out of sys.argv, and stands in no message.
+A thread sends them from a short queue, so a slow address never delays a step or ends a run; when the queue is full an alert
+is dropped, with a message. A small helper process reports a run that was killed. The address is a secret: it is removed from
+the arguments before anything is written, and from sys.argv, and no message contains it.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from common.run import post as last_will
 from common.run.post import BYE, post
 
 HIDDEN = "(secret)"
-WAITING = 32  # alerts that the queue holds
+WAITING = 32  # capacity of the queue, in alerts
 WAITS = (0.0, 1.0, 3.0)  # seconds before each attempt
-LAST_SECONDS = 5.0  # that the end of a run waits for what is not sent yet
-PAUSE = 300.0  # seconds between two alerts of a kind that may come at every step
+LAST_SECONDS = 5.0  # how long the end of a run waits for unsent alerts
+PAUSE = 300.0  # seconds between two alerts of a kind that could come at every step
 LONGEST = 1500  # characters; Discord takes 2,000
-LEVELS = {"finished": "info", "goes on": "info", "stopped": "info", "died": "error"}  # the others: warn
+LEVELS = {"finished": "info", "goes on": "info", "stopped": "info", "died": "error"}  # all others: warn
 
 
 class Alerts:
-    """`send` returns at once. On the main process only; on the others, and without an address, nothing is ever sent."""
+    """`send` returns at once. Only the main process sends; without an address, nothing is ever sent."""
 
     def __init__(self, args: CommonArgs):
-        """Takes the address out of the arguments. Raises UserError where it is none."""
+        """Takes the address out of the arguments. Raises UserError if it is not a valid one."""
         address, args.alert_webhook = args.alert_webhook, None
         self.run = args.run_name or Path(args.output_dir).name
         self._url = check_address(address) if address else ""
@@ -50,17 +50,17 @@ class Alerts:
         self._waiting: queue.Queue[dict[str, Any]] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
         self._closed, self._said = False, False
-        self._told: dict[str, float] = {}  # when, by kind
-        self._unsaid: dict[str, int] = {}  # how often since then
+        self._told: dict[str, float] = {}  # time of the last alert, by kind
+        self._unsaid: dict[str, int] = {}  # alerts suppressed since then
         self._stall = args.alert_stall_minutes * 60
-        self._step, self._step_at, self._stalled = 0, 0.0, False  # step_at 0: none is awaited
+        self._step, self._step_at, self._stalled = 0, 0.0, False  # step_at 0: no step is expected
         self._will: subprocess.Popen[bytes] | None = None
         self._no_will = False
         if self._url:
             LAST_WORDS.append(self._died)
 
     def send(self, event: str, text: str, pause: float = 0.0) -> None:
-        """pause: seconds within which others of the event are counted, and not sent."""
+        """pause: seconds after an alert in which further ones of this event are counted but not sent."""
         if not self._url or self._closed:
             return
         now = time.monotonic()
@@ -75,11 +75,11 @@ class Alerts:
             self._waiting.put_nowait(self._alert(event, text))
         except queue.Full:
             self._complain("it does not take them as fast as they come")
-        except Exception as error:  # no thread can be started
+        except Exception as error:  # no thread could be started
             self._complain(type(error).__name__)
 
     def watch(self, step: int) -> None:
-        """A step begins: the next one is awaited within alert_stall_minutes."""
+        """Note the start of a step: the next one is expected within alert_stall_minutes."""
         self._step, self._step_at = step, time.monotonic()
         if self._stalled:
             self._stalled = False
@@ -88,12 +88,12 @@ class Alerts:
             try:
                 self._start()
                 self._write_will(str(step))
-            except Exception as error:  # no more threads or processes; or not on this system
+            except Exception as error:  # no more threads or processes, or unsupported on this system
                 self._stall, self._no_will = 0.0, True
                 self._complain(type(error).__name__)
 
     def close(self, event: str, text: str) -> None:
-        """The last alert: waits a little for it and those before it to be sent."""
+        """Send the last alert; waits briefly for it and earlier ones to go out."""
         self.send(event, text)
         self._closed, self._step_at = True, 0.0
         if self._will:
@@ -116,7 +116,7 @@ class Alerts:
         return alert | {"run": self.run, "step": self._step, "time": round(time.time(), 3)}
 
     def _write_will(self, word: str) -> None:
-        """What the process beside this one knows of it; the address goes through the pipe, and not by its command line."""
+        """Send the helper process what it has to know; the address goes through the pipe, not on its command line."""
         words = f"{word}\n"
         if self._no_will:
             return
@@ -128,7 +128,7 @@ class Alerts:
             )
             os.set_blocking(self._will.stdin.fileno(), False)
             words = json.dumps({"url": self._url, "alert": self._alert("died", "")}) + "\n" + words
-        with contextlib.suppress(OSError):  # it is gone, or does not read
+        with contextlib.suppress(OSError):  # the helper is gone, or does not read
             os.write(self._will.stdin.fileno(), words.encode())
 
     def _start(self) -> None:
@@ -156,7 +156,7 @@ class Alerts:
             self.send("stalled", f"no step has ended for {waited / 60:.3g} minutes, after step {self._step}")
 
     def _deliver(self, alert: dict[str, Any]) -> str:
-        """What was in the way; "": nothing. It never names the address, as some exceptions do."""
+        """Returns why the alert could not be delivered, or "". Never names the address, as some exceptions do."""
         problem = ""
         for wait in WAITS:
             time.sleep(wait)
@@ -168,7 +168,7 @@ class Alerts:
                 error.close()
                 if 300 <= error.code < 400:
                     return f"{problem}, which leads elsewhere and is not followed: name the address itself"
-                if error.code < 500 and error.code not in (408, 429):  # it will not take it the next time either
+                if error.code < 500 and error.code not in (408, 429):  # a retry would fail the same way
                     return problem
             except Exception as error:
                 reason = getattr(error, "reason", error)
@@ -182,7 +182,7 @@ class Alerts:
 
 
 def check_address(address: str) -> str:
-    """The address, if it is one that can be called. Raises UserError, which does not name it."""
+    """The address, if it is a usable URL. Raises UserError, which does not name it."""
     try:
         parts = urlsplit(address)
         fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -197,8 +197,8 @@ def check_address(address: str) -> str:
 
 
 def hide(words: list[str], secret: str) -> None:
-    """Take a secret out of a list of words, in place: trackers write down sys.argv. So is each value of --alert_webhook: of
-    two the last one is the address, and the other no less secret."""
+    """Remove a secret from a list of words in place, as trackers record sys.argv. Every value of --alert_webhook is removed:
+    if it is given twice only the last one is used, but the other is just as secret."""
     flag = re.compile(r"--alert[_-]webhook(=?)")
     for i, word in enumerate(words):
         before = flag.fullmatch(words[i - 1]) if i else None

@@ -1,4 +1,4 @@
-"""The best evaluation of a run so far, and whether to stop because no better one comes. Numbers in, decisions out."""
+"""The best evaluation of a run so far, and early stopping when no better one follows. Numbers in, decisions out."""
 
 import math
 from pathlib import Path
@@ -7,18 +7,18 @@ from typing import Any
 from common.args import CommonArgs
 from common.errors import UserError, say
 
-LOWER = ("loss", "perplexity")  # in a metric's name: what is better
+LOWER = ("loss", "perplexity")  # metrics whose name contains one of these are better when lower
 HIGHER = ("accurac", "reward", "exact", "margin", "regression")
 
 
 class Best:
-    """What --save_best, --early_stopping_patience and --early_stopping_delta ask for.
+    """Implements --save_best, --early_stopping_patience and --early_stopping_delta.
 
-    The evaluation before the first step is no candidate: what is kept is a trained model.
+    The evaluation before the first step does not count: only a trained model is kept.
     """
 
     def __init__(self, args: CommonArgs):
-        """args.save_best: the name of a metric, or min:NAME, max:NAME where the name does not say which is better."""
+        """args.save_best: a metric's name, or min:NAME or max:NAME if the name does not say which direction is better."""
         metric, patience, delta = args.save_best, args.early_stopping_patience, args.early_stopping_delta
         if patience and not metric:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
@@ -28,12 +28,12 @@ class Best:
         self.name, self.sign = _direction(metric) if metric else (None, 1)
         self.value: float | None = None
         self.step: int | None = None  # of the best evaluation
-        self._mark: float | None = None  # the value from which an improvement by delta counts
+        self._mark: float | None = None  # the value that an improvement by delta is measured from
         self._waited = 0  # evaluations since the last improvement that counts
         self._before: tuple[float | None, int | None] = (None, None)
 
     def update(self, step: int, values: dict[str, float]) -> None:
-        """Take note of an evaluation. The values are the same on every process, and so is what follows from them."""
+        """Record an evaluation. The values, and so the decisions, are the same on every process."""
         if self.name is None:
             return
         if self.name not in values:
@@ -53,12 +53,12 @@ class Best:
             self._mark, self._waited = value, 0
 
     def withdraw(self, step: int) -> None:
-        """The checkpoint of this step could not be written: the best one before it is the one that is kept."""
+        """The checkpoint of this step could not be written: fall back to the previous best one."""
         if self.step == step:
             self.value, self.step = self._before
 
     def stops(self, step: int) -> bool:
-        """Whether the run ends here, which is said."""
+        """Whether the run stops early at this step; prints why."""
         if not self.patience or self._waited < self.patience:
             return False
         least = f" by at least {self.delta:g}" if self.delta else ""
@@ -66,16 +66,16 @@ class Best:
         return True
 
     def folder(self, output_dir: str) -> Path | None:
-        """The checkpoint of the best evaluation; None: there is none."""
+        """The checkpoint of the best evaluation, or None."""
         return None if self.step is None else Path(output_dir, f"checkpoint-{self.step}")
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state to store in a checkpoint."""
         known = {"metric": self.name, "higher_is_better": self.sign > 0, "value": self.value, "step": self.step}
         return known | {"mark": self._mark, "waited": self._waited}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint. With another metric, the search begins anew."""
+        """Restore the state from a checkpoint. If the metric has changed, the search starts over."""
         saved = state.get("best") or {}
         if self.name and (saved.get("metric"), saved.get("higher_is_better")) == (self.name, self.sign > 0):
             self.value, self.step = saved["value"], saved["step"]
@@ -83,7 +83,7 @@ class Best:
 
 
 def _direction(metric: str) -> tuple[str, int]:
-    """(its name, 1 where higher is better, else -1)."""
+    """(the metric's name, 1 if higher is better, else -1)."""
     if metric.startswith(("min:", "max:")):
         return metric[4:], 1 if metric.startswith("max:") else -1
     lower, higher = (any(word in metric for word in words) for words in (LOWER, HIGHER))

@@ -1,7 +1,7 @@
 """The model card: README.md of an output folder, with the front matter that the Hub reads.
 
-It tells what a model was trained from, on what, how, and what came of it, from the files of the run. What is of this machine
-is not in it: paths, the names of local files and models, user names, anything that looks like a secret.
+It is built from the files of the run and describes the base model, the data, the settings and the results. It leaves out
+what is private to this machine: paths, names of local files and models, user names, anything that looks like a secret.
 """
 
 import json
@@ -39,7 +39,7 @@ def write_card(
     best_step: int | None = None,
     summary: dict[str, Any] | None = None,
 ) -> None:
-    """Write README.md of an output folder, unless one lies there that is not, or no longer, as a run has written it."""
+    """Write README.md of an output folder, unless it holds one that a run did not write, or that was edited since."""
     path = Path(folder, CARD)
     if path.exists() and not is_sealed(path):
         say(f"{path} is not of a run, or was edited: it stays as it is, and no model card is written")
@@ -58,8 +58,8 @@ def make_card(
 ) -> str:
     """The card as text, from dataset.json and metrics.jsonl of a run.
 
-    public: see public_names. best_step: that of the evaluation whose checkpoint is exported. step: of a run that goes on.
-    summary: what summary.json will hold, which is written last.
+    public: see public_names. best_step: the step of the evaluation whose checkpoint is exported. step: current step of an
+    unfinished run. summary: the contents of summary.json, which is written last.
     """
     folder, summary = Path(folder), summary or {}
     facts, name = _read(folder / "dataset.json"), Path(script).stem.removeprefix("train_")
@@ -95,15 +95,15 @@ def make_card(
 
 
 def merged_card(adapter: str | Path, folder: str | Path, base: str | None, dtype: str) -> str:
-    """The card of the model in a folder that an adapter was merged into. base: as the user has named it; dtype: of its
-    weights. What the adapter was trained on, and how, is told as in its own card, where that is as a run has written it."""
+    """The card of a model that an adapter was merged into. base: as the user named it; dtype: of the merged weights. The
+    sections on the adapter's training come from its own card, if that is unedited."""
     config, own = _read(Path(adapter, "adapter_config.json")), {}
     if is_sealed(Path(adapter, CARD)):
         own = _sections(Path(adapter, CARD))
     start = base or str(config.get("base_model_name_or_path") or "")
     revision = None if base else config.get("revision")
     origin, words = _origin(start, is_hub_name(start), revision, adapter=False)
-    words = words if base else own.get("from") or words  # with the stages between
+    words = words if base else own.get("from") or words  # including the stages between
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if origin:
         head |= {"base_model": origin, "base_model_relation": "finetune"}
@@ -137,9 +137,9 @@ def _scale(config: dict[str, Any]) -> str:
 
 
 def _origin(name: str | None, known: bool, revision: str | None, adapter: bool) -> tuple[str | None, str]:
-    """(the name on the Hub of what the model was made of, the same in words). A local model is followed to its own start.
+    """(the Hub name of the base model, the same in words). A local model is traced back to its own base.
 
-    known: whether the name is one that a card may tell.
+    known: whether the card may give the name.
     """
     if not name:
         return None, "a new model, from random weights"
@@ -150,11 +150,11 @@ def _origin(name: str | None, known: bool, revision: str | None, adapter: bool) 
         if Path(name).resolve() == ROOT / "data" / "base_model":
             return None, f"the small base model that ships with Plainloop{after}"
         if known:
-            # An adapter belongs on the model that it was trained on, not on that one's base.
+            # An adapter belongs on the model that it was trained on, not on that model's base.
             return (None if adapter and steps else name), f"[{name}](https://huggingface.co/{name}){revised}{after}"
         before, inputs = _settings(Path(name, "args.yaml")), _read(Path(name, "inputs.json"))
         if "output_dir" not in before:
-            if is_sealed(Path(name, CARD)) and (told := _sections(Path(name, CARD))["from"]):  # merged by tools.merge_lora
+            if is_sealed(Path(name, CARD)) and (told := _sections(Path(name, CARD))["from"]):  # written by tools.merge_lora
                 base = _sections(Path(name, CARD))["head"].get("base_model")
                 return (None if adapter else base), told + after
             break
@@ -163,7 +163,7 @@ def _origin(name: str | None, known: bool, revision: str | None, adapter: bool) 
         steps.append(f"an earlier stage ({script})" if script in STAGES else "an earlier stage")
         if not isinstance(origin, str):
             return None, f"a new model, after {', then '.join(reversed(steps))}"
-        # A folder of then that is gone now would look like a name of the Hub; inputs.json has the hash of its files.
+        # A folder that has since been deleted would look like a Hub name; inputs.json has the hash of its files.
         name, known = origin, is_hub_name(origin) and str(Path(origin)) not in inputs.get("files", {origin: ""})
     return None, f"a local model{after}"
 
@@ -229,7 +229,7 @@ def _training(args: CommonArgs, facts: dict[str, Any], summary: dict[str, Any], 
 
 
 def _results(folder: Path, private: set[str], best_step: int | None) -> str:
-    rows: dict[int, dict[str, Any]] = {}  # an evaluation and a regression suite are lines of their own
+    rows: dict[int, dict[str, Any]] = {}  # an evaluation and a regression suite write separate lines for one step
     for row in _lines(folder / "metrics.jsonl"):
         if found := {key: value for key, value in row.items() if key.startswith("eval_")}:
             rows.setdefault(row["step"], {}).update(found)
@@ -282,7 +282,7 @@ def _limits(args: CommonArgs, facts: dict[str, Any]) -> str:
         "- It says what its data makes probable, and has the faults of its data and of the model that it was made of."
     )
     longest, example = facts.get("lengths", {}).get("max"), facts.get("example", "example")
-    if longest and not args.dataset_streaming:  # of a stream the first block is known
+    if longest and not args.dataset_streaming:  # of a stream only the first block is known
         lines.append(f"- No {example} that it was trained on was longer than {longest:,} tokens.")
     lines.append("- The license follows from those of the data and of the model that it was made of: see there.")
     return "\n".join(lines)
@@ -293,7 +293,7 @@ def _front(head: dict[str, Any]) -> str:
 
 
 def _sections(card: Path) -> dict[str, Any]:
-    """A card that a run has written, in parts: "head", what the model was trained "from", and each section by its title."""
+    """The parts of a card that a run wrote: "head", what the model was trained "from", and each section by its title."""
     text = card.read_text(encoding="utf-8")
     told = re.search(r"^- Trained from: (.+)$", text, re.M)
     found = dict(re.findall(r"^## ([^\n]+)\n\n(.*?)\s*(?=^## |^<!-- )", text, re.S | re.M))

@@ -1,9 +1,9 @@
-"""Checkpoints: written whole or not at all, gone on from, and loadable with from_pretrained.
+"""Checkpoints: written atomically, resumable, and loadable with from_pretrained.
 
 A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the optimizer, the
 run's `args.yaml`, and `trainer_state.json`; with --sharded_checkpoints weights and optimizer are in shards (sharded.py). It
-is written under another name, flushed to the disk, listed in `manifest.json` with sizes and hashes, and only then renamed;
-older ones are deleted after that. A kill at any moment, or a full disk, leaves the last whole one usable.
+is written under a temporary name, flushed to disk, listed in `manifest.json` with sizes and hashes, and only then renamed;
+older checkpoints are deleted after that. A kill at any moment, or a full disk, leaves the last complete one usable.
 """
 
 import contextlib
@@ -58,10 +58,11 @@ def save_checkpoint(
     state: dict[str, Any],
     best: Best,
 ) -> bool:
-    """Write checkpoint-<step>, keep the newest args.save_total_limit and the best one; whether it could be written.
+    """Write checkpoint-<step>, then prune to the newest args.save_total_limit and the best one. Returns whether it was
+    written.
 
-    Called on every process; step: updates done so far. Where the disk does not take it, that is said, and training goes on:
-    what there is stays, and the next save tries again.
+    Called on every process; step: updates done so far. If the disk refuses the write, a message says so and training
+    continues: existing checkpoints stay, and the next save tries again.
     """
     output_dir = args.output_dir
     final, temporary = Path(output_dir, f"checkpoint-{step}"), Path(output_dir, f".checkpoint-{step}.tmp")
@@ -71,7 +72,7 @@ def save_checkpoint(
     hashes: dict[str, tuple[int, str]] = {}
 
     def write() -> None:
-        for left in Path(output_dir).glob(".checkpoint-*.tmp"):  # of a save that was killed
+        for left in Path(output_dir).glob(".checkpoint-*.tmp"):  # left by a save that was killed
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         write_model(temporary)
@@ -120,11 +121,11 @@ def export(
     dtype: str = "float32",
     also: Callable[[], None] | None = None,
 ) -> None:
-    """The final model directly in args.output_dir, its weights in dtype: that of the checkpoint `best`, or the present one.
-    also: what else to write there, of that model, on the main process.
+    """Write the final model to args.output_dir, its weights in dtype: that of the checkpoint `best`, or the current one.
+    also: writes further files of that model, on the main process.
 
-    With --merge_lora its adapters are merged into it, so this is the end of the run; where it is quantised, into the base
-    loaded anew. Raises UserError where the disk does not take it.
+    With --merge_lora the adapters are merged into the model, so this ends the run; a quantised base is loaded again
+    unquantised for that. Raises UserError if the disk refuses the write.
     """
     output_dir = args.output_dir
     wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
@@ -148,7 +149,7 @@ def export(
         temporary.mkdir(parents=True)
         write_model(temporary)
         cast_weights(temporary, dtype, wrapper)
-        if best and (best / EXTRA).exists():  # where the adapter of `best` was merged, beside it
+        if best and (best / EXTRA).exists():  # belongs to the merged adapter of `best`
             shutil.copy(best / EXTRA, temporary)
         files = list(temporary.iterdir())
         for file in files:
@@ -159,7 +160,7 @@ def export(
                 shutil.rmtree(target)
             os.replace(file, target)
         for old in {old for pattern in WEIGHTS for old in Path(output_dir).glob(pattern)}:
-            if old.name not in {file.name for file in files}:  # of an export before this one, in another form
+            if old.name not in {file.name for file in files}:  # left by an earlier export in another format
                 old.unlink()
         temporary.rmdir()
         if also is not None:
@@ -180,10 +181,10 @@ def export(
 def resume(
     accelerator: Accelerator, checkpoint: Path | None, optimizer: torch.optim.Optimizer, model: nn.Module | None = None
 ) -> dict[str, Any]:
-    """Bring back the optimizer; returns trainer_state.json ({"step": 0} without a checkpoint).
+    """Restore the optimizer; returns trainer_state.json ({"step": 0} without a checkpoint).
 
-    The weights are loaded here only where they are in shards: else the model was created from the checkpoint's folder.
-    Nothing in the files is executed.
+    Weights are loaded here only if they are sharded: otherwise the model was already created from the checkpoint's folder.
+    No code from the files is executed.
     """
     if checkpoint is None:
         return {"step": 0}
@@ -196,11 +197,11 @@ def resume(
         file = checkpoint / "optimizer.pt"
         try:
             optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        except Exception as error:  # what is no optimizer of this model fails in many ways
+        except Exception as error:  # a state that does not match this model fails in many ways
             reason = str(error).strip().split("\n")[0]
             raise UserError(f"{file} is not the optimizer of this model, or holds more than tensors: {reason}") from None
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)  # those of this run: the weight decay may have changed
+        group.update(setting)  # this run's settings: the weight decay may have changed
     state = read_state(checkpoint)
     if state is None:
         raise UserError(f"{checkpoint / 'trainer_state.json'} cannot be read")
@@ -209,22 +210,22 @@ def resume(
 
 
 def load_extra(model: FlatModel, checkpoint: Path | None) -> None:
-    """Bring back the modules that the script has put into `model.extra`, before Accelerate prepares the model."""
+    """Load the script's own modules in `model.extra`, before Accelerate prepares the model."""
     if checkpoint is None or not len(model.extra) or holds_shards(checkpoint):
         return
     file = checkpoint / EXTRA
     try:
         model.extra.load_state_dict(load_file(file))
-    except Exception as error:  # missing, damaged, or of other modules
+    except Exception as error:  # missing, damaged, or for other modules
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{file} does not hold the modules {', '.join(model.extra)} of this script: {reason}") from None
 
 
 def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> None:
-    """Keep the newest total_limit (0: all) checkpoints and the best one, once checkpoint-<step> is whole."""
+    """Keep the newest total_limit (0: all) checkpoints and the best one, once checkpoint-<step> is complete."""
     found = checkpoints(output_dir)
-    # Those beyond this step are damaged, or of a course that the run has left when it was resumed before them: were they
-    # counted, they would push out the new one.
+    # Checkpoints beyond this step are damaged, or were abandoned when the run resumed from before them. Counted, they would
+    # push out the new one.
     surplus = [path for path in found if step_of(path) > step]
     if total_limit > 0:
         surplus += [path for path in found if step_of(path) <= step][:-total_limit]
@@ -234,16 +235,16 @@ def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> Non
 
 
 def _merge_adapter(accelerator: Accelerator, wrapper: FlatModel, best: Path | None) -> dict[str, torch.Tensor] | None:
-    """Merge the LoRA adapter, that of the checkpoint `best` or the present one, into the model, for good.
+    """Merge the LoRA adapter (of the checkpoint `best`, or the current one) into the model permanently.
 
-    Returns the merged weights by name ({} but on the main process) where DeepSpeed's ZeRO-3 shards them again after that.
+    Returns the merged weights by name ({} except on the main process) if DeepSpeed's ZeRO-3 shards them again afterwards.
     """
     from peft import load_peft_weights, set_peft_model_state_dict
 
     zero3 = any(hasattr(parameter, "ds_id") for parameter in wrapper.parameters())
     with gathered(wrapper) if zero3 else contextlib.nullcontext():
         if best is not None:
-            # By one process: another machine may have a disk of its own. (safetensors does not know "cpu:0".)
+            # Read by one process: another machine may not share its disk. (safetensors does not know "cpu:0".)
             adapter = on_main_process(accelerator, lambda: load_peft_weights(str(best), device="cpu"))
             placed = {name: weight.to(accelerator.device) for name, weight in adapter.items()}
             set_peft_model_state_dict(wrapper.lm, placed)
@@ -255,7 +256,7 @@ def _merge_adapter(accelerator: Accelerator, wrapper: FlatModel, best: Path | No
 
 
 def _merger_into_the_base(args: CommonArgs, write_adapter: Callable[[Path], None]) -> Callable[[Path], None]:
-    """What writes the model that an adapter stands for, in the dtype of its base, which is quantised in this run."""
+    """A function that writes the merged model in the dtype of its base, which this run had quantised."""
 
     def write(folder: Path) -> None:
         adapter = folder / "adapter"
@@ -268,12 +269,12 @@ def _merger_into_the_base(args: CommonArgs, write_adapter: Callable[[Path], None
 
 
 def _attempt(accelerator: Accelerator, write: Callable[[], None], everyone: bool = False) -> str | None:
-    """Call `write` on the main process (or everyone); what the disk has against it, None on all processes if nothing."""
+    """Call `write` on the main process (or everyone). Returns the disk's error on all processes, or None."""
     problem = None
     if everyone or accelerator.is_main_process:
         try:
             write()
-        except Exception as error:  # safetensors, tokenizers and torch have classes of their own for a full disk
+        except Exception as error:  # safetensors, tokenizers and torch raise their own classes for a full disk
             if not is_of_the_disk(error):
                 raise
             problem = " ".join(str(error).split())

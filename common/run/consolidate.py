@@ -1,5 +1,5 @@
-"""One model folder, as from_pretrained reads it, of shards: of a checkpoint, or of a run that ends. And what a sharded
-checkpoint has of such a folder. No process holds more than a few tensors, and one file of a model, at a time."""
+"""Turning shards (of a checkpoint, or of a run that ends) into one model folder for from_pretrained, and writing the
+unsharded files of a sharded checkpoint. No process holds more than a few tensors and one model file at a time."""
 
 import json
 import re
@@ -23,14 +23,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-# What a checkpoint has beside the model.
+# A checkpoint's files other than the model.
 OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml", RECORD)
-FILE_SIZE = 4 * 10**9  # bytes of a file of the model
+FILE_SIZE = 4 * 10**9  # bytes per model file
 
 
 def frame_writer(accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer) -> Callable[[Path], None]:
-    """What writes that part of a sharded checkpoint that is not in the shards: all but the weights, or the adapter. Called
-    on every process."""
+    """A function that writes the part of a sharded checkpoint outside the shards: everything but the weights, or the
+    adapter. Called on every process."""
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
     if hasattr(wrapper.lm, "peft_config"):
         sharded = accelerator.distributed_type == DistributedType.FSDP
@@ -50,7 +50,7 @@ def final_writer(
     tokenizer: Tokenizer,
     merged: dict[str, torch.Tensor] | None = None,
 ) -> Callable[[Path], None]:
-    """What writes the present model (see model_writer), with --sharded_checkpoints gathered in a file on the disk."""
+    """A function that writes the current model (see model_writer); with --sharded_checkpoints it is gathered on disk."""
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
     if merged is not None or accelerator.distributed_type != DistributedType.FSDP or not args.sharded_checkpoints:
         return model_writer(accelerator, model, tokenizer, merged)
@@ -72,7 +72,7 @@ def final_writer(
 
 
 def model_copier(checkpoint: Path) -> Callable[[Path], None]:
-    """What copies the model, with code of its own if it has some, and the tokenizer out of a checkpoint."""
+    """A function that copies the model (with its own code, if any) and the tokenizer out of a checkpoint."""
 
     def write(folder: Path) -> None:
         ours = (*OURS, CARD, *kept_in(checkpoint))
@@ -84,9 +84,9 @@ def model_copier(checkpoint: Path) -> Callable[[Path], None]:
 
 
 def consolidate(checkpoint: Path, folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Write the model of a sharded checkpoint to a folder as from_pretrained reads it, with what lies beside it.
+    """Write the model of a sharded checkpoint to a folder for from_pretrained, with the files beside it.
 
-    By one process; on the disk it takes the weights twice while it lasts. Raises UserError where shards cannot be read.
+    Runs on one process and temporarily needs twice the weights' size on disk. Raises UserError if shards cannot be read.
     """
     with hub_errors("sharded checkpoint", str(checkpoint)):
         lm = empty_model(checkpoint, trust_remote_code=trust_remote_code)
@@ -98,11 +98,11 @@ def consolidate(checkpoint: Path, folder: Path, *, trust_remote_code: bool = Fal
 
 
 def _write_model(lm: nn.Module, file: Path, folder: Path) -> None:
-    """Write the model whose weights are in a safetensors file, by their names in the FlatModel. They stay on the disk: what
-    is read of the file lies in memory that the system may take back.
+    """Write the model whose weights are in a safetensors file under their names in the FlatModel. The file is memory-mapped,
+    so the system can reclaim what has been read.
 
-    Where transformers names or shapes them otherwise in its files (experts), it holds all that it is given: so it is given
-    a few layers at a time.
+    Where transformers' files use other names or shapes (experts), save_pretrained holds everything it is given, so it is
+    given a few layers at a time.
     """
     tensors = load_file(file)
     parts = _parts({name.removeprefix("lm."): tensor for name, tensor in tensors.items() if name.startswith("lm.")})
@@ -127,7 +127,7 @@ def _write_model(lm: nn.Module, file: Path, folder: Path) -> None:
 
 
 def _parts(weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The weights in parts of about FILE_SIZE, those of a layer together."""
+    """Split the weights into parts of about FILE_SIZE, keeping each layer together."""
     layers: dict[str, list[str]] = {}
     for name in weights:
         layer = re.match(r".*?\.\d+\.", name)

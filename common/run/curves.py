@@ -1,4 +1,4 @@
-"""Which metrics belong into one frame, and in which order frames are looked at; and curves.png, which shows them."""
+"""Which metrics share a plot, the order of the plots, and curves.png, which shows them."""
 
 import json
 import re
@@ -8,30 +8,30 @@ from pathlib import Path
 
 from common.errors import printable, say
 
-NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds")  # axes, and what follows from them
+NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds")  # axes, and what they determine
 FIRST = ("reward", "rewards/margins", "rewards/accuracies", "loss", "mean_token_accuracy")
 LAST = ("perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gib", "bad_steps")
 MACHINE = LAST[1:]
 SCORE = re.compile(r"rewards/(.+)/mean")
-FEW = 12  # points that stand by themselves; a line between them would show what nobody has measured
+FEW = 12  # up to so many points are drawn as markers; a line would suggest values nobody measured
 
 
 def frame_of(name: str) -> str:
-    """The frame of a metric: training and evaluation share one, as do all temperatures, a reward and its evaluation, and
-    memory and its peak."""
+    """The plot that a metric belongs to: training and evaluation share one, as do all temperatures, a reward and its
+    evaluation, and memory and its peak."""
     frame = re.sub(r"_t[\d.]+$", "", name.removeprefix("eval_")) if name.startswith("eval_") else name
     score = SCORE.fullmatch(frame)
     return score[1] if score else "memory_gib" if frame == "peak_memory_gib" else frame
 
 
 def frames_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """{frame: its metrics, training first}, what matters most first: a reward, margins, the loss; then what completions
-    scored; what the machine did comes last."""
+    """{plot: its metrics, training first}, in order of importance: rewards, margins and the loss first, then scores of
+    completions, machine statistics last."""
     frames: dict[str, list[str]] = {}
     drawn = [name for name in names if name not in NOT_DRAWN]
     for name in sorted(drawn, key=lambda name: name.startswith("eval_")):
         frames.setdefault(frame_of(name), []).append(name)
-    rewarded = "reward" in frames  # there the loss is centred on 0 by its construction
+    rewarded = "reward" in frames  # then the loss is centred on 0 by construction
     losses = [frame for frame in frames if frame.endswith("loss")]
 
     def place(frame: str) -> tuple[int, int, str]:
@@ -51,9 +51,9 @@ def frames_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def draw_curves(output_dir: Path, title: str = "") -> None:
-    """curves.png from metrics.jsonl: what changes over the steps, training and evaluation of a metric in one frame."""
+    """Write curves.png from metrics.jsonl: metrics that change over the steps, training and evaluation in one plot."""
     try:
-        from matplotlib.figure import Figure  # pyplot takes longer to load, and would look for a screen
+        from matplotlib.figure import Figure  # pyplot loads more slowly, and looks for a display
     except ImportError:
         say("curves.png was not drawn: pip install matplotlib", sys.stderr)
         return
@@ -72,7 +72,7 @@ def draw_curves(output_dir: Path, title: str = "") -> None:
     constant = {name for name, (_, values) in curves.items() if len(values) > 1 and min(values) == max(values)}
     frames = frames_of(curves)
     frames = {frame: names for frame, names in frames.items() if not constant.issuperset(names)} or frames
-    if not frames:  # neither logged nor evaluated
+    if not frames:  # nothing was logged or evaluated
         return
     columns = min(4, len(frames))
     rows = -(-len(frames) // columns)
@@ -102,10 +102,10 @@ def draw_curves(output_dir: Path, title: str = "") -> None:
 
 
 def is_logarithmic(frame: str, least: float, greatest: float) -> bool:
-    """Whether a frame is better read on a logarithmic scale: a loss that falls to a small part of itself."""
+    """Whether a plot reads better on a logarithmic scale: a loss that falls to a small fraction of its start."""
     return bool(re.search("loss|perplexity", frame)) and least > 0 and greatest > 8 * least
 
 
 def _label(text: str) -> str:
-    """A name as matplotlib may get it, which reads formulas between dollars."""
+    """A name escaped for matplotlib, which reads text between dollars as a formula."""
     return printable(text).replace("$", "\\$")

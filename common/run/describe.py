@@ -1,4 +1,4 @@
-"""What a run will train on, and how, before it starts: on the console with --dry_run, and in dataset.json."""
+"""Describe what a run will train on before it starts: on the console with --dry_run, and in dataset.json."""
 
 import json
 from typing import Any
@@ -20,8 +20,8 @@ from common.sampling import RolloutSchedule, why_no_cache
 import numpy as np
 from accelerate import Accelerator
 
-BINS = 8  # of the histogram
-SHOWN = 3000  # characters of an example
+BINS = 8  # of the length histogram
+SHOWN = 3000  # characters shown of an example
 
 
 def describe(
@@ -34,10 +34,10 @@ def describe(
     example_name: str,
     reference: bool = False,
 ) -> str:
-    """Say what will be trained on. A dry run says everything, a run a little; returns the text of dataset.json.
+    """Print what will be trained on: everything in a dry run, else a summary. Returns the text of dataset.json.
 
-    example_name: what one is called. reference: a frozen model stands beside this one. Raises UserError where a sequence is
-    longer than the model has positions.
+    example_name: the word for one example. reference: whether a frozen model is loaded as well. Raises UserError if a
+    sequence is longer than the model's positions.
     """
     plan, train = windows.plan(), windows.train
     limits = " and ".join(f"--{name}" for name in vars(args) if name.startswith("max_") and name.endswith("_length"))
@@ -85,11 +85,11 @@ def describe(
 
 
 def typical_length(windows: Windows | RolloutSchedule) -> float:
-    """How long the sequence of a token is, on average over the tokens: what attention costs each of them."""
+    """Length of the sequence that a token is in, averaged over tokens: it determines the cost of attention per token."""
     if isinstance(windows, RolloutSchedule):
         return windows.longest
     data = windows.train.data
-    sizes = np.minimum(data.lengths / len(data[0]), windows.longest)  # where an example has two sequences, about
+    sizes = np.minimum(data.lengths / len(data[0]), windows.longest)  # approximate if an example has two sequences
     return float((sizes**2).sum() / sizes.sum())
 
 
@@ -101,7 +101,7 @@ def show(
     helps: list[tuple[str, float]],
     streaming: bool,
 ) -> None:
-    """All facts and two examples on the console."""
+    """Print all facts and two examples."""
     example = facts["example"]
     say(f"\ndata{' (what is in the first block of the stream)' if streaming else ''}")
     show_sources(facts["sources"])
@@ -135,7 +135,7 @@ def show(
 
 
 def show_sources(sources: list[dict[str, Any]]) -> None:
-    """A line for each source, and one for each reason for which rows were left out."""
+    """Print a line for each source, and one for each reason why rows were left out."""
     say(f"    {'source':20} {'format':17} {'rows':>9} {'used':>9} {'tokens':>13} {'trained':>8} {'share':>7}")
     for found in sources:
         trained = f"{found['trained_tokens'] / max(found['tokens'], 1):.1%}" if "trained_tokens" in found else "-"
@@ -147,13 +147,13 @@ def show_sources(sources: list[dict[str, Any]]) -> None:
 
 
 def show_savings(helps: list[tuple[str, float]]) -> None:
-    """What would make the run smaller, by how much."""
+    """Print the changes that would save memory, and how much each saves."""
     for what, gain in helps:
         say(f"    about {show_size(gain)} less with {what}")
 
 
 def show_examples(data: Examples | Rows, tokenizer: Tokenizer, name: str, most: int) -> None:
-    """The first examples as text with what is trained marked."""
+    """Print the first examples as text with the trained tokens marked."""
     for i in range(min(most, len(data))):
         example = data[i]
         if isinstance(example, dict):  # a prompt
@@ -167,7 +167,7 @@ def show_examples(data: Examples | Rows, tokenizer: Tokenizer, name: str, most: 
 
 
 def marked(data: Examples | Rows, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The first example for dataset.json: of each of its sequences {"side", "parts": [(text, whether it is trained)]}."""
+    """The first example for dataset.json: {"side", "parts": [(text, whether it is trained)]} for each of its sequences."""
     if not len(data):
         return []
     example = data[0]
@@ -182,14 +182,14 @@ def marked(data: Examples | Rows, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def with_shares(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The sources with their share of an epoch: of its examples where they have weights, else of its tokens."""
+    """The sources with their share of an epoch: by examples if they have weights, else by tokens."""
     weighted = all(found["weight"] for found in sources)
     parts = [found["weight"] if weighted else found["tokens"] for found in sources]
     return [found | {"share": part / max(sum(parts), 1)} for found, part in zip(sources, parts, strict=True)]
 
 
 def lengths(sizes: np.ndarray) -> dict[str, Any]:
-    """Percentiles of the tokens of the examples, and a histogram as [low, high, examples]."""
+    """Percentiles of the examples' token counts, and a histogram as [low, high, examples]."""
     marks = np.percentile(sizes, [0, 50, 90, 99, 100]).astype(int).tolist()
     edges = np.unique(np.geomspace(max(marks[0], 1), marks[-1] + 1, BINS + 1).round().astype(int))
     counts = np.histogram(sizes, edges)[0].tolist()
@@ -199,6 +199,6 @@ def lengths(sizes: np.ndarray) -> dict[str, Any]:
 
 
 def trained_share(sources: list[dict[str, Any]]) -> float:
-    """The share of the tokens that are trained, as far as it is known."""
+    """The share of tokens that are trained, over the sources where it is known."""
     known = [found for found in sources if "trained_tokens" in found]
     return sum(f["trained_tokens"] for f in known) / max(1, sum(f["tokens"] for f in known)) if known else 1.0

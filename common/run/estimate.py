@@ -1,9 +1,9 @@
-"""What training will need, in GiB, before a run: by its parts, and what would make them smaller.
+"""Estimate the memory that training will need, in GiB by part, and which changes would reduce it.
 
-The estimate knows no architecture. A few short rows go through the model, forward and backward, while every tensor
-that comes into being is counted. What they hold is `a + b · tokens + c · Σ length²` at each place of the pass, so three
-rows give a, b and c, and these the micro-batch of the run. Recurrent layers work in chunks of tokens: with some, one longer
-row stands for the run's, in proportion to its tokens.
+The estimate is independent of the architecture: a few short rows go through the model, forward and backward, while every
+tensor created is counted. At each point of the pass memory is `a + b · tokens + c · Σ length²`; three rows determine a, b
+and c, and these give the run's micro-batch. Recurrent layers work in chunks of tokens: for such models one longer row is
+scaled in proportion to its tokens.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 MIB = 2**20
-# Three rows that tell a, b and c apart, by what attention makes of the run's row.
+# Three rows that determine a, b and c, for each way attention may handle the run's row.
 PROBES = {
     "one sequence": ([4], [8], [12]),
     "equal": ([4] * 2, [4] * 4, [8] * 2),  # views, no copies
     "unequal": ([2, 3] * 2, [2, 3] * 4, [4, 6] * 2),  # buckets, out of order
 }
-CHUNKED = 256  # tokens of the row for models with recurrent layers
-# glibc's heap: a block that is freed between tensors that stay cannot be given to an aligned request of its own size.
-# Of the bytes that are made on such a stretch, this share is lost: measured, 0.3 where sizes differ to 0.6 where they
-# are alike (models of 2M to 120M parameters, glibc 2.36). Blocks of 32 MiB and more are mapped one by one and lose nothing.
+CHUNKED = 256  # tokens of the probe row for models with recurrent layers
+# glibc's heap cannot reuse a block freed between live tensors for an aligned request of the same size. So this share of the
+# bytes allocated in such a stretch is lost: measured, from 0.3 where sizes differ to 0.6 where they are alike (models of 2M
+# to 120M parameters, glibc 2.36). Blocks of 32 MiB and more are mapped individually and lose nothing.
 HEAP_LOSS, HEAP_LARGEST = 0.5, 32 * MIB
 
 
@@ -63,25 +63,25 @@ def estimate(
     ddp: bool = False,
     optim: str = "adamw",
 ) -> dict[str, float]:
-    """The most memory that a training process will hold at once, in GiB by part, and their sum as `total`.
+    """Peak memory of a training process, in GiB by part, and the sum as `total`.
 
-    To be called before `accelerator.prepare`, with LoRA and gradient checkpointing already on. Nothing of the model or
-    of the random numbers is changed.
+    Call it before `accelerator.prepare`, with LoRA and gradient checkpointing already set up. The model and the random
+    number state are left unchanged.
 
-    tokens, targets: of a micro-batch, and how many of them are trained; lengths: its sequences (None: one sequence).
-    device: where training takes place (None: where the model is); mixed_precision: as Accelerate names it;
-    accumulation: micro-batches per step, of which all but the first find gradients there already; reference: a second,
-    frozen model stays beside this one, whole; shards: processes that share weights, gradients and optimizer state, by fsdp:
-    FSDP2, which shares gradients at the end of a step only, and keeps them whole until then (reshard: its
-    reshard_after_forward), or by DeepSpeed's stage zero, with buckets of so many numbers; ddp: the buckets of
-    DistributedDataParallel, a second copy of the gradients; optim: as in --optim.
+    tokens, targets: tokens of a micro-batch, and how many of them are trained; lengths: its sequences (None: one sequence).
+    device: where training runs (None: where the model is); mixed_precision: as Accelerate names it; accumulation:
+    micro-batches per step (all but the first start with gradients allocated); reference: a second, frozen, unsharded model
+    is loaded; shards: processes that share weights, gradients and optimizer state; fsdp: they do so with FSDP2, which
+    reduces gradients only at the end of a step and keeps them whole until then (reshard: its reshard_after_forward); zero,
+    bucket: DeepSpeed's ZeRO stage and its bucket size in elements; ddp: DistributedDataParallel's buckets, a second copy of
+    the gradients; optim: as in --optim.
     """
     device = device or next(model.parameters()).device
     lengths = lengths or [tokens]
     trained = [p for p in model.parameters() if p.requires_grad]
     tensors = [*model.parameters(), *model.buffers(), *scales(model.parameters())]
     autocast = _autocast_dtype(mixed_precision)
-    moments = moments_bytes(model, optim)  # in the dtype of the parameters; fused: no temporaries
+    moments = moments_bytes(model, optim)  # in the parameters' dtype; fused kernels need no temporaries
     weights, gradients, optimizer, stepping = kept(
         model, nbytes(tensors), moments, autocast, shards=shards, fsdp=fsdp, zero=zero
     )
@@ -92,13 +92,13 @@ def estimate(
     tied = output is weight_of(base_lm(model.lm).get_input_embeddings())
 
     extent = torch.tensor([1, *_extent(model, lengths)], dtype=torch.float64)
-    if mixers.recurrent_mixers(model.lm):  # they work in chunks, to which a short row is filled up
+    if mixers.recurrent_mixers(model.lm):  # they pad a short row to a whole chunk
         probes = (_beginning(lengths, CHUNKED),)
         wanted = extent[1:2] / _extent(model, probes[0])[0]
     else:
         probes = PROBES["unequal" if len(set(lengths)) > 1 else "equal" if len(lengths) > 1 else "one sequence"]
         extents = torch.tensor([[1, *_extent(model, probe)] for probe in probes], dtype=torch.float64)
-        wanted = extent @ extents.inverse()  # of each probe, how much
+        wanted = extent @ extents.inverse()  # weight of each probe
     with _untouched(model):
         runs = [_probe_body(model, probe, mixed_precision, float(extent[1])) for probe in probes]
 
@@ -114,8 +114,8 @@ def estimate(
     grad_head = nbytes([output]) if output.requires_grad else 0
     head = head_bytes(base_lm(model.lm), targets, device, autocast)
 
-    # All at once: on the way back gradients come as activations go; a later micro-batch finds all of them there. Where
-    # input and output embedding are one, the gradients of both and their sum exist at the end.
+    # Held at once: in the backward pass gradients grow as activations shrink; a later micro-batch starts with all gradients
+    # allocated. Tied input and output embeddings briefly hold two gradients and their sum.
     found = gradients if accumulation > 1 else 0
     together = max(forward + found, end + head + found)
     arrived = grad_head
@@ -144,8 +144,8 @@ def estimate(
         if platform.libc_ver()[0] == "glibc" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
             made = of_the_run(*(run.forward.made for run in runs))
             if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-                # Little stays between the blocks: the loss is that of one of them, forward, once more and backward, and
-                # of the gradients, which find no place where activations were.
+                # Little survives between the blocks, so only one block's share is lost: its forward, recomputed forward and
+                # backward, and its gradients, which cannot reuse the space of activations.
                 made /= max(1, len(stages) - 1)
                 made += max(of_the_run(*(stretch.made for stretch in stage)) for stage in stages)
                 made += sum(size for size in (nbytes([p]) for p in trained) if size < HEAP_LARGEST) / shards
@@ -165,12 +165,12 @@ def needs(
     always_help: bool = False,
     optim: str = "adamw",
 ) -> tuple[dict[str, float], list[tuple[str, float]]]:
-    """(estimate, savings) for a micro-batch of sequences of these lengths in a run as Accelerate was set up for it.
+    """(estimate, savings) for a micro-batch of sequences of these lengths, with this Accelerator's settings.
 
-    share: of the tokens, how many are trained. There are savings only where it does not fit, or with always_help.
+    share: the fraction of tokens that are trained. savings is empty if the run fits, unless always_help is set.
     """
     pieces = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))
-    size = math.ceil(len(lengths) / pieces)  # of the pieces that the micro-batch will be split into
+    size = math.ceil(len(lengths) / pieces)  # sequences in each part that the micro-batch will be split into
     lengths = max((lengths[i : i + size] for i in range(0, len(lengths), size)), key=sum)
     sharded = accelerator.distributed_type in SHARDED
     options = {
@@ -191,7 +191,7 @@ def needs(
 
 
 def show_memory(parts: dict[str, float], device_limit: float) -> str:
-    """The parts of an estimate as a table, and whether the device, of device_limit GiB, has room for them."""
+    """The parts of an estimate as a table, and whether they fit into the device's device_limit GiB."""
     width = max(len(name) for name in parts)
     lines = ["memory that training needs, estimated:"]
     shown = {name: size for name, size in parts.items() if name == "total" or round(size * 1024)}
@@ -214,9 +214,9 @@ def savings(
     lengths: list[int] | None = None,
     **options: Any,
 ) -> list[tuple[str, float]]:
-    """What would make a run smaller, and by how many GiB, the largest saving first.
+    """Changes that would reduce memory, and by how many GiB, largest saving first.
 
-    parts: the estimate with the same arguments. Each change is estimated by itself: two of them save less than their sum.
+    parts: the estimate with the same arguments. Each change is estimated alone: two together save less than their sum.
     """
 
     def saved(*changed: Any, **others: Any) -> float:
@@ -229,7 +229,7 @@ def savings(
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if base_lm(model.lm).supports_gradient_checkpointing and not any(layer.gradient_checkpointing for layer in layers):
         try:
-            for layer in layers:  # as transformers does it, which would also leave hooks behind
+            for layer in layers:  # set directly: transformers' method would also leave hooks behind
                 layer.gradient_checkpointing = True
                 layer._gradient_checkpointing_func = partial(
                     checkpoint, use_reentrant=False, context_fn=mixers.recompute_contexts
@@ -238,12 +238,12 @@ def savings(
         finally:
             for layer in layers:
                 layer.gradient_checkpointing = False
-    if all(p.requires_grad for p in model.parameters()):  # LoRA's own weights are about a hundredth
-        beside = max(0.0, parts["gradients"] + parts["not at once"])  # of the gradients, beside the activations
+    if all(p.requires_grad for p in model.parameters()):  # LoRA's own weights are about one percent
+        beside = max(0.0, parts["gradients"] + parts["not at once"])  # of gradients, on top of the activations
         found.append(("LoRA (--use_peft)", parts["optimizer"] + beside))
     matrices = [m.base_layer.weight for m in model.modules() if isinstance(getattr(m, "base_layer", None), nn.Linear)]
     wide = [w for w in matrices if w.is_floating_point() and not w.requires_grad]
-    if wide and importlib.util.find_spec("bitsandbytes") is not None:  # 4 bits, and 8 for the scale of 64 of them
+    if wide and importlib.util.find_spec("bitsandbytes") is not None:  # 4 bits, plus an 8-bit scale for every 64 weights
         found.append(("QLoRA (--load_in_4bit)", (nbytes(wide) - sum(w.numel() for w in wide) * (4 + 8 / 64) / 8) / GIB))
     if (options.get("device") or next(model.parameters()).device).type != "cpu":
         shards = 2 * options.get("shards", 1)
@@ -262,30 +262,30 @@ def show_size(gib: float) -> str:
 
 
 class Stretch(NamedTuple):
-    """Of the way of a row through the model, in bytes; weights and gradients are not counted in the first two."""
+    """One stretch of a row's way through the model, in bytes; the first two fields exclude weights and gradients."""
 
-    most: int  # held at once
-    made: int  # by tensors that came into being, those that glibc takes from its heap
-    gradients: int = 0  # of the weights that get theirs here
+    most: int  # peak
+    made: int  # allocated by new tensors that glibc takes from its heap
+    gradients: int = 0  # of weights whose gradients are computed here
 
 
 class Body(NamedTuple):
-    """What one row holds on its way through the model without the LM head."""
+    """Memory of one row on its way through the model without the LM head."""
 
     forward: Stretch
-    end: int  # bytes kept at the end of it
-    backward: list[Stretch]  # first what comes after the last block, then the blocks from the last to the first
+    end: int  # bytes still held after the forward pass
+    backward: list[Stretch]  # after the last block first, then the blocks from last to first
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors; of meta tensors, what they will take."""
+    """Total bytes of the tensors; for meta tensors, what they would take."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of the tensors that come into being under it on the model's device, and are still there.
+    """Counts the bytes of live tensors created under it on the model's device.
 
-    largest: of tensors of more bytes it does not count that they were made.
+    largest: allocations of tensors with more bytes than this are left out of `made`.
     """
 
     def __init__(self, model: nn.Module, largest: float = float("inf")):
@@ -304,7 +304,7 @@ class _Live(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key not in self.known:  # else a view, or changed in place
+        if key not in self.known:  # otherwise a view, or changed in place
             self.known.add(key)
             self.now += size
             self.made += size if size < self.largest else 0
@@ -316,14 +316,14 @@ class _Live(TorchDispatchMode):
         self.now -= size
 
     def stretch(self, gradients: int = 0) -> Stretch:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         done = Stretch(self.most, self.made, gradients)
         self.most, self.made = self.now, 0
         return done
 
 
 def _probe_body(model: FlatModel, lengths: list[int], mixed_precision: str, tokens: float) -> Body:
-    """Send a row through the model without its LM head, forward and backward, in place of a row of `tokens` tokens."""
+    """Send a row through the model without its LM head, forward and backward, standing in for a row of `tokens` tokens."""
     device = next(model.parameters()).device
     T, V = sum(lengths), model.config.get_text_config().vocab_size
     row = {
@@ -341,7 +341,7 @@ def _probe_body(model: FlatModel, lengths: list[int], mixed_precision: str, toke
         hidden = out[0] if isinstance(out, tuple) else out
         size = nbytes(p for p in block.parameters() if p.requires_grad)
 
-        def reached(gradient: Tensor) -> None:  # what comes after the block is done
+        def reached(gradient: Tensor) -> None:  # the backward pass has come to this block
             backward.append(live.stretch(arriving[-1]))
             arriving.append(size)
 
@@ -355,7 +355,7 @@ def _probe_body(model: FlatModel, lengths: list[int], mixed_precision: str, toke
             with _autocast(device, mixed_precision):
                 hidden = model.hidden(row)
             forward, end = live.stretch(), live.now
-            torch.autograd.grad(hidden, embedded[0], torch.zeros_like(hidden))  # no gradient of a weight is computed
+            torch.autograd.grad(hidden, embedded[0], torch.zeros_like(hidden))  # computes no weight gradients
             backward.append(live.stretch(arriving[-1]))
     finally:
         for hook in hooks:
@@ -364,12 +364,12 @@ def _probe_body(model: FlatModel, lengths: list[int], mixed_precision: str, toke
 
 
 def _blocks(model: FlatModel) -> list[nn.Module]:
-    """The transformer blocks, by the class names that the architecture gives."""
+    """The transformer blocks, found by the class names that the architecture declares."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 def _beginning(lengths: list[int], tokens: int) -> list[int]:
-    """The first sequences of up to so many tokens, one at least, the last one cut."""
+    """The first sequences, up to `tokens` tokens: at least one, the last one truncated."""
     taken: list[int] = []
     for n in lengths:
         if sum(taken) < tokens:
@@ -378,7 +378,7 @@ def _beginning(lengths: list[int], tokens: int) -> list[int]:
 
 
 def _extent(model: FlatModel, lengths: list[int]) -> tuple[int, int]:
-    """Tokens of a row and the squares of its lengths, summed; with padding where the model is given padded batches."""
+    """(tokens of a row, sum of its squared lengths), including padding if the model runs on padded batches."""
     if model.padded:
         lengths = [max(lengths)] * len(lengths)
     return sum(lengths), sum(n * n for n in lengths)
@@ -395,7 +395,7 @@ def _autocast(device: torch.device, mixed_precision: str) -> contextlib.Abstract
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Training mode with gradients; afterwards modes, gradients and random numbers are what they were."""
+    """Training mode with gradients enabled; modes, gradients and random state are restored afterwards."""
     device = next(model.parameters()).device
     modes = [(module, module.training) for module in model.modules()]
     drops = [
@@ -403,10 +403,10 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     ]
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
     try:
-        # The compiler does not look into calls that are watched, and would pass over the same code for the whole run.
+        # Dynamo skips frames under a dispatch mode, and would go on skipping the same code for the rest of the run.
         with torch.enable_grad(), forked, torch.compiler.set_stance("force_eager"):
             model.train()
-            for module, _ in drops:  # each probe passes all layers
+            for module, _ in drops:  # each probe uses all layers
                 module.layerdrop = 0.0
             yield
     finally:

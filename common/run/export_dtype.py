@@ -1,4 +1,4 @@
-"""The precision of the final model: training is in float32, and a bfloat16 base goes out as bfloat16."""
+"""The precision of the final model: training uses float32, and a bfloat16 base is exported as bfloat16."""
 
 import json
 from pathlib import Path
@@ -15,21 +15,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def base_dtype(model: FlatModel) -> str:
-    """The precision of the files that training began with; "float32" for a new model."""
+    """The dtype of the weight files that training started from; "float32" for a new model."""
     return getattr(base_lm(model.lm), "base_dtype", "float32")
 
 
 def export_dtype(args: CommonArgs, base: str) -> str:
-    """That of the final model: args.export_dtype, where "auto" is that of the base, and of bfloat16 weights."""
+    """The dtype of the final model: args.export_dtype, where "auto" means the base's, or bfloat16 for bfloat16 weights."""
     if args.export_dtype != "auto":
         return args.export_dtype
     return args.dtype if args.dtype == "bfloat16" else base
 
 
 def cast_weights(folder: Path, dtype: str, model: FlatModel) -> None:
-    """Round the weights of a model in a folder, as `save_pretrained` has written it, and say so in its config.json.
+    """Round the weights that `save_pretrained` wrote to a folder, and record the dtype in its config.json.
 
-    Parts that transformers keeps in float32 stay so. Raises UserError where a number is too large for float16.
+    Parts that transformers keeps in float32 stay so. Raises UserError if a number is too large for float16.
     """
     if all(p.dtype == DTYPES[dtype] for p in model.lm.parameters() if p.is_floating_point()):
         return

@@ -1,4 +1,4 @@
-"""What a run on a GPU says where it could be several times faster."""
+"""Hints for runs on a GPU whose settings make them several times slower than they need to be."""
 
 import os
 
@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 
 def advise(args: CommonArgs, accelerator: Accelerator, model: FlatModel) -> None:
-    """Say it, a line for each."""
+    """Print each hint on a line."""
     if accelerator.device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(accelerator.device)
@@ -24,7 +24,7 @@ def advise(args: CommonArgs, accelerator: Accelerator, model: FlatModel) -> None
 
 
 def idle_gpus(processes: int, gpus: int) -> list[str]:
-    """processes: of this machine, each of which has a GPU."""
+    """processes: those on this machine, one GPU each."""
     if processes >= gpus:
         return []
     return [
@@ -34,7 +34,8 @@ def idle_gpus(processes: int, gpus: int) -> list[str]:
 
 
 def slow_settings(capability: tuple[int, int], mixed_precision: str, dtype: str, experts: bool) -> list[str]:
-    """capability: of the GPU's generation, (8, 0) for Ampere. dtype: of the weights. experts: whether the model has some."""
+    """capability: the GPU's compute capability, (8, 0) for Ampere. dtype: of the weights. experts: whether the model has
+    some."""
     half = "bf16" if capability >= (8, 0) else "fp16"
     if mixed_precision == "no" and dtype == "float32":
         config = " or --config_file accelerate_configs/single_gpu.yaml" if half == "bf16" else ""

@@ -1,5 +1,5 @@
-"""What training holds on GPUs that a probe on the CPU does not show: attention's workspace, and what processes share of a
-model, gather and keep whole."""
+"""Memory on GPUs that a probe on the CPU cannot measure: attention's workspace, and the model state that processes shard,
+gather and keep whole."""
 
 from typing import Any, NamedTuple
 
@@ -11,21 +11,21 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-BUCKET = 500_000_000  # numbers of DeepSpeed's reduce_bucket_size, where its config says nothing
-LIVE = 1_000_000_000  # and of stage3_max_live_parameters
+BUCKET = 500_000_000  # default of DeepSpeed's reduce_bucket_size, in elements
+LIVE = 1_000_000_000  # default of stage3_max_live_parameters
 
 
 class Kept(NamedTuple):
-    """Bytes that one process keeps of the model that is trained."""
+    """Bytes that one process keeps of the trained model."""
 
     weights: float
     gradients: float  # from one micro-batch to the next
     optimizer: float
-    stepping: float = 0.0  # beside them, while the optimizer steps
+    stepping: float = 0.0  # in addition, during the optimizer step
 
 
 def sharing(accelerator: Accelerator) -> dict[str, Any]:
-    """How processes share a model, as `estimate` wants it told: shards, fsdp, reshard, zero, bucket."""
+    """How processes shard a model, as keyword arguments of `estimate`: shards, fsdp, reshard, zero, bucket."""
     kind, found = accelerator.distributed_type, {"shards": processes_of_a_copy(accelerator)}
     if kind == DistributedType.FSDP:
         return found | {"fsdp": True, "reshard": bool(accelerator.state.fsdp_plugin.reshard_after_forward)}
@@ -33,19 +33,19 @@ def sharing(accelerator: Accelerator) -> dict[str, Any]:
         plugin = accelerator.state.deepspeed_plugin
         bucket = plugin.deepspeed_config.get("zero_optimization", {}).get("reduce_bucket_size")
         found |= {"zero": plugin.zero_stage or 1, "bucket": int(bucket) if isinstance(bucket, int | float) else BUCKET}
-        return found if plugin.zero_stage else found | {"shards": 1}  # stage 0 shares nothing
+        return found if plugin.zero_stage else found | {"shards": 1}  # stage 0 shards nothing
     return found
 
 
 def kept(
     model: nn.Module, weights: float, moments: float, autocast: torch.dtype | None, *, shards: int, fsdp: bool, zero: int
 ) -> Kept:
-    """weights, moments: bytes of the whole model, and of AdamW's averages in the dtype of the weights.
+    """weights, moments: bytes of the whole model, and of AdamW's moments in the dtype of the weights.
 
-    FSDP2 and ZeRO-3 share all of it, ZeRO-2 gradients and optimizer state, ZeRO-1 the latter. With mixed precision
-    Accelerate makes trained weights float32 for FSDP2 (fsdp2_prepare_model), DeepSpeed's engine all weights 16 bits. The
-    optimizer of ZeRO has the weights of its share again, in float32 (single_partition_of_fp32_groups,
-    fp32_partitioned_groups_flat), beside AdamW's averages, and for a step their gradients: so counted on two CPU processes
+    FSDP2 and ZeRO-3 shard weights, gradients and optimizer state, ZeRO-2 the last two, ZeRO-1 the last. With mixed precision
+    Accelerate casts trained weights to float32 for FSDP2 (fsdp2_prepare_model), and DeepSpeed's engine casts all weights to
+    16 bits. ZeRO's optimizer holds a float32 copy of its share of the weights (single_partition_of_fp32_groups,
+    fp32_partitioned_groups_flat) besides AdamW's moments, and during a step their gradients: counted on two CPU processes
     (deepspeed 0.19.8).
     """
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -61,8 +61,8 @@ def kept(
 
 
 def processes_of_a_copy(accelerator: Accelerator) -> int:
-    """Processes that share one copy of weights, gradients and optimizer state: all of them under FSDP2 and ZeRO, under HSDP
-    (Accelerate's parallelism_config) those of a copy; else 1."""
+    """Processes that share one copy of weights, gradients and optimizer state: all of them under FSDP2 and ZeRO, the shard
+    group under HSDP (Accelerate's parallelism_config), else 1."""
     if accelerator.distributed_type not in SHARDED:
         return 1
     sizes = getattr(accelerator, "parallelism_config", None)
@@ -71,13 +71,13 @@ def processes_of_a_copy(accelerator: Accelerator) -> int:
 
 
 def varlen_workspace(model: FlatModel, lengths: list[int], autocast: torch.dtype | None) -> int:
-    """Bytes that the backward pass of varlen_attn takes in a layer, beside inputs, outputs and their gradients; 0 where that
+    """Bytes that the backward pass of varlen_attn allocates per layer besides inputs, outputs and their gradients; 0 if that
     kernel is not used.
 
-    lengths: of the sequences of the row, T tokens and S sequences. FlashAttention 2 in PyTorch (mha_varlen_bwd in
+    lengths: of the row's sequences, S sequences with T tokens in total. FlashAttention 2 in PyTorch (mha_varlen_bwd in
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) allocates, in float32, sums of dQ, (T + 128 S, H, Dh
-    rounded up to 32, above 128 to 64), and the row sums of dO · O, (H, T + 128 S); and where heads share keys, dK and dV of
-    each query head, (T, H, Dh) twice in 16 bits.
+    rounded up to a multiple of 32, above 128 of 64), and the row sums of dO · O, (H, T + 128 S); and if heads share keys, dK
+    and dV for each query head, twice (T, H, Dh) in 16 bits.
     """
     config = model.config.get_text_config()
     H, shared, hidden = (
@@ -93,10 +93,10 @@ def varlen_workspace(model: FlatModel, lengths: list[int], autocast: torch.dtype
 
 
 def whole_gradients(trained: list[Tensor], autocast: torch.dtype | None) -> int:
-    """Bytes of the gradients that FSDP2 keeps on each process from one micro-batch of a window to the next.
+    """Bytes of the gradients that FSDP2 keeps on each process between the micro-batches of a window.
 
-    Without synchronisation (Accelerate's no_sync) FSDPParamGroup.post_backward reduces nothing: it keeps them whole, in the
-    dtype of the reduction (FSDPParam.to_accumulated_grad_if_needed), which is float32 with mixed precision here.
+    Without synchronisation (Accelerate's no_sync) FSDPParamGroup.post_backward does not reduce gradients: it keeps them
+    whole, in the reduction's dtype (FSDPParam.to_accumulated_grad_if_needed), which is float32 with mixed precision here.
     """
     return sum(p.numel() * (4 if autocast else p.element_size()) for p in trained)
 
@@ -104,9 +104,9 @@ def whole_gradients(trained: list[Tensor], autocast: torch.dtype | None) -> int:
 def gathered_layers(
     model: FlatModel, blocks: list[nn.Module], autocast: torch.dtype | None, reshard: bool = True, zero: int = 0
 ) -> int:
-    """Bytes that FSDP2 gathers at once: what lies outside the blocks, for good; the block at work, the next one (without
-    reshard_after_forward all of them: each stays whole until its backward pass); and of one the whole gradients, beside the
-    buffer from which they are shared out (foreach_reduce). ZeRO-3 keeps up to LIVE numbers that it will want again."""
+    """Bytes that FSDP2 gathers at once: everything outside the blocks, permanently; the current block and the next one
+    (without reshard_after_forward all blocks, each until its backward pass); and one block's whole gradients with the buffer
+    they are reduced from (foreach_reduce). ZeRO-3 keeps up to LIVE elements that it will use again."""
 
     def size(parameters: list[Tensor]) -> int:
         cast = [autocast if autocast and p.is_floating_point() else p.dtype for p in parameters]

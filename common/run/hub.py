@@ -1,7 +1,7 @@
-"""The model on the Hub: what of a folder goes there, and how a run sends it without waiting for it.
+"""The model on the Hub: which files of a folder are pushed, and pushing in the background.
 
-The model's files and its card go, and nothing else: no optimizer, no logs and samples (they hold data), no cache. Paths of
-this machine in configuration files are taken out of what is sent.
+Only the model's files and its card are pushed: no optimizer, logs or samples (they contain data), no cache. Paths of this
+machine are removed from configuration files.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from common.model.save import EXTRA
 from common.model.shards import refuse_shards
 from common.run.output_dir import CARD, CLASSIFIER, MODEL, WEIGHTS, push_command
 
-TIMEOUT = 300  # seconds that the Hub may be silent
+TIMEOUT = 300  # seconds without an answer from the Hub
 
 
 def check_push(args: CommonArgs) -> None:
-    """Raise UserError where --push_to_hub cannot work, before anything is trained."""
+    """Raise UserError before training if --push_to_hub cannot work."""
     if not args.push_to_hub:
         if args.hub_model_id:
             raise UserError("--hub_model_id says where to, --push_to_hub that it is wanted: give both")
@@ -51,9 +51,9 @@ def check_repo(name: str | None) -> None:
 
 
 def files_to_push(folder: Path) -> dict[str, Path]:
-    """{name: path} of what belongs to the model in a folder, its own code (auto_map of config.json) included."""
+    """{name: path} of the model's files in a folder, including its own code (auto_map of config.json)."""
     found = {path.name: path for pattern in (*WEIGHTS, *MODEL) for path in folder.glob(pattern) if path.is_file()}
-    if EXTRA in found:  # with which train_reward.py makes a classifier of it
+    if EXTRA in found:  # the head that makes train_reward.py's model a classifier
         beside = [path for pattern in (*WEIGHTS, *MODEL) for path in (folder / CLASSIFIER).glob(pattern)]
         found |= {f"{CLASSIFIER}/{path.name}": path for path in beside}
     for word in re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', json.dumps(_json(folder / "config.json").get("auto_map", {}))):
@@ -63,7 +63,7 @@ def files_to_push(folder: Path) -> dict[str, Path]:
 
 
 def without_places(path: Path) -> bytes | None:
-    """A configuration file without the paths of this machine; None where it has none."""
+    """A configuration file without this machine's paths, or None if it contains none."""
     if path.suffix != ".json" or path.name.startswith(("tokenizer.json", "vocab", "model.", "added_tokens")):
         return None
     found = _json(path)
@@ -72,14 +72,14 @@ def without_places(path: Path) -> bytes | None:
 
 
 def _clean(value: Any, key: str = "") -> Any:
-    """A local path is reduced to its last part: in the keys that name a model, and wherever it is absolute."""
+    """Reduce local paths to their last part: in keys that name a model, and wherever the path is absolute."""
     if isinstance(value, dict):
         return {name: _clean(part, name) for name, part in value.items()}
     if isinstance(value, list):
         return [_clean(part) for part in value]
     if not isinstance(value, str) or key in ("content", "chat_template") or "\n" in value:
         return value
-    is_here = Path(value).exists() or value.count("/") > 1 or value.startswith((".", "~"))  # or was, where it was written
+    is_here = Path(value).exists() or value.count("/") > 1 or value.startswith((".", "~"))  # or existed where it was written
     named = key.endswith(("name_or_path", "_file", "_name")) and is_here
     return Path(value).name if named or re.match(r"(/|~|[A-Za-z]:[\\/]).*[\\/]", value) else value
 
@@ -91,12 +91,12 @@ def read_card(folder: Path) -> str | None:
 
 
 def upload(folder: Path, repo: str, private: bool, card: str | None, message: str) -> None:
-    """One commit with the model of a folder and its card. Weights of another form that lie there are deleted, because
-    from_pretrained might take those. Raises what huggingface_hub raises."""
+    """Push the model of a folder and its card in one commit. Weights there in another format are deleted, as from_pretrained
+    might prefer them. Raises what huggingface_hub raises."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
 
     with contextlib.suppress(AttributeError):
-        get_session().timeout = TIMEOUT  # else one that hangs is waited for without end
+        get_session().timeout = TIMEOUT  # otherwise a hanging request never ends
     refuse_shards(folder)
     files = files_to_push(folder)
     if not any(path.match(pattern) for path in files.values() for pattern in WEIGHTS):
@@ -117,20 +117,20 @@ def upload(folder: Path, repo: str, private: bool, card: str | None, message: st
 
 
 def reason_of(error: Exception) -> str:
-    """Why an upload has failed, in a line: what stands behind it, too, and what to do about a token."""
+    """Why an upload failed, in one line: with its underlying cause, and what to do about a token."""
     said = f"{type(error).__name__}: {quoted(error, 250, str)}"
-    if error.__cause__ is not None and not isinstance(error, UserError):  # "Error while uploading" alone says nothing
+    if error.__cause__ is not None and not isinstance(error, UserError):  # "Error while uploading" alone explains nothing
         error = error.__cause__
         said += f" {type(error).__name__}: {quoted(error, 250, str)}"
     status = getattr(getattr(error, "response", None), "status_code", None)
     said += {401: " (the Hub does not know this token: hf auth login)", 403: " (may this token write there?)"}.get(
         status, ""
     )
-    return " ".join(re.sub(r"(https?://[^\s'?]+)\?[^\s']+", r"\1", said).split())  # a signed address is a secret
+    return " ".join(re.sub(r"(https?://[^\s'?]+)\?[^\s']+", r"\1", said).split())  # the query of a signed URL is a secret
 
 
 class Push:
-    """What --push_to_hub asks for. On the main process alone; the others have nothing to do with it."""
+    """Implements --push_to_hub, on the main process only."""
 
     def __init__(self, args: CommonArgs):
         self.args, self.thread = args, None
@@ -138,14 +138,14 @@ class Push:
         self.again = push_command(args)
 
     def save(self, checkpoint: Path, make_card: Callable[[], str]) -> None:
-        """With --hub_strategy every_save: send the model of a checkpoint while training goes on. While one is under way
-        the next is left out; the end sends the last."""
+        """With --hub_strategy every_save: push a checkpoint's model while training continues. If an upload is still running,
+        this one is skipped; the last push at the end sends the final model."""
         if self.args.hub_strategy != "every_save" or self.busy() or not checkpoint.is_dir():
             return
         try:
             shutil.rmtree(self.staged, ignore_errors=True)
             self.staged.mkdir()
-            for name, path in files_to_push(checkpoint).items():  # the checkpoint may be deleted meanwhile
+            for name, path in files_to_push(checkpoint).items():  # the checkpoint may be deleted during the upload
                 try:
                     os.link(path, self.staged / name)
                 except OSError:
@@ -157,7 +157,7 @@ class Push:
         self._start(self.staged, card, f"{checkpoint.name.replace('checkpoint-', 'step ')}")
 
     def finish(self) -> None:
-        """Send the final model, and wait until it is there. A failure, or Ctrl-C, costs a line."""
+        """Push the final model and wait for it. A failure, or Ctrl-C, only prints a line."""
         folder, repo = self.args.output_dir, self.args.hub_model_id
         try:
             if self.busy():
@@ -179,7 +179,7 @@ class Push:
                 upload(folder, self.args.hub_model_id, self.args.hub_private_repo, card, message)
                 if done:
                     say(done)
-            except Exception as error:  # the network, the Hub, the disk: nothing of these is worth a run
+            except Exception as error:  # network, Hub or disk: none of these may fail a finished run
                 rest = f"what repeats it: {self.again}" if done else "training goes on, and the next save tries again"
                 say(f"the upload to {self.args.hub_model_id} failed ({reason_of(error)}); {rest}")
 

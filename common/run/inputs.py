@@ -1,7 +1,7 @@
-"""What a run is made of besides its arguments: the script, the files and models that arguments name, the training data.
+"""The inputs of a run besides its arguments: the script, the files and models that arguments name, the training data.
 
-It is written to `inputs.json`, in the output folder and in each checkpoint, with a copy of the script beside it. A run that
-goes on is compared with it: where something else has been put in its place, the two halves would be of different runs.
+They are recorded in `inputs.json`, in the output folder and in each checkpoint, with a copy of the script. A resumed run is
+checked against that record: if an input has changed, the two halves would belong to different runs.
 """
 
 import ast
@@ -20,19 +20,19 @@ from common.args import CommonArgs
 from common.errors import UserError, say
 
 FILE = "inputs.json"
-OUTPUTS = ("output_dir", "resume_from_checkpoint", "dataset_cache_dir")  # arguments whose folders change in a run
+OUTPUTS = ("output_dir", "resume_from_checkpoint", "dataset_cache_dir")  # arguments whose folders change during a run
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".py", ".txt")
 MODEL_JSON = ("config", "adapter_config", "generation_config", "tokenizer", "special_tokens", "added_tokens", "vocab")
 
 
 def inputs_of(args: CommonArgs, script: str) -> dict[str, Any]:
-    """What is known at the start: {"script": its name, "files": {path: hash}}, of the files with code that arguments name,
-    and of the model folders, which may be the reference, the base under an adapter, or a reward."""
+    """Inputs known at the start: {"script": its name, "files": {path: hash}}. The files are code that arguments name, and
+    model folders: the reference, the base under an adapter, or a reward model."""
     files = {}
     for name, value in vars(args).items():
         for word in value if isinstance(value, list) else [value]:
             path = Path(re.sub(r"\.py:\w+$", ".py", str(word)))  # file.py:function
-            with contextlib.suppress(OSError):  # no name of a file at all, or one that cannot be read: others say so
+            with contextlib.suppress(OSError):  # not a file name, or unreadable: reported elsewhere
                 if path.suffix in (".py", ".jinja") and path.is_file():
                     files[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
                 elif name not in OUTPUTS and path.is_dir() and (found := _model_digest(path)):
@@ -41,8 +41,8 @@ def inputs_of(args: CommonArgs, script: str) -> dict[str, Any]:
 
 
 def loaded_code(script: str) -> dict[str, str]:
-    """{path: hash} of the Python files that this process has loaded, and that are of no library and not of this project,
-    but for the script: what the file of a reward function imports."""
+    """{path: hash} of the loaded Python files that belong neither to a library nor to this project, the script excepted: for
+    instance what a reward function's file imports."""
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[2] / "common"))
     found = {}
     for name, module in list(sys.modules.items()):
@@ -55,21 +55,21 @@ def loaded_code(script: str) -> dict[str, str]:
             or "-packages" in path
         ):
             continue
-        with contextlib.suppress(OSError):  # built in, or deleted
+        with contextlib.suppress(OSError):  # built in, or deleted since
             found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return found
 
 
 def hub_commits(args: CommonArgs) -> dict[str, str]:
-    """{name: commit} of the models and tokenizers that come from the Hub, as they lie in its cache once they are loaded."""
+    """{name: commit} of the models and tokenizers from the Hub, as found in its cache once they are loaded."""
     from huggingface_hub import try_to_load_from_cache
 
     found = {}
     for name, revision in ((args.model_name_or_path, args.model_revision), (args.tokenizer_name, None)):
         if name is None or Path(name).exists():
             continue
-        for file in ("config.json", "adapter_config.json", "tokenizer_config.json"):  # where one of them was updated alone
-            with contextlib.suppress(ValueError):  # no name that the Hub could have: a folder that was deleted
+        for file in ("config.json", "adapter_config.json", "tokenizer_config.json"):  # one may have been updated alone
+            with contextlib.suppress(ValueError):  # not a valid Hub name: a folder that was deleted
                 path = try_to_load_from_cache(name, file, revision=revision)
                 if isinstance(path, str) and name not in found:
                     found[name] = Path(path).parent.name
@@ -77,7 +77,7 @@ def hub_commits(args: CommonArgs) -> dict[str, str]:
 
 
 def _model_digest(folder: Path, depth: int = 0) -> str | None:
-    """A hash of what makes a model: weights, configuration, tokenizer, the base of an adapter; None for another folder."""
+    """A hash of a model folder's weights, configuration, tokenizer and adapter base; None if it is not a model folder."""
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json", "tokenizer.json")):
         return None
     digest = hashlib.sha256()
@@ -95,8 +95,8 @@ def _model_digest(folder: Path, depth: int = 0) -> str | None:
 
 
 def _update(digest: Any, path: Path) -> None:
-    """Add a file to a hash: all of it, and of a large one the first MB and 4 KB of each further one. Another training has
-    other numbers in every tensor."""
+    """Add a file to a hash: all of a small one, and of a large one the first MB and 4 KB of each further MB. Another
+    training run changes the numbers of every tensor, so samples suffice."""
     whole, size = 2**26, path.stat().st_size
     with open(path, "rb") as file:
         for at in range(0, size, 2**20):
@@ -105,10 +105,10 @@ def _update(digest: Any, path: Path) -> None:
 
 
 def compare_script(args: CommonArgs, script: str, earlier: Path | None) -> None:
-    """Refuse to go on where the script, or a file that an argument names, is not what it was.
+    """Refuse to resume if the script, or a file that an argument names, has changed.
 
-    earlier: the checkpoint, or the folder of a complete run; None: there is none. Raises UserError, or says it with
-    --accept_changes.
+    earlier: the checkpoint, or the folder of a complete run, if any. Raises UserError; with --accept_changes it prints a
+    line instead.
     """
     before = _read(earlier)
     if not before:
@@ -121,9 +121,9 @@ def compare_script(args: CommonArgs, script: str, earlier: Path | None) -> None:
 
 
 def compare_rest(args: CommonArgs, inputs: Mapping[str, Any], checkpoint: Path | None) -> None:
-    """The same for what is known when everything is loaded: the training data, and code that rewards import.
+    """The same check for inputs known once everything is loaded: training data, and code that rewards import.
 
-    inputs: "data", a hash of what each source gives, by its label; "code", see loaded_code; "hub", see hub_commits.
+    inputs: "data": a hash for each source, by its label; "code": see loaded_code; "hub": see hub_commits.
     """
     before = _read(checkpoint)
     changes = _changed(inputs, before, "data", "the rows of {} are not those that it had")
@@ -144,14 +144,14 @@ def keep(folder: Path, script: str, inputs: Mapping[str, Any]) -> None:
 
 
 def copy_inputs(output_dir: Path, checkpoint: Path) -> None:
-    """Put what `keep` has written into a checkpoint."""
+    """Copy the files written by `keep` into a checkpoint."""
     for name in kept_in(output_dir):
         if (output_dir / name).is_file():
             shutil.copy(output_dir / name, checkpoint)
 
 
 def kept_in(folder: Path) -> tuple[str, str]:
-    """The names of the files that `keep` has written to a folder: inputs.json and the script."""
+    """The names of the files that `keep` wrote to a folder: inputs.json and the script."""
     return FILE, str(_read(folder).get("script", FILE))
 
 
@@ -174,7 +174,7 @@ def _read(folder: Path | None) -> dict[str, Any]:
 
 
 def _code(script: Path) -> str:
-    """The code of a script, without its comments, docstrings and layout."""
+    """The code of a script without comments, docstrings and layout."""
     tree = ast.parse(script.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

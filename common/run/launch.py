@@ -1,4 +1,4 @@
-"""The start of a run: processes, seed, output folder; launches that would not be what they seem are refused."""
+"""Starting a run: processes, seed, output folder. Launches that would silently do something else are refused."""
 
 import dataclasses
 import importlib.util
@@ -39,18 +39,18 @@ from accelerate.utils import (
     set_seed,
 )
 
-# DistributedDataParallel holds torch's process group, whose destructor waits for its threads while it has the GIL, for
-# which one of them may be waiting to let go of its last tensor: a deadlock (seen with gloo). So it is kept, and
+# DistributedDataParallel owns torch's process group, whose destructor joins its threads while holding the GIL, which one of
+# them may need to release its last tensor: a deadlock (seen with gloo). So it is kept alive, and
 # `launch` (common/command_line.py) ends the process without destroying anything.
 KEPT: list[Any] = []
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
-    """The Accelerator of this run, and the checkpoint that it goes on from (None: from the beginning).
+    """The Accelerator of this run, and the checkpoint to resume from (None: start from the beginning).
 
-    Refuses launches that are not what they seem, claims the output folder, and leaves args.yaml and a copy of the script
-    in it; where it holds a run, `take_over` does so, when this one has all that it needs.
+    Refuses misconfigured launches, claims the output folder, and leaves args.yaml and a copy of the script in it. If the
+    folder holds a run already, `take_over` does that later, once this run has loaded everything it needs.
     """
     check_tracker(args.report_to)
     check_push(args)
@@ -63,21 +63,21 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
             )
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and importlib.util.find_spec("deepspeed") is None:
         raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
-    if (precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in PRECISIONS:  # Accelerate lets it pass
+    if (precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in PRECISIONS:  # Accelerate does not check it
         raise UserError(f"ACCELERATE_MIXED_PRECISION={precision}: one of {', '.join(PRECISIONS)}")
     refuse_too_many_processes()
     try:
         accelerator = Accelerator(
-            # sync_with_dataloader=False: a window is whole, whatever the length of an epoch.
+            # sync_with_dataloader=False: a window stays whole at the end of an epoch.
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
             ),
-            cpu=not torch.accelerator.is_available(),  # else two CPU processes would each take themselves for the only one
+            cpu=not torch.accelerator.is_available(),  # otherwise each of two CPU processes would believe it is alone
             log_with=None if args.dry_run or args.report_to == "none" else args.report_to,
             project_dir=args.output_dir,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # long preparations on one process
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # one process may prepare data for long
         )
-    except (ValueError, RuntimeError, KeyError) as error:  # an environment variable, or a config, that it cannot use
+    except (ValueError, RuntimeError, KeyError) as error:  # an unusable environment variable or config
         raise UserError(
             f"Accelerate does not start as it is configured ({type(error).__name__}: {error}): run accelerate config, or "
             "look for ACCELERATE_*, WORLD_SIZE, RANK and MASTER_ADDR in the environment"
@@ -88,7 +88,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     if args.activation_offloading and accelerator.device.type != "cuda":
         raise UserError(f"--activation_offloading is for a CUDA GPU's memory; this run is on {accelerator.device.type}")
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
-        plugin = accelerator.state.fsdp_plugin  # which would round weights of the loss, log-probabilities, sums of gradients
+        plugin = accelerator.state.fsdp_plugin  # it would round loss weights, log-probabilities and gradient sums
         plugin.mixed_precision_policy = dataclasses.replace(
             plugin.mixed_precision_policy, cast_forward_inputs=False, output_dtype=None, reduce_dtype=torch.float32
         )
@@ -98,11 +98,11 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     saved_args = earlier_args(output_dir)
     checkpoint = None
     if not args.dry_run:
-        refuse_what_is_not_ours(args, saved_args, script)  # before a lock lies in a folder of somebody else's
+        refuse_what_is_not_ours(args, saved_args, script)  # before creating a lock in a folder that is not a run's
         lock(accelerator, output_dir)
         complete = (output_dir / "summary.json").exists() and not args.overwrite_output_dir
         compare_script(args, script, output_dir if complete else None)
-        # By one process, as it reads whole checkpoints; and another machine may have another disk.
+        # On one process, as it reads whole checkpoints and another machine may have another disk.
         checkpoint = on_main_process(accelerator, lambda: claim_output_dir(args, saved_args, accelerator.num_processes))
         compare_script(args, script, checkpoint)
     accelerator.wait_for_everyone()
@@ -114,7 +114,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
             raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
     accelerator.wait_for_everyone()
     if not args.dry_run:
-        named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # of another run
+        named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # a checkpoint of another run
         seen = checkpoint if named else output_dir / (checkpoint.name if checkpoint else "args.yaml")
         refuse_a_disk_of_its_own(accelerator, seen, needed=checkpoint is not None)
     check_sharded(args, accelerator)
@@ -130,13 +130,13 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
 
 
 def refuse_a_disk_of_its_own(accelerator: Accelerator, path: Path, needed: bool, patience: float = 30.0) -> None:
-    """Raise UserError on all processes where a machine does not see what the main process has written, and has to: to go on
-    from it, or to write its shards beside it. Else it is said. Called on every process.
+    """Check that every machine sees what the main process has written. Called on every process. If one does not but must (to
+    resume from it, or to write its shards beside it), raises UserError on all processes; otherwise prints a line.
 
-    patience: seconds, as a network's file system may show new files late.
+    patience: seconds to wait, as a network file system may show new files late.
     """
     if accelerator.num_processes == int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)):
-        return  # one machine
+        return  # only one machine
     end, seen = time.monotonic() + patience, path.exists()
     while not seen and time.monotonic() < end:
         time.sleep(0.5)
@@ -151,19 +151,19 @@ def refuse_a_disk_of_its_own(accelerator: Accelerator, path: Path, needed: bool,
 
 
 def take_over(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
-    """Leave the settings of this run in the output folder, and with --overwrite_output_dir nothing of an earlier one.
+    """Write the settings of this run to the output folder; with --overwrite_output_dir, first delete the earlier run there.
 
-    Not before data and model are loaded: a mistake in their names costs no finished run. Raises OSError.
+    Called once data and model are loaded, so that a misspelt name never costs a finished run. Raises OSError.
     """
     output_dir = Path(args.output_dir)
     if args.overwrite_output_dir and earlier_args(output_dir) is not None:
         delete_run(output_dir)
-    (output_dir / "summary.json").unlink(missing_ok=True)  # it stands for a complete run
+    (output_dir / "summary.json").unlink(missing_ok=True)  # it marks a complete run
     leave_settings(args, script, inputs)
 
 
 def leave_settings(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
-    """args.yaml, inputs.json and a copy of the script, in the output folder."""
+    """Write args.yaml, inputs.json and a copy of the script to the output folder."""
     output_dir = Path(args.output_dir)
     save_args(args, output_dir / ".args.yaml.tmp")
     os.replace(output_dir / ".args.yaml.tmp", output_dir / "args.yaml")
@@ -171,9 +171,9 @@ def leave_settings(args: CommonArgs, script: str, inputs: dict[str, Any]) -> Non
 
 
 def hold_on(accelerator: Accelerator, args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
-    """Before something is saved: where the output folder was deleted, it is made anew. Called on every process.
+    """Recreate the output folder before a save if it has been deleted. Called on every process.
 
-    Raises UserError where another run has it meanwhile.
+    Raises UserError if another run has taken it in the meantime.
     """
     output_dir = Path(args.output_dir)
     gone = accelerator.is_main_process and not is_held(output_dir)
@@ -187,19 +187,19 @@ def hold_on(accelerator: Accelerator, args: CommonArgs, script: str, inputs: dic
 
 
 def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:
-    """What DeepSpeed has to know of the arguments, before there is a model."""
+    """Pass on the arguments that DeepSpeed needs before a model exists."""
     from transformers.integrations import unset_hf_deepspeed_config
 
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
-    plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6  # told nothing, its engine clips to 1.0
-    # With ZeRO-3, transformers would shard each model that it loads: the reference as well, which no engine gathers, and
-    # before the checks of `load_model`. So each process loads whole models, and `prepare` shards the one that is trained.
+    plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6  # its engine's default is 1.0
+    # With ZeRO-3, transformers would shard every model as it loads: also the reference, which no engine gathers, and before
+    # `load_model` has checked it. So each process loads whole models, and `prepare` shards the trained one.
     plugin.zero3_init_flag = False
     unset_hf_deepspeed_config()
 
 
 def refuse_too_many_processes() -> None:
-    """Process i would get GPU i modulo their number, and NCCL would say, minutes later, that two share one."""
+    """Process i would use GPU i modulo their number, and NCCL would report minutes later that two share one."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     processes, cpu = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("ACCELERATE_USE_CPU", "false")
     if 0 < gpus < processes and cpu.lower() not in ("true", "1", "yes"):
@@ -210,7 +210,7 @@ def refuse_too_many_processes() -> None:
 
 
 def _refuse_false_launches(accelerator: Accelerator) -> None:
-    """Launches that Accelerate accepts in silence and runs as something else."""
+    """Refuse launches that Accelerate silently runs as something else."""
     env = os.environ
     if int(env.get("WORLD_SIZE", "1")) != accelerator.num_processes:
         raise UserError(
@@ -223,7 +223,7 @@ def _refuse_false_launches(accelerator: Accelerator) -> None:
             "use accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
         )
     sizes = getattr(accelerator, "parallelism_config", None)
-    for name in ("tp_size", "cp_size", "sp_size"):  # whose processes share micro-batches; here each has its own
+    for name in ("tp_size", "cp_size", "sp_size"):  # their processes share micro-batches; here each has its own
         if sizes is not None and getattr(sizes, name, 1) > 1:
             raise UserError(
                 f"the accelerate config asks for {name} {getattr(sizes, name)}: of its parallelism_config, only "

@@ -1,4 +1,4 @@
-"""What is trained: the model of a run in a few words, said at its start and kept in dataset.json."""
+"""The model of a run in a few words, printed at its start and kept in dataset.json."""
 
 import hashlib
 from typing import Any
@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 
 def load_report(args: CommonArgs, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """class, parameters, precision, how it is called, what was left out, adapted or frozen, template and stop tokens."""
+    """Class, parameters, precision, calling convention, parts left out, adapted or frozen, chat template, stop tokens."""
     lm = base_lm(model.lm)
     trained, parameters = count_parameters(model)
     adapted = sorted({name.split(".")[-1] for name, part in model.lm.named_modules() if hasattr(part, "lora_A")})
@@ -45,7 +45,7 @@ def load_report(args: CommonArgs, accelerator: Accelerator, model: FlatModel, to
 
 
 def in_a_line(report: dict[str, Any]) -> str:
-    """The report, as it is said: what is as usual goes without saying."""
+    """The report as one line, leaving out what is as usual."""
     trained, every = report["parameters"]["trained"], report["parameters"]["all"]
     precision = report["dtype"]["weights"]
     if report["dtype"]["autocast"] != "no":

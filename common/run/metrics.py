@@ -1,5 +1,5 @@
-"""What a run tells: metrics.jsonl, a line on the console, trackers, samples, what happened, summary.json, and pictures of
-all that: curves.png, report.html."""
+"""The output of a run: metrics.jsonl, console lines, trackers, samples, events, summary.json, and the pictures curves.png
+and report.html."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 RESERVED = ("step", "not_finite")
-SPIKE = 6.0  # standard deviations of the last losses above their mean
+SPIKE = 6.0  # standard deviations above the mean of recent losses
 TRACKERS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -52,7 +52,7 @@ def check_tracker(name: str | None) -> None:
 
 
 def full_norm(norm: Any) -> Any:
-    """A gradient norm as a tensor: FSDP2 gives a DTensor, of which each process has a part, DeepSpeed a Python float.
+    """A gradient norm as a tensor: FSDP2 returns a DTensor sharded over the processes, DeepSpeed a Python float.
 
     Called on every process.
     """
@@ -62,45 +62,45 @@ def full_norm(norm: Any) -> Any:
 
 
 class Metrics:
-    """Sums and weights that stay on the device until they are logged; then one reduction over the processes.
+    """Sums and weights kept on the device until they are logged, then reduced over the processes at once.
 
     A metric is `sum of weighted values / sum of weights` over the micro-batches and processes since it was last logged, so
     that each token (or pair, or completion) counts once.
     """
 
     def __init__(self, accelerator: Accelerator, args: CommonArgs, flops_per_token: float | None = None):
-        """flops_per_token: gives `mfu` = tokens per second · flops_per_token / (peak · processes) where the GPU is known."""
+        """flops_per_token: gives `mfu` = tokens per second · flops_per_token / (peak · processes) if the GPU is known."""
         self.accelerator, self.flops_per_token = accelerator, flops_per_token
         self.output_dir = Path(args.output_dir)
         self.sums: dict[str, list[Tensor]] = {}
-        self.window: dict[str, list[Tensor]] = {}  # the same of the window that is under way
-        self.maxima: dict[str, Tensor] = {}  # of what is logged as the largest value, not as a mean
+        self.window: dict[str, list[Tensor]] = {}  # the same for the current window
+        self.maxima: dict[str, Tensor] = {}  # metrics logged as a maximum, not as a mean
         self.window_maxima: dict[str, Tensor] = {}
-        self.window_is_bad: Tensor | None = None  # bool: nothing was trained on it, its values do not count
-        self.bad_steps: list[int] = []  # that were not taken
+        self.window_is_bad: Tensor | None = None  # bool: not trained on, so its values do not count
+        self.bad_steps: list[int] = []  # steps that were skipped
         self.flush: Callable[[], None] = lambda: None  # brings bad_steps up to date (see NonFinite)
-        self.alert: Callable[..., None] = lambda *_, **__: None  # tells somebody (see Alerts.send)
-        self.args, self.crowded = args, False  # crowded: that memory runs out has been told
-        self.losses: list[float] = []  # the last ones that were logged, to know a spike by
+        self.alert: Callable[..., None] = lambda *_, **__: None  # see Alerts.send
+        self.args, self.crowded = args, False  # crowded: the warning about low memory has been given
+        self.losses: list[float] = []  # recent logged losses, to detect a spike
         self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
         self.carry_maxima: dict[str, float] = {}
-        self.lost_lines = 0  # that the disk did not take
+        self.lost_lines = 0  # that could not be written to disk
         self.num_tokens = 0  # trained on so far, over all processes
         self.first_eval: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.started = self.clock = time.perf_counter()
         self.clock_tokens = 0
-        self.seconds_before = 0.0  # of the run, up to the checkpoint that it goes on from
-        self.report: Report | None = None  # of the main process
+        self.seconds_before = 0.0  # run time before the checkpoint it resumed from
+        self.report: Report | None = None  # on the main process
         self.run_name = args.run_name or self.output_dir.name
         self.tracker_config = vars(args)
 
     def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
-        """Add to the window that is under way: each metric is the mean of its values, by these weights; one whose name ends
-        in _max is the largest of its values.
+        """Add values to the current window: each metric is their weighted mean; one whose name ends in _max is their
+        maximum.
 
-        weights: of the shape of the values, for instance the mask of the tokens that count; or one number for all of them.
+        weights: of the values' shape, for instance the mask of the tokens that count; or one number for all of them.
         """
         for name, value in values.items():
             if value is None:
@@ -117,14 +117,14 @@ class Metrics:
                 self._add(name, value * total, total)
 
     def add_sum(self, **values: float | Tensor) -> None:
-        """Add values () that are this micro-batch's part of the window's value, such as a loss that is already divided by
-        what the window holds: the metric is their sum over the micro-batches and processes."""
+        """Add scalars that are this micro-batch's share of the window's value, such as a loss already divided by the
+        window's tokens: the metric is their sum over micro-batches and processes."""
         micro_batches = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         for name, value in values.items():
             self._add(name, torch.as_tensor(value).detach(), 1.0 / micro_batches)
 
     def window_mean(self, name: str) -> float:
-        """The mean, so far, of a metric of the window that is under way, over all processes, which call this together."""
+        """The mean so far of a metric of the current window, over all processes. Called on every process."""
         pair = self.window.get(name) or [torch.zeros((), device=self.accelerator.device)] * 2
         total, weight = self.accelerator.reduce(torch.stack(pair), "sum").tolist()
         return total / weight if weight else 0.0
@@ -139,11 +139,11 @@ class Metrics:
         self.window[name][1] += weight
 
     def forget_window(self) -> None:
-        """The window that is under way is begun again: what was added for it does not count."""
+        """Discard what was added for the current window, before it is restarted."""
         self.window, self.window_maxima = {}, {}
 
     def close_window(self, num_tokens: int = 0) -> None:
-        """The window is done: its values count, unless it was bad."""
+        """End the window: its values count, unless it was bad."""
         for name, pair in self.window.items():
             total = self.sums.setdefault(name, [torch.zeros_like(part) for part in pair])
             for kept, part in zip(total, pair, strict=True):
@@ -155,8 +155,8 @@ class Metrics:
         self.num_tokens += num_tokens
 
     def reduce(self) -> dict[str, list[float]]:
-        """{name: [sum, weight]} over all processes, the carry included; starts the sums anew."""
-        names = sorted(set(gather_lists(self.accelerator, list(self.sums))))  # a process may have met what others have not
+        """{name: [sum, weight]} over all processes, including the carry; resets the sums."""
+        names = sorted(set(gather_lists(self.accelerator, list(self.sums))))  # processes may have different metrics
         reduced = dict(self.carry)
         if names:
             device = self.accelerator.device
@@ -170,7 +170,7 @@ class Metrics:
         return reduced
 
     def reduce_maxima(self) -> dict[str, float]:
-        """{name: largest value} over all processes, the carry included; starts them anew."""
+        """{name: largest value} over all processes, including the carry; resets them."""
         mine = [(name, value.item()) for name, value in self.maxima.items()]
         largest = self.carry_maxima
         for name, value in gather_lists(self.accelerator, mine):
@@ -179,18 +179,18 @@ class Metrics:
         return {name: value for name, value in largest.items() if value > -math.inf}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. Called on every process."""
+        """The state to store in a checkpoint. Called on every process."""
         self.flush()
         self.carry, self.carry_maxima = self.reduce(), self.reduce_maxima()
         kept = ("carry", "carry_maxima", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
         return {name: getattr(self, name) for name in kept} | {"seconds": self.seconds()}
 
     def seconds(self) -> float:
-        """That the run has taken so far, without the time in which it was stopped."""
+        """Run time so far, excluding the time between a stop and its resume."""
         return self.seconds_before + time.perf_counter() - self.started
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: forget the lines of its files that came after it. Starts the tracker, if any."""
+        """Resume from a checkpoint: drop the lines that were written after it. Starts the tracker, if any."""
         self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
         self.carry_maxima = state.get("carry_maxima", {})
         self.first_eval, self.last = state.get("first_eval", {}), state.get("last", {})
@@ -200,13 +200,13 @@ class Metrics:
         if self.accelerator.is_main_process:
             for path in (self.output_dir / name for name in LINES if (self.output_dir / name).exists()):
                 kept = []
-                # Not splitlines, which also cuts at characters that stand within a sample, such as U+2028.
+                # Not splitlines, which would also split at characters inside a sample, such as U+2028.
                 for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
                     try:
                         if json.loads(line)["step"] <= last:
                             kept.append(line)
                     except (ValueError, KeyError, TypeError):
-                        continue  # a line that was cut off by the kill, or is damaged
+                        continue  # truncated by a kill, or damaged
                 with writing(self.output_dir):
                     replace_text(path, "".join(line + "\n" for line in kept))
             self.report = Report(self.output_dir)
@@ -214,28 +214,28 @@ class Metrics:
             self._start_tracker(last)
 
     def _start_tracker(self, last: int) -> None:
-        """Start the tracker, or go on with the run that it has. last: what it has beyond this step comes again (-1: all)."""
+        """Start the tracker, or continue its run. last: entries after this step will be logged again (-1: all)."""
         config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in self.tracker_config.items()}
         if last >= 0 and str(self.accelerator.log_with[0]) == "tensorboard":
-            config = None  # which would be a run of its own each time
+            config = None  # a changed config would start a new run each time
         file, run_id = self.output_dir / "tracker.json", None
         if self.accelerator.is_main_process:
             try:
                 run_id = json.loads(file.read_text())["id"]
             except (OSError, ValueError, KeyError, TypeError):
-                run_id = uuid.uuid4().hex[:21]  # as long as swanlab's
+                run_id = uuid.uuid4().hex[:21]  # swanlab's length
                 replace_text(file, json.dumps({"id": run_id}))
-        same = {"id": run_id, "resume": "allow"}  # steps that these have already they ignore
+        same = {"id": run_id, "resume": "allow"}  # they ignore steps that they already have
         settings = {"wandb": same | {"name": self.run_name}, "swanlab": same | {"experiment_name": self.run_name}}
         settings["tensorboard"] = {"purge_step": last + 1}
         self.accelerator.init_trackers("plainloop", config=config, init_kwargs=settings)
 
     def log(self, step: int, bar: tqdm | None = None, **now: float | Tensor | None) -> None:
-        """Write the means since the last call, and the values given here. step: updates done."""
+        """Write the means since the last call, and the values given here. step: updates done so far."""
         self.flush()
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight} | self.reduce_maxima()
         seconds = time.perf_counter() - self.clock
-        values |= {name: full_norm(v) for name, v in now.items() if v is not None}  # DeepSpeed keeps the norm to itself
+        values |= {name: full_norm(v) for name, v in now.items() if v is not None}  # DeepSpeed does not return the norm
         values["num_tokens"] = self.num_tokens
         values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
         peak = peak_flops(self.accelerator.device)
@@ -244,7 +244,7 @@ class Metrics:
         relieve(self.accelerator.device, self.args.empty_cache_above)
         values["memory_gib"], values["peak_memory_gib"], limit = memory(self.accelerator.device)
         if values["peak_memory_gib"] > self.args.alert_memory_above * limit and not self.crowded:
-            self.crowded, peak = True, values["peak_memory_gib"]  # a peak stays
+            self.crowded, peak = True, values["peak_memory_gib"]  # warn once, as a peak never falls
             self.alert("memory", f"step {step}: {peak:.1f} GiB of {limit:.1f} have been in use (alert_memory_above)")
         if self.bad_steps:
             values["bad_steps"] = len(self.bad_steps)
@@ -257,7 +257,7 @@ class Metrics:
             self.report.write_if_due()
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
-        """Say it when the loss jumps. The loss of GRPO is centred on 0 by its construction and says nothing of the kind."""
+        """Warn when the loss spikes. GRPO's loss is centred on 0 by construction, so it is not watched."""
         if "loss" not in values or "reward" in values:
             return
         if len(self.losses) >= 10:
@@ -271,7 +271,7 @@ class Metrics:
         self.losses = [*self.losses, values["loss"]][-50:]
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
-        """Write an evaluation: its metrics, all its samples, and the first `show` of them on the console."""
+        """Write an evaluation: its metrics and all samples to files, and the first `show` samples to the console."""
         if not values and not samples:
             return
         self._write(step, values)
@@ -284,19 +284,19 @@ class Metrics:
             say(f"    {_one_line(_prompt_text(sample['prompt']), 60)!r} -> {_one_line(sample['completion'], 90)!r}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
         self.write_report()
-        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluating was no training
+        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluation does not count as training time
 
     def event(self, kind: str, step: int, text: str, **more: Any) -> None:
-        """Note in events.jsonl that something happened: what report.html shows on its line of time. Lines stay there when a
-        run goes on from a checkpoint before them."""
+        """Append an event to events.jsonl, for the timeline of report.html. Events stay there when a run resumes from an
+        earlier checkpoint."""
         row = {"step": step, "time": round(time.time(), 1), "kind": kind, "text": hidden(text), **more}
         self.append("events.jsonl", [row])
 
     def append(self, file: str, rows: list[dict[str, Any]]) -> None:
-        """Add rows to a JSON-lines file of the run (main process).
+        """Append rows to a JSON-lines file of the run (main process).
 
-        JSON knows no NaN and no infinity: such a value is null, and not_finite says which it was. Where the disk does not
-        take a line, that is said once, counted, and training goes on; so it is where the folder has become another run's.
+        JSON has no NaN or infinity: such a value becomes null, and not_finite records which it was. If the disk refuses a
+        line, or the folder has become another run's, that is reported once, counted, and training continues.
         """
         if not self.accelerator.is_main_process or not rows:
             return
@@ -310,27 +310,27 @@ class Metrics:
                 out.write("".join(lines).encode("utf-8", "backslashreplace"))
         except OSError as error:
             if size is not None:
-                with contextlib.suppress(OSError):  # no half line stays
+                with contextlib.suppress(OSError):  # remove a partly written line
                     os.truncate(path, size)
             if not self.lost_lines:
                 say(f"{path} cannot be written ({error.strerror}): training goes on, lines are lost")
             self.lost_lines += len(rows)
 
     def write_report(self, summary: dict[str, Any] | None = None) -> None:
-        """report.html as things stand. summary: see finish."""
+        """Write report.html. summary: see finish."""
         if self.report:
             self.report.write(summary)
 
     def finish(self, best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """curves.png, report.html, what `also` writes with the summary, and last summary.json, which stands for a complete
-        run. best: what is known of the best evaluation."""
+        """Write curves.png, report.html, what `also` makes of the summary, and finally summary.json, which marks a complete
+        run. best: facts about the best evaluation."""
         self.flush()
         if not self.accelerator.is_main_process:
             return
         self.event("finished", int(self.last.get("step", 0)), f"the final model is in {self.output_dir}")
         try:
             draw_curves(self.output_dir, self.run_name)
-        except Exception as error:  # the disk, or matplotlib as it is configured: a picture is not worth a run
+        except Exception as error:  # the disk, or matplotlib's configuration: a picture may not fail a run
             say(f"curves.png was not drawn: {quoted(error, 200, str)}", sys.stderr)
         summary = {
             "final": self.last,
@@ -363,18 +363,18 @@ class Metrics:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that figures depend on, as far as they are loaded."""
+    """Versions of the loaded libraries that affect results."""
     return {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate") if name in sys.modules}
 
 
 def _main(values: dict[str, float]) -> str:
-    """What the bar shows: the reward, the margin between what is preferred and what is not, or the loss."""
+    """The value shown in the progress bar: the reward, the margin between chosen and rejected, or the loss."""
     name = next(name for name in ("reward", "rewards/margins", "loss") if name in values)
     return f"{name.removeprefix('rewards/').removesuffix('s') if name != 'loss' else name} {values[name]:.4f}"
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of a row: see Metrics.append."""
+    """A row as valid JSON: see Metrics.append."""
     bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     kept = {name: _finite(value) if isinstance(value, dict) else value for name, value in row.items()}
     return kept | dict.fromkeys(bad) | {"not_finite": bad} if bad else kept

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: a step with a NaN or an infinity is not taken, and its batch is kept for a look."""
+"""Non-finite numbers: a step with a NaN or an infinity is skipped, and its batch is kept for inspection."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-MOST_SKIPPED = 30  # in a row: the scale begins at 2^16 and is halved each time
-GROWTH = 1e4  # of the norm of the weights, which no training comes near
+MOST_SKIPPED = 30  # in a row: the scale starts at 2^16 and is halved each time
+GROWTH = 1e4  # growth of the weights' norm, far beyond any normal training
 
 
 def _by_kind(model: nn.Module, process: int = 0) -> list[list[Tensor]]:
-    """The trained matrices, and the trained vectors (norms and biases). ZeRO-3 keeps them elsewhere: a process's share of
-    them, whatever happens to be gathered."""
+    """[trained matrices, trained vectors (norms and biases)]. Under ZeRO-3, the process's share of them, whatever is
+    gathered at the moment."""
     trained = [p for p in model.parameters() if p.requires_grad]
     shapes = [getattr(p, "ds_shape", p.shape) for p in trained]
     parts = [_share(p, process) if hasattr(p, "ds_tensor") else p.detach() for p in trained]
@@ -37,18 +37,18 @@ def _by_kind(model: nn.Module, process: int = 0) -> list[list[Tensor]]:
 
 
 def _share(p: Any, process: int) -> Tensor:
-    """A process's share of a weight under ZeRO-3, which is filled up at its end."""
+    """A process's share of a weight under ZeRO-3, which pads it at the end."""
     share = p.ds_tensor.detach().flatten()
     return share[: max(0, p.ds_numel - process * share.numel())]
 
 
 def weight_norm(parameters: list[Tensor]) -> float:
-    """The norm of all these weights; infinite where its square is no number in float32."""
+    """The norm of all these weights; infinite if its square overflows float32."""
     return float(full_norm(torch.nn.utils.get_total_norm(parameters)))
 
 
 class Found(NamedTuple):
-    """What was found of a window."""
+    """The result of checking a window."""
 
     bad: AsyncScalar  # bool
     loss: Tensor
@@ -58,25 +58,25 @@ class Found(NamedTuple):
 
 
 class NonFinite:
-    """Looks at the loss and the gradient norm of every window before its step is taken.
+    """Checks the loss and the gradient norm of every window before the optimizer step.
 
-    On a GPU nobody waits for the answer (but with sharded weights and with fp16): AdamW's kernel reads it there and changes
-    nothing, and the host asks for it a step later, or when something is logged or saved.
+    On a GPU nothing waits for the result (except with sharded weights or fp16): AdamW's kernel reads it on the device and
+    changes nothing if it is bad; the host reads it one step later, or when something is logged or saved.
     """
 
     def __init__(self, metrics: Metrics, tokenizer: Tokenizer, optimizer: AcceleratedOptimizer, max_bad_steps: int):
-        """max_bad_steps: so many bad windows in a row end the run."""
+        """max_bad_steps: the run ends after this many bad windows in a row."""
         self.metrics, self.tokenizer, self.optimizer, self.max_bad_steps = metrics, tokenizer, optimizer, max_bad_steps
-        self.found: Found | None = None  # not looked at yet
-        self.skipped = 0  # steps in a row that the loss scaler of fp16 has left out
-        self.begun: list[float] = []  # norms of the weights when training began
+        self.found: Found | None = None  # not read yet
+        self.skipped = 0  # steps in a row that the fp16 loss scaler skipped
+        self.begun: list[float] = []  # norms of the weights at the start of training
         metrics.flush = self.flush
 
     def check(self, loss: Tensor, grad_norm: Tensor | None, step: int, window: Window) -> bool:
-        """Whether the optimizer is to take the step. If not, the window is kept in bad_batches/.
+        """Whether the optimizer should take the step. If not, the window is written to bad_batches/.
 
-        loss: of the last micro-batch; a NaN in another one is in the gradient. grad_norm: None where an engine keeps it to
-        itself. With fp16 an infinite gradient is left to the loss scaler, which leaves out the step and lowers the scale.
+        loss: of the last micro-batch; a NaN in another one shows in the gradient. grad_norm: None if an engine does not
+        return it. With fp16 an infinite gradient is left to the loss scaler, which skips the step and lowers the scale.
         Raises UserError after max_bad_steps in a row.
         """
         accelerator, grad_norm = self.metrics.accelerator, full_norm(grad_norm)
@@ -85,7 +85,7 @@ class NonFinite:
             bad = bad | ~torch.isfinite(grad_norm)
         if accelerator.num_processes > 1:  # all processes take the step, or none does
             bad = accelerator.reduce(bad.float(), "sum") > 0
-        self.flush()  # of the step before
+        self.flush()  # the previous step's
         self.metrics.window_is_bad = bad
         self.found = Found(AsyncScalar(bad), loss.detach(), grad_norm, step, window)
         if self._adamw_looks():
@@ -95,21 +95,21 @@ class NonFinite:
         return bool(accelerator.scaler) or not bad
 
     def _adamw_looks(self) -> bool:
-        """Whether AdamW's kernel leaves out the step by itself, so that no value has to come from the device now."""
+        """Whether AdamW's kernel can skip the step by itself, so that no value has to be copied from the device now."""
         accelerator = self.metrics.accelerator
         plain = accelerator.distributed_type not in SHARDED and not accelerator.scaler
         return plain and accelerator.device.type == "cuda" and bool(self.optimizer.defaults.get("fused"))
 
     def check_weights(self, model: nn.Module, step: int) -> None:
-        """Raise UserError where the weights have exploded: what is saved and exported is a model. Called on every process.
+        """Raise UserError if the weights have exploded, before they are saved or exported. Called on every process.
 
-        The norm of the matrices, and that of the vectors, is compared with what it was when training began.
+        Compares the norms of the matrices and of the vectors with those at the start of training.
         """
         accelerator = self.metrics.accelerator
         norms = [weight_norm(parameters) for parameters in _by_kind(model, accelerator.process_index)]
         if any(hasattr(p, "ds_tensor") for p in model.parameters()):
             norms = [math.hypot(*shares) for shares in zip(*gather_lists(accelerator, [norms]), strict=True)]
-        if len(self.begun) != len(norms):  # it begins, or goes on from a checkpoint of other kinds of weights
+        if len(self.begun) != len(norms):  # at the start, or resumed from a checkpoint with other kinds of weights
             self.begun = norms
         begun = self.begun
         if all(norm <= GROWTH * (1 + before) for norm, before in zip(norms, begun, strict=True)):
@@ -123,7 +123,7 @@ class NonFinite:
         )
 
     def count_skipped(self, step: int) -> None:
-        """With fp16: how many steps in a row the loss scaler has left out, after `step` updates. Raises UserError where no
+        """With fp16: count the steps in a row that the loss scaler skipped, after `step` updates. Raises UserError if no
         scale helps."""
         if not self.metrics.accelerator.scaler:
             return
@@ -136,7 +136,7 @@ class NonFinite:
             )
 
     def flush(self) -> None:
-        """Say and keep what was found of the last window, if it was bad. Raises UserError after max_bad_steps in a row."""
+        """Report and keep the last window if it was bad. Raises UserError after max_bad_steps in a row."""
         found, self.found = self.found, None
         if found is None or not found.bad.value():
             return
@@ -144,7 +144,7 @@ class NonFinite:
         metrics.bad_steps.append(step + 1)
         metrics.event("bad", step + 1, "a NaN or an infinity in the loss or the gradient: the step was not taken")
         norm = float("nan") if found.grad_norm is None else float(found.grad_norm)
-        engine = metrics.accelerator.distributed_type == DistributedType.DEEPSPEED  # it steps in its backward pass
+        engine = metrics.accelerator.distributed_type == DistributedType.DEEPSPEED  # its backward pass takes the step
         done = "DeepSpeed decides by itself whether it takes the step" if engine else "the step was not taken"
         what = f"step {step + 1}: loss {found.loss.item():g}, gradient norm {norm:g}: {done}"
         path = metrics.output_dir / "bad_batches" / f"step-{step + 1}.jsonl"
@@ -166,7 +166,7 @@ class NonFinite:
         )
 
     def _write(self, path: Path, window: Window) -> None:
-        """The sequences of a window, a line for each, as text."""
+        """Write the sequences of a window as text, one per line."""
         lines = []
         origins = window.origins() if window.origins else [""] * len(window.examples)
         for example, where in zip(window.examples, origins, strict=True):

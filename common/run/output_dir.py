@@ -1,6 +1,6 @@
-"""The output folder: what lies in it, whether it is whole, whose it is, and what a run may do with it.
+"""The output folder: its contents, their integrity, which run owns it, and what a new run may do with it.
 
-A checkpoint is listed in its `manifest.json` with sizes and hashes, and taken for whole only where they agree.
+A checkpoint counts as intact only if its files match the sizes and hashes in its `manifest.json`.
 """
 
 import atexit
@@ -30,14 +30,14 @@ from accelerate.utils import broadcast_object_list
 LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")  # an object per line, with its step
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
-MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and what lies beside them, by the kind of tokenizer
+MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and their companions, depending on the tokenizer
 NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "events.jsonl", "curves.png")
 NOTES += ("report.html",)
 CLASSIFIER = "classifier"  # a reward model
 CARD, SEAL = "README.md", "<!-- written by a run of Plainloop; one that was edited stays as it is: {} -->\n"
-GATHERED = ".export.weights.tmp"  # the weights of sharded processes, on their way to the final model
+GATHERED = ".export.weights.tmp"  # the gathered weights of sharded processes, before they become the final model
 READERS = 8  # threads that hash the files of a checkpoint
-_LOCKS: dict[Path, TextIO] = {}  # that this process holds, kept open: to close any handle of a file lets go of its lock
+_LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
 
 
 def checkpoints(output_dir: str) -> list[Path]:
@@ -47,7 +47,7 @@ def checkpoints(output_dir: str) -> list[Path]:
 
 
 def newest_intact(output_dir: str) -> Path | None:
-    """The newest checkpoint that verifies; those passed over are named."""
+    """The newest checkpoint that verifies; prints the ones that were passed over."""
     for checkpoint in reversed(checkpoints(output_dir)):
         if (problem := find_damage(checkpoint)) is None:
             return checkpoint
@@ -56,7 +56,7 @@ def newest_intact(output_dir: str) -> Path | None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if each file has the size and hash of the manifest."""
+    """The damage of a checkpoint, or None if each file matches the size and hash in the manifest."""
     try:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
         for name, (size, _) in files.items():
@@ -76,17 +76,17 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def earlier_args(folder: str | Path) -> dict[str, Any] | None:
-    """The arguments of the run that a folder holds. None: it holds none; {}: they cannot be read."""
-    # A run that ended before it wrote a metric or a checkpoint has left nothing worth keeping.
+    """The arguments of the run in a folder. None: there is no run; {}: they cannot be read."""
+    # A run that ended before its first metric or checkpoint left nothing worth keeping.
     begun = any(Path(folder, name).exists() for name in ("metrics.jsonl", "summary.json")) or checkpoints(str(folder))
     return _read_args(Path(folder)) if begun else None
 
 
 def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, processes: int | None = None) -> Path | None:
-    """Decide what this run does with its output folder; returns the checkpoint to go on from.
+    """Decide what this run does with its output folder; returns the checkpoint to resume from, if any.
 
-    saved_args: see earlier_args; processes: of this run. Raises UserError where going on would
-    mix two runs, SystemExit(0) where the same run is already complete. Deletes nothing.
+    saved_args: see earlier_args; processes: of this run. Raises UserError if resuming would mix two different runs, and
+    SystemExit(0) if the same run is already complete. Deletes nothing.
     """
     args, allowed = vars(arguments), may_change(type(arguments))
     output_dir, resume_from = args["output_dir"], args["resume_from_checkpoint"]
@@ -137,15 +137,15 @@ def claim_output_dir(arguments: CommonArgs, saved_args: dict[str, Any] | None, p
 
 
 def push_command(args: CommonArgs) -> str:
-    """What sends the model of a finished run to the Hub."""
+    """The command that pushes a finished run's model to the Hub."""
     private = " --hub_private_repo" if args.hub_private_repo else ""
     return f"python -m tools.push {shlex.quote(args.output_dir)} --hub_model_id {args.hub_model_id}{private}"
 
 
 def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | None, script: str = "") -> None:
-    """Raise UserError where this run would write over what it starts from, or over what no run has left.
+    """Raise UserError if this run would overwrite the model it starts from, or files that no run has written.
 
-    saved_args: see earlier_args. script: a copy of which is left.
+    saved_args: see earlier_args. script: the one that the run will copy to the folder.
     """
     folder, here = Path(arguments.output_dir), Path(arguments.output_dir).resolve()
     if not arguments.output_dir.strip():
@@ -162,7 +162,7 @@ def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | 
                 raise UserError(f"--output_dir {folder} holds the data of --{flag} {word}: choose another")
     if saved_args is not None:
         return
-    # With args.yaml, a run was begun here, which has left nothing that is worth keeping, and no model.
+    # With args.yaml, a run was started here, and left neither a model nor anything else worth keeping.
     patterns = WEIGHTS if _read_args(folder) else ours
     found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
     if script and patterns is ours and (copy := folder / Path(script).name).exists() and not copy.samefile(script):
@@ -172,10 +172,10 @@ def refuse_what_is_not_ours(arguments: CommonArgs, saved_args: dict[str, Any] | 
 
 
 def lock(accelerator: Accelerator, output_dir: Path) -> None:
-    """Hold the folder for as long as this run lives. Called on every process. Raises UserError where another run holds it.
+    """Lock the folder for the lifetime of this run. Called on every process. Raises UserError if another run holds it.
 
-    A record lock (POSIX) of the main process on `.lock`: the kernel, or the server of a shared disk, lets go of it when the
-    process ends, however it does. Where a disk knows no locks, that is said, and nothing is held.
+    A POSIX record lock of the main process on `.lock`: the kernel, or the server of a shared disk, releases it however the
+    process ends. If the disk does not support locks, a line says so and nothing is locked.
     """
     problem = [_lock(output_dir) if accelerator.is_main_process else None]
     if (problem := broadcast_object_list(problem)[0]) is not None:
@@ -183,7 +183,7 @@ def lock(accelerator: Accelerator, output_dir: Path) -> None:
 
 
 def _lock(output_dir: Path) -> str | None:
-    """What the user is told if this process cannot have it; else None."""
+    """Returns the message for the user if this process cannot have the lock, else None."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -191,7 +191,7 @@ def _lock(output_dir: Path) -> str | None:
     path = output_dir.resolve() / ".lock"
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        if not is_held(output_dir):  # of a folder that is no longer there
+        if not is_held(output_dir):  # the lock of a folder that has been deleted
             _LOCKS.pop(path).close()
         file = _LOCKS.get(path) or open(path, "a+", encoding="utf-8")
     except OSError as error:
@@ -214,8 +214,8 @@ def _lock(output_dir: Path) -> str | None:
 
 
 def is_held(output_dir: Path) -> bool:
-    """Whether the lock that this process has taken is that of the folder as it is now: it may have been deleted, and be
-    another run's. True where none was taken."""
+    """Whether this process's lock is still that of the folder, which may have been deleted and recreated by another run.
+    True if no lock was taken."""
     path = output_dir.resolve() / ".lock"
     if path not in _LOCKS:
         return True
@@ -226,10 +226,10 @@ def is_held(output_dir: Path) -> bool:
 
 
 def is_over(output_dir: Path) -> bool:
-    """Whether the run that had the folder last has ended, whatever it says: its lock is free, and was taken on this machine.
-    Another machine's lock is not always seen here."""
+    """Whether the last run in the folder has ended, by its lock, which was taken on this machine and is free. Locks of other
+    machines are not always visible here."""
     path = output_dir.resolve() / ".lock"
-    if path in _LOCKS:  # to close another handle of it would let go of it
+    if path in _LOCKS:  # closing another handle would release our own lock
         return False
     try:
         import fcntl
@@ -243,7 +243,7 @@ def is_over(output_dir: Path) -> bool:
 
 
 def delete_run(output_dir: Path) -> None:
-    """Delete what a run has left in its folder, and nothing else that may lie there."""
+    """Delete what a run has written to its folder, and nothing else there."""
     for folder in [
         *checkpoints(str(output_dir)),
         *output_dir.glob(".checkpoint-*.tmp"),
@@ -260,9 +260,9 @@ def delete_run(output_dir: Path) -> None:
 
 
 def write_manifest(folder: Path, known: Mapping[str, tuple[int, str]] | None = None) -> None:
-    """Flush every file to the disk and list it in manifest.json.
+    """Flush every file to disk and list it in manifest.json.
 
-    known: size and hash of those that other processes have flushed. Raises OSError where one of them is not here.
+    known: sizes and hashes of files flushed by other processes. Raises OSError if one of them is not visible here.
     """
     files, manifest = dict(known or {}), folder / "manifest.json"
     for name, (size, _) in files.items():
@@ -280,7 +280,7 @@ def write_manifest(folder: Path, known: Mapping[str, tuple[int, str]] | None = N
 
 @contextlib.contextmanager
 def writing(output_dir: str | Path) -> Iterator[None]:
-    """What a run cannot do without is written here. Raises UserError where the disk does not take it."""
+    """Wraps writes that a run cannot do without. Raises UserError if the disk refuses them."""
     try:
         yield
     except OSError as error:
@@ -290,7 +290,7 @@ def writing(output_dir: str | Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
+    """Write a file atomically: a kill leaves the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
@@ -298,13 +298,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def seal(text: str) -> str:
-    """A text that ends with a mark by which `is_sealed` knows it again."""
+    """A text with a mark appended by which `is_sealed` recognises it."""
     text = text.rstrip() + "\n\n"
     return text + SEAL.format(hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a file is as a run has left it: not the user's, and not edited."""
+    """Whether a file is unchanged since a run wrote it: not the user's own, and not edited."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -321,10 +321,10 @@ def _compare(
     processes: int | None,
     instead: str,
 ) -> None:
-    """Raise UserError where the arguments make another run than those before; say the others that have changed.
+    """Raise UserError if the arguments would make a different run; print the other arguments that have changed.
 
-    allowed: what may change (see args.may_change).
-    checkpoint: the one to go on from; None: there is none, and nothing is said. before: {} where it is not known.
+    allowed: what may change (see args.may_change). checkpoint: the one to resume from; with None nothing is printed.
+    before: the earlier arguments; {} if unknown.
     """
     changed = _changed(args, before) if before else []
     compared = args.get("save_best") and args["save_best"] == before.get("save_best")
@@ -346,7 +346,7 @@ def _changed(args: dict[str, Any], before: dict[str, Any]) -> list[str]:
 
 
 def _as_it_is_now(before: Any, now: Any) -> Any:
-    """A flag that takes several values now may have taken one when a run was begun."""
+    """The earlier value of a flag that takes several values now but took one when the run was started."""
     return [before] if isinstance(now, list) and before is not None and not isinstance(before, list) else before
 
 
@@ -355,7 +355,7 @@ def _shown(args: dict[str, Any], before: dict[str, Any], names: list[str]) -> st
 
 
 def _read_args(folder: Path) -> dict[str, Any]:
-    """args.yaml of a run or a checkpoint; {} where it is missing or unreadable."""
+    """args.yaml of a run or a checkpoint; {} if missing or unreadable."""
     try:
         found = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
         sizes = [found[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
@@ -373,7 +373,7 @@ def read_state(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _last_step(output_dir: str) -> float:
-    """The step at which a complete run has ended; 0 where that cannot be read."""
+    """The last step of a complete run; 0 if it cannot be read."""
     try:
         return float(json.loads(Path(output_dir, "summary.json").read_text(encoding="utf-8"))["final"]["step"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""One alert to one address.
+"""Post one alert to one address.
 
-As a program it is the last will of a run: it waits for the run's end, and tells of one that came without a word, as when the
-kernel kills a process for its memory. It stands alone, so that it costs 15 MB and not torch.
+Run as a program, it is the watchdog of a run: it waits for the run's end and reports one without notice, as when the kernel
+kills a process that is out of memory. It imports nothing of the project, so it takes 15 MB rather than torch's size.
 """
 
 import contextlib
@@ -13,21 +13,21 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
-TIMEOUT = 10.0  # seconds that the address may take to connect, or between two parts of its answer
+TIMEOUT = 10.0  # seconds to connect, or between two parts of an answer
 MARKS = {"info": "🟢", "warn": "🟠", "error": "🔴"}
 BYE = "bye"
-LONGEST = 60  # seconds that the last will takes
+LONGEST = 60  # seconds the last alert may take
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """To follow one would tell another address what is meant for this one."""
+    """Following a redirect would send the alert to another address."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def post(url: str, alert: dict[str, Any]) -> None:
-    """One attempt. Raises what urllib raises."""
+    """Make one attempt. Raises what urllib raises."""
     body = json.dumps(body_for(url, alert)).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "plainloop"})
     with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT):
@@ -35,9 +35,9 @@ def post(url: str, alert: dict[str, Any]) -> None:
 
 
 def body_for(url: str, alert: dict[str, Any]) -> dict[str, Any]:
-    """What the host of the address takes: Slack "text", Discord "content", any other the alert as it is.
+    """The body in the host's format: Slack "text", Discord "content", any other the alert itself.
 
-    Nobody is called by name, whatever a text holds: not by Slack's <!channel>, nor by Discord's @everyone.
+    A text cannot mention anybody: neither Slack's <!channel> nor Discord's @everyone takes effect.
     """
     host = urlsplit(url).hostname or ""
     text = f"{MARKS[alert['level']]} {alert['title']}\n{alert['text']}"
@@ -49,8 +49,8 @@ def body_for(url: str, alert: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for_the_end() -> None:
-    """stdin: a line with the address and the alert, then the number of each step, then BYE if all is well. It ends with the
-    run."""
+    """Read stdin: a line with the address and the alert, then the number of each step, then BYE if all is well. Returns when
+    the run has ended."""
     given, last = json.loads(sys.stdin.readline()), ""
     for line in sys.stdin:
         last = line.strip() or last
@@ -58,7 +58,7 @@ def wait_for_the_end() -> None:
         return
     alert = given["alert"] | {"step": int(last or 0), "time": round(time.time(), 3)}
     if hasattr(signal, "alarm"):
-        signal.alarm(LONGEST)  # an address that answers a byte now and then would keep this process for ever
+        signal.alarm(LONGEST)  # an address that answers byte by byte would keep this process alive for ever
     alert["text"] = f"after step {last or 0}: the process ended without a word: it was killed, perhaps for its memory"
     for wait in (0.0, 2.0, 10.0):
         time.sleep(wait)

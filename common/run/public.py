@@ -1,6 +1,6 @@
-"""What of a run may be told where everybody can read it, as in a model card: names of the Hub and of what ships here.
+"""What a run may reveal in public, as in a model card: names on the Hub and of files shipped with this project.
 
-What is of this machine is not: paths, the names of local files and models, user names, anything that looks like a secret.
+Private to this machine are paths, names of local files and models, user names, and anything that looks like a secret.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from common.args import CommonArgs, first_definition
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("data/base_model", "data/pretrain", "data/sft", "data/dpo", "data/grpo", "data/grpo_zero", "data/prompts")
 SHIPPED += ("data/style.py", "data/regression.jsonl")
-OF_THE_DEMO = re.compile(r"(\w+_)?(train|validation|test)\.(jsonl|txt)")  # files in these folders; others are the user's
-# Of this machine, or of how a run was carried out, and not of the model.
+OF_THE_DEMO = re.compile(r"(\w+_)?(train|validation|test)\.(jsonl|txt)")  # others in these folders are the user's
+# Settings of this machine, or of how a run was carried out, not of the model.
 NOT_SHOWN = re.compile(
     r"output_dir|overwrite_output_dir|accept_changes|resume_from_checkpoint|dataset_cache_dir|dataset_num_proc|dry_run|run_name"
     r"|report_to|push_to_hub|hub_.*|alert_.*|.*(webhook|token|secret|password).*"
@@ -33,9 +33,9 @@ LOCAL = re.compile(
 
 
 def public_names(args: CommonArgs) -> set[str]:
-    """The words among the arguments that name something on the Hub, or something that ships with this project.
+    """Those words in the arguments that name something on the Hub, or something shipped with this project.
 
-    Called at the start of a run: a file that is gone later would look like a name of the Hub.
+    Called at the start of a run: a file that is deleted later would look like a Hub name.
     """
     found = set()
     for field in dataclasses.fields(args):
@@ -50,7 +50,7 @@ def public_names(args: CommonArgs) -> set[str]:
 
 
 def is_shipped(name: str) -> bool:
-    """Whether it is a part of this project: another project, too, may have a data/sft, and a user may put files there."""
+    """Whether it is part of this project: other projects may have a data/sft as well, and users may add files there."""
     place = re.sub(r"\.py:\w+$", ".py", name)
     folder, file = os.path.split(place)
     known = place.rstrip("/") in SHIPPED or (folder in SHIPPED and OF_THE_DEMO.fullmatch(file))
@@ -62,7 +62,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def path_of(word: str) -> str:
-    """What a word of --dataset_name names: a source with settings is a mapping, as JSON."""
+    """The path in a word of --dataset_name: a source with settings is a mapping, as JSON."""
     if word.lstrip().startswith("{"):
         try:
             return str(json.loads(word)["path"])
@@ -72,7 +72,7 @@ def path_of(word: str) -> str:
 
 
 def private_names(args: CommonArgs, facts: dict[str, Any], public: set[str]) -> set[str]:
-    """Metrics that are called after local sources or local reward models: by the last part of a path."""
+    """Metrics named after local sources or local reward models, by the last part of a path."""
     sources = facts.get("eval_sources", []) + facts.get("sources", [])
     found = {f"{source['source']}_loss" for source in sources if source.get("path") not in public}
     for field in dataclasses.fields(args):
@@ -92,14 +92,15 @@ def _is_ready_made(reward: str) -> bool:
 
 
 def launched_as(script: str) -> str:
-    """As it is launched: as a module where it lies in a package of this project."""
+    """The script as it is launched: as a module if it is in a package of this project."""
     path = Path(script).resolve()
     is_module = path.parent.parent == ROOT and (path.parent / "__init__.py").exists()
     return f"-m {path.parent.name}.{path.stem}" if is_module else path.name
 
 
 def flags_of(args: CommonArgs, public: set[str], private: set[str]) -> list[str]:
-    """What was set to another value than its default, as on the command line; what is local is named in capitals."""
+    """Flags set to other values than their defaults, as on the command line, with placeholders in capitals for local
+    names."""
     words = []
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
@@ -136,18 +137,18 @@ def _shown(flag: str, value: Any, public: set[str], private: set[str], is_path: 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # nobody, or a system that does not say
+    except (KeyError, OSError, ImportError):  # no such user, or the system does not say
         return ""
 
 
 def _secrets() -> list[str]:
-    """What the environment holds of them. A value of letters alone may be a word of the card."""
+    """Secrets in the environment. Values of letters only are left out: they may be words of the card."""
     found = [value for name, value in os.environ.items() if SECRET.search(name.upper())]
     return [value for value in found if len(value) >= 8 and re.search(r"\d", value)]
 
 
 def without_places(text: str) -> str:
-    """The last look: what must not leave this machine does not, wherever it has come from."""
+    """Last check of a text: removes what is private to this machine, wherever it came from."""
     places = [str(Path.cwd()), str(Path.home())]
     text = re.sub(r"(?<![\w/.:])/(home|Users|root|mnt|data|scratch|tmp|work)/[^\s`'\"|)]*", "...", text)
     for place in places:

@@ -24,11 +24,11 @@ from common.sampling.suite import ALPHA, counts, falls, known, load_suite, run_s
 from accelerate import Accelerator
 
 FILE, PREFIX = "regression.jsonl", "eval_regression/"
-SHOWN = 8  # cases that are named on the console
+SHOWN = 8  # cases listed on the console
 
 
 class Regression:
-    """Without --regression_suite nothing is ever due."""
+    """Runs --regression_suite during training. Without the flag it is never due."""
 
     def __init__(self, args: CommonArgs, accelerator: Accelerator):
         """Reads the suite. Raises UserError with file, row and field."""
@@ -50,19 +50,19 @@ class Regression:
             raise UserError(f"--{asked[0]}: there is no --regression_suite")
         if args.save_best and self.is_ours(args.save_best) and not self.suite:
             raise UserError(f"--save_best {args.save_best}: there is no --regression_suite")
-        # every so many steps; a number that no run reaches: before the first and after the last
+        # an unreachable number: only before the first and after the last step
         every = args.eval_steps if args.regression_steps is None else args.regression_steps
         self.every = (every or 10**15) if self.suite else 0
-        self.base: dict[str, Any] = {}  # {"step", "cases"} of the first time
+        self.base: dict[str, Any] = {}  # {"step", "cases"} of the first evaluation
         self.last: dict[str, Any] = {}
-        self.fallen: list[str] = []  # groups whose fall has been told
+        self.fallen: list[str] = []  # groups whose decline has been reported
 
     @staticmethod
     def is_ours(metric: str) -> bool:
         return metric.removeprefix("min:").removeprefix("max:").startswith(PREFIX)
 
     def tokenize(self, tokenizer: Tokenizer, model: FlatModel) -> None:
-        """Raises UserError for a prompt that cannot be, or is too long."""
+        """Tokenize the prompts. Raises UserError for one that cannot be tokenized, or is too long."""
         if self.suite and self.tokenizer is None:
             self.tokenizer = tokenizer
             longest = self.suite.tokenize(tokenizer)
@@ -71,7 +71,7 @@ class Regression:
             say(f"regression suite: {cases} cases in {groups} groups ({', '.join(self.suite.groups)})")
 
     def run(self, model: FlatModel, step: int, metrics: Metrics, alerts: Alerts) -> dict[str, float]:
-        """Answer the suite, and write, say and tell what has become of it. Returns the metrics. On every process."""
+        """Evaluate the suite; write, print and report the outcome. Returns the metrics. Called on every process."""
         results = run_suite(self.suite, model, self.tokenizer, self.accelerator, self.args.seed)
         groups, cases = counts(results), known(results)
         values = {f"{PREFIX}{name}": group["rate"] for name, group in groups.items()}
@@ -101,7 +101,7 @@ class Regression:
         return values
 
     def _say(self, changes: dict[str, Any] | None) -> None:
-        """Which cases have turned since the last time."""
+        """Print the cases that turned since the last evaluation."""
         for word in ("fell", "rose"):
             ids = changes[word] if changes else []
             if ids:
@@ -109,7 +109,7 @@ class Regression:
                 say(f"    {word} since step {changes['step']}: {', '.join(ids[:SHOWN])}{more}")
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state to store in a checkpoint."""
         return {"regression": {"base": self.base, "last": self.last, "fallen": self.fallen}} if self.suite else {}
 
     def restore(self, state: dict[str, Any]) -> None:

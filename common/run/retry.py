@@ -1,12 +1,13 @@
-"""Windows that fit into the memory: where it runs out, in smaller micro-batches. The gradient stays what it is.
+"""Fit windows into memory: when memory runs out, repeat in smaller micro-batches with an unchanged gradient.
 
-A loss is a sum over what is in the window, divided by what the window holds; so a window that is begun again with each of
-its micro-batches split into two has the same gradient. From then on all windows are split like this. And on a CPU they are
-split from the start where that costs no time (`tokens_at_once`).
+A loss is a sum over the items of a window, divided by their number; so a window restarted with each micro-batch split in two
+has the same gradient. All later windows are split the same way. On a CPU, micro-batches are split from the start if that
+costs no time (`tokens_at_once`).
 
-Several processes have to agree on it. One that runs out in the middle of a backward pass has left a sum of gradients for
-which the others wait, so with --auto_micro_batch DistributedDataParallel is not used: each process computes by itself, all
-agree whether memory sufficed, and one sum of all gradients follows. It costs the overlap of computing and sending.
+Several processes have to agree on it. One that runs out of memory during a backward pass leaves the others waiting in an
+all-reduce, so with --auto_micro_batch DistributedDataParallel is not used: each process computes its own gradients, all
+agree whether memory sufficed, and one reduction of all gradients follows. The price is that communication no longer overlaps
+computation.
 """
 
 import contextlib
@@ -27,18 +28,18 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-BUCKET = 2**23  # elements of gradients that are sent at a time
+BUCKET = 2**23  # gradient elements per all-reduce
 
 Gradients = Callable[[Window], Tensor]
 
 
 class Retry:
-    """`retry(gradients, step, window)`: calls gradients(window), again in smaller micro-batches where it has to."""
+    """`retry(gradients, step, window)`: calls gradients(window), and again in smaller micro-batches if memory runs out."""
 
     def __init__(self, args: CommonArgs, accelerator: Accelerator, model: nn.Module, metrics: Metrics):
-        """model: as Accelerate prepared it. From now on `retry.model` is to be called in its place.
+        """model: as Accelerate prepared it. From now on call `retry.model` instead.
 
-        Raises UserError for --auto_micro_batch where weights are sharded: there every forward pass waits for all processes.
+        Raises UserError for --auto_micro_batch with sharded weights: there every forward pass waits for all processes.
         """
         if args.auto_micro_batch and accelerator.distributed_type in SHARDED:
             raise UserError(
@@ -48,11 +49,11 @@ class Retry:
         self.accelerator, self.model, self.metrics, self.seed = accelerator, model, metrics, args.seed
         self.splits = 1  # parts into which each micro-batch is split
         self.experts = accelerator.unwrap_model(model).experts
-        # DeepSpeed's engine divides by the micro-batches that it was told of, and keeps what it has added up: its windows
-        # are neither split nor begun again.
+        # DeepSpeed's engine divides by the number of micro-batches it was given, and keeps what it has accumulated: its
+        # windows are neither split nor restarted.
         engine = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.tokens = math.inf if engine else tokens_at_once(accelerator, accelerator.unwrap_model(model))
-        # DistributedDataParallel would wait for the gradients of a script's own module that a window leaves out.
+        # DistributedDataParallel would wait for gradients of a script's own module that a window does not use.
         own = len(accelerator.unwrap_model(model).extra) > 0 and accelerator.distributed_type not in SHARDED
         self._sums = (args.auto_micro_batch or own) and accelerator.num_processes > 1
         self._recovers = not engine and (args.auto_micro_batch or accelerator.num_processes == 1)
@@ -61,9 +62,9 @@ class Retry:
             self.model = accelerator.unwrap_model(model)
 
     def __call__(self, gradients: Gradients, step: int, window: Window) -> Tensor:
-        """The loss that `gradients` returns; the gradients of the whole window, of all processes, are in the model.
+        """The loss that `gradients` returns; the model then holds the gradients of the whole window, over all processes.
 
-        Raises UserError where the smallest micro-batches are too large.
+        Raises UserError if even the smallest micro-batches are too large.
         """
         while True:
             reason = None
@@ -77,7 +78,7 @@ class Retry:
                 if not is_oom(error):
                     raise
                 reason = " ".join(str(error).split())[:160] or type(error).__name__
-            # Here the exception is gone, and with it the frames that held the tensors of the failed attempt.
+            # The exception is gone by now, and with it the frames that held the failed attempt's tensors.
             if reason is not None and self.experts:
                 self.experts.give_up()
             if not self._anywhere(reason is not None):
@@ -90,7 +91,7 @@ class Retry:
         return loss
 
     def try_largest(self, gradients: Gradients, window: Window, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first step: split micro-batches until the largest of the run fits beside the state of the optimizer."""
+        """Before the first step: split micro-batches until the run's largest fits beside the optimizer state."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         reserved = [] if optimizer.state else [torch.empty_like(p) for p in trained for _ in range(2)]  # AdamW's moments
         self(gradients, 0, window)
@@ -99,18 +100,18 @@ class Retry:
         say(f"--auto_micro_batch: {_shape(window)} fit in the memory")
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: a resumed run rounds as the first one did."""
+        """The state to store in a checkpoint, so that a resumed run rounds as the first one did."""
         return {"splits": self.splits}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.splits = state.get("splits", 1)
 
     def _seed_dropout(self, step: int) -> None:
-        """Dropout of this window on this process as a pure function of its place in the run."""
+        """Make dropout of this window and process a pure function of its place in the run."""
         torch.manual_seed((self.seed * 1_000_003 + step) * 10_007 + self.accelerator.process_index)
 
     def _start_again(self, step: int, window: Window, reason: str | None) -> None:
-        """Forget the window that was begun, and split the micro-batches once more."""
+        """Discard the current window's gradients, and split the micro-batches once more."""
         self._forget()
         if reason and not self._recovers:
             others = [] if self.accelerator.distributed_type in SHARDED else ["--auto_micro_batch"]
@@ -124,11 +125,11 @@ class Retry:
         self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
 
     def _what_helps(self, window: Window, *others: str) -> str:
-        """What would make this run smaller, by how much, as text."""
+        """Text that says which changes would reduce memory, and by how much."""
         helps = []
         if self.accelerator.distributed_type not in SHARDED:
             model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-            with contextlib.suppress(Exception):  # it takes some memory itself
+            with contextlib.suppress(Exception):  # the estimate needs some memory itself
                 _, helps = needs(self.accelerator, model, window.largest(), window.trained_share(), always_help=True)
         found = [*others, *(f"{what}: about {show_size(gain)} less" for what, gain in helps)]
         return f"what helps: {', or '.join(found)}" if found else "what helps: shorter sequences, or LoRA (--use_peft)"
@@ -139,23 +140,23 @@ class Retry:
         empty_caches(self.accelerator.device)
 
     def _anywhere(self, here: bool) -> bool:
-        """Whether it is so on any process."""
+        """Whether `here` is true on any process."""
         if not self._sums:
             return here
         flag = torch.tensor(float(here), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _sum_gradients(self) -> None:
-        """What DistributedDataParallel does: each gradient becomes its mean over the processes.
+        """Do DistributedDataParallel's job: replace each gradient by its mean over the processes.
 
-        What no process has used keeps none, so that the optimizer passes over it, as with one process.
+        A weight that no process has used keeps no gradient, so that the optimizer skips it, as with one process.
         """
         trained = [p for p in self.model.parameters() if p.requires_grad]
         used = torch.tensor([float(p.grad is not None) for p in trained], device=self.accelerator.device)
         torch.distributed.all_reduce(used)
         trained = [p for p, times in zip(trained, used.tolist(), strict=True) if times]
         for p in trained:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # of an expert that no token here has chosen
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # an expert that no token on this process chose
         for bucket in _buckets([p.grad for p in trained]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             torch.distributed.all_reduce(flat)
@@ -170,7 +171,7 @@ def _shape(window: Window) -> str:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype in succession, as many as a bucket holds."""
+    """Consecutive tensors of one dtype, grouped into buckets of limited size."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if bucket and (tensor.dtype != bucket[0].dtype or sum(t.numel() for t in bucket) + tensor.numel() > BUCKET):

@@ -1,7 +1,7 @@
-"""What a run needs around its loop: folder, checkpoints, metrics, signals, the best evaluation, memory, bad numbers.
+"""Everything a run needs around its loop: folder, checkpoints, metrics, signals, the best evaluation, memory, bad numbers.
 
-A `Run` never calls the model, holds no loop and steps no optimizer: that is the script's. It calls one function of the
-script in one place (`retry_smaller`), to begin a window again that has run out of memory.
+A `Run` never calls the model, holds no loop and takes no optimizer step: the script does. It calls back one function of the
+script, in one place (`retry_smaller`), to repeat a window that ran out of memory.
 """
 
 import gc
@@ -46,22 +46,22 @@ from tqdm import tqdm
 
 
 class Run:
-    """The plumbing of one run. `accelerator` and `checkpoint` (what it goes on from, or None) are there from the start."""
+    """The plumbing of one run. `accelerator` and `checkpoint` (to resume from, or None) are available from the start."""
 
     def __init__(self, args: CommonArgs, script: str):
         """Start the processes, claim args.output_dir, and leave args.yaml and a copy of `script` there.
 
-        Raises UserError for launches that are not what they seem, and for a folder that holds another run.
+        Raises UserError for misconfigured launches, and for a folder that holds another run.
         """
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
-        LAST_WORDS.clear()  # of another run in this process
-        self.alerts = Alerts(args)  # before anything is written: their address is a secret
+        LAST_WORDS.clear()  # left by an earlier run in this process
+        self.alerts = Alerts(args)  # before anything is written: the address is a secret
         self.best = Best(args)
         self.accelerator, self.checkpoint = start(args, script)
         self.regression = Regression(args, self.accelerator)
         self.said: set[str] = set()
         self.facts = ""  # for dataset.json
-        self.public = public_names(args)  # what a model card may name
+        self.public = public_names(args)  # names that a model card may contain
         self.push = Push(args) if args.push_to_hub and self.accelerator.is_main_process else None
 
     def describe(
@@ -73,10 +73,10 @@ class Run:
         example_name: str,
         reference: bool = False,
     ) -> None:
-        """Say what will be trained on, which `prepare` writes to dataset.json; with --dry_run say everything.
+        """Print what will be trained on, in full with --dry_run; `prepare` writes it to dataset.json.
 
-        example_name: what one is called ("pair"). reference: a second, frozen model will stand beside this one. Raises
-        UserError where a sequence is longer than the model has positions.
+        example_name: the word for one example ("pair"). reference: a second, frozen model will be loaded as well. Raises
+        UserError if a sequence is longer than the model's positions.
         """
         self.regression.tokenize(tokenizer, model)
         about = self.args, self.accelerator, model, tokenizer, windows, held_out, example_name, reference
@@ -85,8 +85,8 @@ class Run:
     def prepare(
         self, model: FlatModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, windows: Windows | RolloutSchedule
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Accelerate's `prepare`, and everything as the checkpoint has it: optimizer, modules in `model.extra`, metrics,
-        the place in the data. Returns the model and the optimizer to train with."""
+        """Accelerate's `prepare`; then restore the checkpoint's optimizer, modules in `model.extra`, metrics and place in
+        the data. Returns the model and the optimizer to train with."""
         args, accelerator = self.args, self.accelerator
         self.regression.tokenize(tokenizer, model)
         self.inputs: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class Run:
         state = resume(accelerator, self.checkpoint, self.optimizer, self.model)
         self.base_dtype = state.get("base_dtype", base_dtype(model))
         self.first_step = self.saved_step = state["step"]
-        # What was evaluated and saved up to here is not done again.
+        # Evaluations and saves done up to here are not repeated.
         self.resumed_at = self.first_step if self.checkpoint else -1
         self.metrics = Metrics(accelerator, args, flops)
         self.metrics.alert = self.alerts.send
@@ -128,31 +128,32 @@ class Run:
     # --- the loop -------------------------------------------------------------------------------------------------------
 
     def steps(self, last_step: int, save_every: int = 1) -> Iterator[int]:
-        """Updates done so far, from the checkpoint's to last_step (included, for what happens after the last update).
+        """Yield the number of updates done so far, from the checkpoint's to last_step (included, for work after the last
+        update).
 
-        save_every: a checkpoint can be made at the multiples of it only (GRPO, between two rollouts).
+        save_every: checkpoints are possible only at multiples of it (GRPO, between two rollouts).
         """
         if self.first_step > last_step:
             raise UserError(f"the checkpoint is at step {self.first_step}, and this run would end at step {last_step}")
-        gc.freeze()  # what is loaded stays: from here on garbage is looked for, often, in what training makes
+        gc.freeze()  # loaded objects stay: exclude them from the many collections during training
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.asked_for, self.save_wanted = last_step, save_every, "", False
         self.best_of_suite = bool(self.best.name) and self.regression.is_ours(self.best.name)
         if self.best_of_suite and self.regression.every < last_step and self.regression.every % save_every:
             raise UserError(f"--save_best {self.best.name}: --regression_steps has to be a multiple of {save_every}")
-        # GRPO waits for the GPU anyway: there a signal is answered at once.
+        # GRPO waits for the GPU anyway, so signals are answered at once there.
         self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, RolloutSchedule))
         self.bar = tqdm(
             desc=printable(self.name),
             initial=self.first_step,
             total=last_step,
             disable=not is_first(),
-            mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines where the output is a file
+            mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines if the output goes to a file
             dynamic_ncols=True,
         )
         LAST_WORDS.extend([self._note_death, self._save_before_the_end])  # the last one is called first
         with self.bar:
-            for step in range(self.first_step, last_step + 1):  # not of the bar, which counts no further than it has shown
+            for step in range(self.first_step, last_step + 1):  # not the bar's count, which lags behind
                 self.bar.update(step - self.bar.n)
                 self.step = step
                 self.alerts.watch(step)
@@ -164,13 +165,13 @@ class Run:
         self.metrics.write_report()
 
     def _save_before_the_end(self, error: BaseException) -> None:
-        """All processes are here. An evaluation may have met the error between the steps of one rollout: no run can go on
-        from there."""
+        """Save a checkpoint before an error ends the run; all processes are here. Impossible if an evaluation failed between
+        the steps of one rollout: no run can resume from there."""
         if isinstance(error, OutsideError) and self.step > self.saved_step and self.step % self.save_every == 0:
             self.save(self.step)
 
     def _run_suite(self, step: int) -> None:
-        """Where --regression_suite is due, answer it, and note whether it is the best time."""
+        """Evaluate --regression_suite if it is due, and record whether it is the best result."""
         if self._due(step, self.regression.every, self.resumed_at, self.last_step):
             model = self.accelerator.unwrap_model(self.model)
             values = self.regression.run(model, step, self.metrics, self.alerts)
@@ -183,19 +184,19 @@ class Run:
         return self._due(step, self.args.eval_steps, self.resumed_at, self.last_step)
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """Write an evaluation and its samples; note whether it is the best one."""
+        """Write an evaluation and its samples; record whether it is the best one."""
         self.metrics.log_eval(step, values, samples, show=self.args.num_samples)
         if not self.best_of_suite:
             self._compare_with_best(step, values)
 
     def _compare_with_best(self, step: int, values: dict[str, float]) -> None:
-        if step % self.save_every == 0:  # where it can be saved
+        if step % self.save_every == 0:  # only where a checkpoint is possible
             self.best.update(step, values)
             if self.best.step == step > 0:
                 self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
 
     def save_due(self, step: int) -> bool:
-        """save_steps, save_minutes, a new best evaluation, a signal, max_hours. The same on every process."""
+        """Due by save_steps, save_minutes, a new best evaluation, a signal or max_hours. The same on every process."""
         can_save = step % self.save_every == 0
         self.asked_for = self.signals.asked_for(possible=can_save and step < self.last_step)
         due = self._due(step, self.args.save_steps, max(self.resumed_at, 0))
@@ -203,7 +204,7 @@ class Run:
         return self.save_wanted and can_save
 
     def save(self, step: int) -> None:
-        """Write checkpoint-<step>, and delete those that are no longer kept. A full disk is said; training goes on."""
+        """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training continues."""
         self.nonfinite.check_weights(self.model, step)
         hold_on(self.accelerator, self.args, self.script, self.inputs)
         state = self.metrics.state() | self.retry.state() | self.regression.state() | {"weight_norms": self.nonfinite.begun}
@@ -220,8 +221,7 @@ class Run:
         self.save_wanted, self.saved_step = False, step
 
     def ends(self, step: int) -> bool:
-        """After the last step, or without a better evaluation for long; a run that was told to stop leaves here, with exit
-        code 75."""
+        """True after the last step, or by early stopping. A run that was told to stop exits here with code 75."""
         if self.asked_for == "stop":
             why = f"by {self.signals.reason}; the same command goes on"
             self.metrics.event("stopped", step, why)
@@ -231,18 +231,18 @@ class Run:
         return step == self.last_step or self.best.stops(step)
 
     def retry_smaller(self, gradients: Gradients, window: Window) -> Tensor:
-        """gradients(window), again in smaller micro-batches where memory runs out: the gradient stays the same. Dropout is a
-        function of (seed, step, process). Returns the loss of the last micro-batch."""
+        """Call gradients(window), again in smaller micro-batches if memory runs out; the gradient stays the same. Dropout is
+        a function of (seed, step, process). Returns the loss of the last micro-batch."""
         if self.args.auto_micro_batch and self.step == self.first_step and not self.checkpoint:
             self.retry.try_largest(gradients, self.windows.largest() or window, self.optimizer)
         return self.retry(gradients, self.step, window)
 
     def is_finite(self, loss: Tensor, grad_norm: Tensor | None, window: Window) -> bool:
-        """Whether the step can be taken. A NaN or an infinity is said, and counted, and the window kept in bad_batches/."""
+        """Whether to take the step. A NaN or infinity is reported and counted, and the window written to bad_batches/."""
         return self.nonfinite.check(loss, grad_norm, self.step, window)
 
     def log(self, step: int, window: Window, **values: float | Tensor | None) -> None:
-        """The window is done; every logging_steps the means of what was added to `metrics` are written, with `values`."""
+        """End the window; every logging_steps write the means of what was added to `metrics`, together with `values`."""
         if self.retry.experts:
             self.retry.experts.update_biases(skip=self.metrics.window_is_bad)
         self.nonfinite.count_skipped(step)
@@ -259,32 +259,32 @@ class Run:
         lengths: list[int] | None = None,
         **more: float,
     ) -> None:
-        """The rollout that serves `step`: its metrics (see rollout_metrics) and `more`, and completions.jsonl."""
+        """Log the rollout used from `step` on: its metrics (see rollout_metrics), `more`, and completions.jsonl."""
         if hasattr(completions[0], "advantage"):
             more["frac_idle_rollouts"] = float(not any(completion.advantage for completion in completions))
             if more["frac_idle_rollouts"]:
                 nothing = "in every group all rewards are equal; there is nothing to learn in this rollout"
                 self.say_once("idle", f"step {step}: {nothing}")
         self.metrics.add(**rollout_metrics(completions, rewards, group, lengths), **more)
-        self.metrics.close_window()  # they count also where the step that follows is not taken
+        self.metrics.close_window()  # they count even if the following step is skipped
         self.metrics.append("completions.jsonl", rollout_lines(step, completions, rewards))
 
     def say_once(self, topic: str, line: str) -> None:
-        """Say something that is worth saying only the first time."""
+        """Print a line the first time its topic comes up."""
         if topic not in self.said:
             self.said.add(topic)
             say(line)
 
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
-        """Write the final model, summary.json, curves.png and report.html, and say what is where and what to do next. also:
-        writes more of the final model there, on the main process, before the run counts as complete."""
+        """Write the final model, summary.json, curves.png and report.html, and print where they are and what to try next.
+        also: writes further files of the final model, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
         hold_on(self.accelerator, args, self.script, self.inputs)
         dtype = export_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
-        if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have come before that of the last save
+        if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
         card = partial(write_card, args.output_dir, args, self.script, self.public, best.step)
         metrics.finish(best.state() if best.step else None, also=card)
@@ -306,7 +306,7 @@ class Run:
         say(f"try next: {try_next}")
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
         self.alerts.close("finished", f"{self.step} steps; {shown}")
-        self.accelerator.wait_for_everyone()  # none leaves while another still writes
+        self.accelerator.wait_for_everyone()  # no process exits while another still writes
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1:
             KEPT.append(self.model)
@@ -315,7 +315,7 @@ class Run:
             self.push.finish()
 
     def _note_start(self) -> None:
-        """Begin a stretch of events.jsonl: where the run starts or goes on, and on what."""
+        """Write an event to events.jsonl: the run starts or resumes, and on what machine."""
         accelerator = self.accelerator
         known = {
             "script": os.path.relpath(self.script),
@@ -333,6 +333,6 @@ class Run:
     def _due(self, step: int, every: int, done: int, last: int = -1) -> bool:
         """Whether something that happens every N steps (0: never), and at the step `last`, happens at this one.
 
-        done: the last step at which it has happened already; a resumed run does nothing twice.
+        done: the last step at which it has already happened: a resumed run repeats nothing.
         """
         return every > 0 and step > done and (step % every == 0 or step == last)

@@ -1,8 +1,9 @@
-"""Sharded checkpoints (--sharded_checkpoints): each process writes and reads its own part, by torch.distributed.checkpoint.
+"""Sharded checkpoints (--sharded_checkpoints): each process writes and reads its own part, using
+torch.distributed.checkpoint.
 
-No process holds more of the model than its part and one tensor. Names are those of the FlatModel's state dict and do not
-depend on the number of processes: a checkpoint of 2 is read by 4, or by one. With LoRA the shards hold the optimizer only,
-and the adapter, which is small, lies beside them as from_pretrained reads it.
+No process holds more of the model than its part and one tensor. Names are those of the FlatModel's state dict, independent
+of the number of processes: a checkpoint of 2 processes can be read by 4, or by one. With LoRA the shards hold only the
+optimizer; the adapter, which is small, is saved beside them for from_pretrained.
 """
 
 import contextlib
@@ -31,10 +32,10 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what Accelerate's config may put into names
-AT_ONCE = 2**26  # numbers that are read together when a checkpoint is made a model folder
-NUMBER = "#"  # ends the name of what is no tensor in the optimizer's state
-# Of safetensors: https://huggingface.co/docs/safetensors
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # prefixes that Accelerate's config may add to names
+AT_ONCE = 2**26  # elements read at once when a checkpoint is turned into a model folder
+NUMBER = "#"  # suffix of names in the optimizer's state that are not tensors
+# The dtype names of safetensors: https://huggingface.co/docs/safetensors
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,7 +51,7 @@ CODES = {
 
 
 def check_sharded(args: CommonArgs, accelerator: Accelerator) -> None:
-    """Raise UserError where --sharded_checkpoints cannot be had. Called on every process, with the output folder there."""
+    """Raise UserError if --sharded_checkpoints is not possible. Called on every process, once the output folder exists."""
     if not args.sharded_checkpoints:
         return
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -62,7 +63,7 @@ def check_sharded(args: CommonArgs, accelerator: Accelerator) -> None:
 
 
 def check_shared(accelerator: Accelerator, folder: Path, why: str) -> None:
-    """Raise UserError where a process does not see what the main process writes to a folder. Called on every process."""
+    """Raise UserError if a process does not see the main process's files in a folder. Called on every process."""
     name = broadcast_object_list([f".shared-{uuid.uuid4().hex}"])[0]
     if accelerator.is_main_process:
         (folder / name).touch()
@@ -83,8 +84,8 @@ def check_shared(accelerator: Accelerator, folder: Path, why: str) -> None:
 
 
 def save_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Write the weights (but for an adapter's model) and the optimizer's state. Called on every process; a failure of one,
-    such as a full disk, is an exception on all."""
+    """Write the weights (except for a model with an adapter) and the optimizer's state. Called on every process; a failure
+    of one, such as a full disk, raises on all."""
     import torch.distributed.checkpoint as dcp
 
     weights = _weights(model)
@@ -95,19 +96,19 @@ def save_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: 
             key = f"{OPTIMIZER}{kind}.{names[id(p)]}"
             state |= {key: value} if isinstance(value, Tensor) else {key + NUMBER: torch.tensor(value)}
     with _errors_of_one():
-        writer = dcp.FileSystemWriter(checkpoint / FOLDER)  # one file for each process, flushed
+        writer = dcp.FileSystemWriter(checkpoint / FOLDER)  # one flushed file per process
         dcp.save(state, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
 
 
 def hash_shards(checkpoint: Path, process: int) -> dict[str, tuple[int, str]]:
-    """{name: (size, hash)} of the files of shards that this process has written."""
+    """{name: (size, hash)} of the shard files that this process has written."""
     files = sorted((checkpoint / FOLDER).glob(f"__{process}_*"))
     return {file.relative_to(checkpoint).as_posix(): (file.stat().st_size, file_hash(file)) for file in files}
 
 
 def load_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Bring back the weights (where they are in the shards) and the optimizer's state, in place. Called on every process,
-    whose number need not be that of the save. Nothing in the files is executed."""
+    """Load the weights (if the shards have them) and the optimizer's state in place. Called on every process; their number
+    may differ from that of the save. Nothing in the files is executed."""
     known = read_metadata(checkpoint).state_dict_metadata
     weights, state = _weights(model), {}
     if holds_shards(checkpoint):
@@ -132,8 +133,8 @@ def load_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: 
             raise UserError(f"{checkpoint / FOLDER} is of another run: it has moments of {name}, which is not trained here")
         dtype = entry.properties.dtype
         if entry.size == p.shape and p.dim() > 0 and kind != "step":
-            state[key] = torch.empty_like(p.detach(), dtype=dtype)  # sharded as the parameter is
-        else:  # a step lies where torch's optimizers want it
+            state[key] = torch.empty_like(p.detach(), dtype=dtype)  # sharded like the parameter
+        else:  # step counts are kept where torch's optimizers expect them
             host = kind == "step" and not (groups[id(p)].get("fused") or groups[id(p)].get("capturable"))
             state[key] = torch.empty(entry.size, dtype=dtype, device="cpu" if host or name.endswith(NUMBER) else p.device)
         places.append((p, kind, key))
@@ -144,12 +145,12 @@ def load_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: 
 
 
 def _read(checkpoint: Path, state: dict[str, Any], alone: "Metadata | None" = None) -> None:
-    """Fill the tensors of `state` from the shards. Called on every process, or `alone` by one that has read their index.
-    Raises UserError where that fails."""
+    """Fill the tensors of `state` from the shards. Called on every process, or with `alone`, the index, by a single one.
+    Raises UserError if that fails."""
     import torch.distributed.checkpoint as dcp
 
     class Reader(dcp.FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:  # torch's would execute what is in the file
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:  # torch's would execute code from the file
             found = alone or read_metadata(checkpoint)
             found.storage_meta.load_id = self.load_id
             return found
@@ -158,19 +159,19 @@ def _read(checkpoint: Path, state: dict[str, Any], alone: "Metadata | None" = No
         with _errors_of_one():
             reader = Reader(checkpoint / FOLDER)
             dcp.load(state, storage_reader=reader, no_dist=alone is not None or not torch.distributed.is_initialized())
-    except Exception as error:  # a missing file, a damaged one
+    except Exception as error:  # a missing or damaged file
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(f"{checkpoint / FOLDER} cannot be read: {reason}") from None
 
 
 @contextlib.contextmanager
 def _errors_of_one() -> Iterator[None]:
-    """What torch.distributed.checkpoint collects of all processes is raised as what has happened to the first of them."""
+    """Context that raises the first process's error instead of torch.distributed.checkpoint's collection of all errors."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # single process
             yield
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
@@ -184,12 +185,12 @@ def _canonical(name: str) -> str:
 
 
 def _named_parameters(model: FlatModel) -> list[tuple[str, nn.Parameter]]:
-    """Each once. To be asked after `state_dict`, which has FSDP2 shard again what it has gathered."""
+    """Each parameter once. Call it after `state_dict`, which makes FSDP2 reshard what it has gathered."""
     return [(_canonical(name), p) for name, p in model.named_parameters()]
 
 
 def _weights(model: FlatModel) -> dict[str, Tensor]:
-    """The state dict by the names in the shards, each tied weight once."""
+    """The state dict under the shards' names, with each tied weight once."""
     state = model.state_dict()
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     return {MODEL + _canonical(name): tensor.detach() for name, tensor in state.items() if name not in tied}
@@ -199,8 +200,8 @@ def _weights(model: FlatModel) -> dict[str, Tensor]:
 
 
 def gather_adapter(accelerator: Accelerator, model: FlatModel) -> dict[str, Tensor]:
-    """What is trained of a model with an adapter, by name, and the extra modules; {} but on the main process. Called on
-    every process."""
+    """The trained weights of a model with an adapter, by name, and the extra modules; {} except on the main process. Called
+    on every process."""
     state = model.state_dict()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     gathered = {name: _whole(state[name]) for name in state if name in trained or name.startswith("extra.")}
@@ -208,8 +209,8 @@ def gather_adapter(accelerator: Accelerator, model: FlatModel) -> dict[str, Tens
 
 
 def gather_in_file(accelerator: Accelerator, model: FlatModel, file: Path) -> None:
-    """Write the weights, gathered tensor by tensor, to a safetensors file on the main process, by their names in the
-    FlatModel. Called on every process. Raises OSError, there, where the disk does not take it."""
+    """Write the weights, gathered tensor by tensor, to a safetensors file on the main process, under their names in the
+    FlatModel. Called on every process. On the main process, raises OSError if the disk refuses the write."""
     state = _weights(model)
     entries = {name.removeprefix(MODEL): (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
     tensors = (_whole(state[MODEL + name]) for name in _in_order(entries))
@@ -217,12 +218,12 @@ def gather_in_file(accelerator: Accelerator, model: FlatModel, file: Path) -> No
         if accelerator.is_main_process:
             _write_file(file, entries, tensors)
     finally:
-        for _ in tensors:  # by all processes together, also where the file could not be written
+        for _ in tensors:  # gathered by all processes together, even if the file could not be written
             pass
 
 
 def read_in_file(checkpoint: Path, file: Path) -> None:
-    """The same of the weights in a checkpoint's shards, by one process."""
+    """The same for the weights in a checkpoint's shards, on one process."""
     index = read_metadata(checkpoint)
     entries = {
         name.removeprefix(MODEL): (tuple(entry.size), entry.properties.dtype)
@@ -245,19 +246,19 @@ def read_in_file(checkpoint: Path, file: Path) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """On the host; of a tensor that FSDP2 has sharded, all of it. Called on every process."""
+    """The whole tensor, on the host; one sharded by FSDP2 is gathered. Called on every process."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # from the host, with fsdp_offload_params
     return tensor.detach().cpu()
 
 
 def _in_order(entries: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
-    """As they lie in a file: those of large numbers first, so that each starts at a multiple of the size of its numbers."""
+    """The order in the file: larger dtypes first, so that each tensor is aligned to the size of its numbers."""
     return sorted(entries, key=lambda name: -entries[name][1].itemsize)
 
 
 def _write_file(file: Path, entries: dict[str, tuple[tuple[int, ...], torch.dtype]], tensors: Iterable[Tensor]) -> None:
-    """A safetensors file, of which one tensor at a time is in memory. tensors: in the order of `_in_order`."""
+    """Write a safetensors file with one tensor in memory at a time. tensors: in the order of `_in_order`."""
     header, at = {}, 0
     for name in _in_order(entries):
         shape, dtype = entries[name]

@@ -1,8 +1,8 @@
-"""A run that is told to stop finishes its step, saves a checkpoint and leaves; the same command goes on from it.
+"""A run that is told to stop finishes its step, saves a checkpoint and exits; the same command resumes it.
 
-SIGTERM, SIGINT (Ctrl-C) and SIGHUP (its terminal is closed) stop the run, SIGUSR1 saves and goes on; so do --max_hours and
---save_minutes by the clock. Once per step all processes agree on what to do, so that all of them save at the same one;
-several GPUs, a step later.
+SIGTERM, SIGINT (Ctrl-C) and SIGHUP (its terminal is closed) stop the run, SIGUSR1 makes it save and continue; so do
+--max_hours and --save_minutes by the clock. Once per step all processes agree on what to do, so that all of them save at the
+same step; with several GPUs, one step later.
 """
 
 import os
@@ -20,11 +20,11 @@ from common.run.output_dir import checkpoints
 import torch
 from accelerate import Accelerator
 
-EXIT_CODE = 75  # EX_TEMPFAIL: left before the end, to be started again
-AGAIN_SECONDS = 1.0  # a launcher passes on the Ctrl-C that its processes had from the terminal: that is no second one
-EXIT_SECONDS = 10.0  # from the last save to the end of the process, with room to spare
+EXIT_CODE = 75  # EX_TEMPFAIL: stopped before the end, to be started again
+AGAIN_SECONDS = 1.0  # a launcher forwards the Ctrl-C that its processes also got from the terminal: not a second one
+EXIT_SECONDS = 10.0  # allowed from the last save to the end of the process
 
-# What a process asks for, and by number what the run does: the largest over the processes.
+# Numeric requests of processes; the run does the largest one.
 SAVE = 1
 STOPS = {2: "--max_hours", 3: "the end of its launcher", 4: "SIGINT", 5: "SIGTERM", 6: "SIGHUP"}
 SIGNALS = {signal.SIGINT: 4, signal.SIGTERM: 5}
@@ -33,41 +33,40 @@ if hasattr(signal, "SIGUSR1"):  # not on Windows
 
 
 class Signals:
-    """From here to `close`, signals and the clock ask for something, which `asked_for` tells between two steps.
+    """While active (until `close`), signals and the clock make requests, which `asked_for` reports between two steps.
 
-    Before it (while data and model are loaded) signals do what they always do. Made on every process.
+    Before that (while data and model are loaded) signals have their usual effect. Created on every process.
     """
 
     def __init__(self, accelerator: Accelerator, args: CommonArgs, late: bool = True):
-        """late: with several GPUs an answer may come a step later, so that nobody waits for it."""
+        """late: with several GPUs the answer may come one step later, so that nothing waits for it."""
         self.accelerator, self.pid = accelerator, os.getpid()
-        self.noted: list[int] = []  # what this process was asked for since the last question
+        self.noted: list[int] = []  # requests to this process since the last question
         self.agreed = 0
-        self.first_at = 0.0  # of the first SIGINT
+        self.first_at = 0.0  # time of the first SIGINT
         self.max_seconds = args.max_hours * 3600 if args.max_hours is not None else None
         self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
         self.asked = self.saved_at = time.time()
         self.first_step, self.longest = True, 0.0  # the longest time between two questions: a step, with its evaluation
         self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))  # a guess, until one has been measured
-        # A launcher that is killed leaves its processes behind, which would go on beside the run that takes their place.
+        # A killed launcher leaves its processes behind, which would keep running beside the run that replaces them.
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = os.getppid() if launched else None
-        # What all agree on goes over the CPU where it can. With NCCL alone it comes from the GPU.
+        # Agreement goes over the CPU if possible. With NCCL alone it comes from the GPU.
         nccl = accelerator.num_processes > 1 and "cpu:" not in torch.distributed.get_backend_config()
         self.device = accelerator.device if nccl else torch.device("cpu")
         self.late = late and self.device.type == "cuda"
-        self.coming: tuple[AsyncScalar, int] | None = None  # the answer that is on its way, to what of `noted`
+        self.coming: tuple[AsyncScalar, int] | None = None  # the pending answer, and how much of `noted` it covers
         nohup = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         heeded = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
         self.before = {number: signal.signal(number, self._note) for number in heeded}
 
     def asked_for(self, possible: bool = True) -> str:
-        """What to do now: "", "save", or "stop" (after a save). The same on every process; asked by all at each step.
+        """What to do now: "", "save", or "stop" (after a save). The same on every process; called by all at each step. If
+        answers come late, this is the answer to the previous question.
 
-        Where answers come late, it is that to the question before.
-
-        possible: whether the run can save here at all; what was asked for is kept until it can. The first question of a run
-        is always answered with "": nothing has been trained yet, and a run that is stopped again and again still gets on.
+        possible: whether the run can save here at all; requests are kept until it can. The first answer of a run is always
+        "": nothing has been trained yet, and a run that is stopped again and again must still make progress.
         """
         if not possible:
             return ""
@@ -87,23 +86,23 @@ class Signals:
             return ""
         answer, heard = coming
         self.agreed = int(answer.value())
-        del self.noted[:heard]  # what has come in meanwhile waits for the next answer
+        del self.noted[:heard]  # later requests wait for the next answer
         return "stop" if self.agreed in STOPS else "save" if self.agreed == SAVE else ""
 
     def saved(self) -> None:
-        """A checkpoint has been written, whatever for: the clock of --save_minutes starts anew."""
-        self.coming = None  # its question was asked before the save; what it was about is noted still
+        """A checkpoint has been written, for whatever reason: restart the clock of --save_minutes."""
+        self.coming = None  # its question was asked before the save; its requests are still noted
         self.saved_at = time.time()
         self.save_seconds = self.saved_at - self.asked
 
     @property
     def reason(self) -> str:
-        """Why the run is to stop, once `asked_for` has said that it is."""
+        """Why the run should stop, once `asked_for` has returned "stop"."""
         return STOPS[self.agreed]
 
     def leave(self, output_dir: str, step: int) -> None:
         """End the process with exit code 75, after a save at this step."""
-        saved = checkpoints(output_dir)  # without the one of this step where the disk was full
+        saved = checkpoints(output_dir)  # without this step's checkpoint if the disk was full
         place = saved[-1] if saved else "its beginning"
         say(f"stopped at step {step} by {self.reason}; the same command goes on from {place}")
         self.accelerator.wait_for_everyone()
@@ -112,13 +111,13 @@ class Signals:
         raise SystemExit(EXIT_CODE)
 
     def close(self) -> None:
-        """Signals do again what they did before."""
+        """Restore the signals' previous handlers."""
         TOLD_TO_END.clear()
         while self.before:
             signal.signal(*self.before.popitem())
 
     def _by_the_clock(self, now: float) -> int:
-        """What the time asks for; the main process decides, whose clock is not that of the others."""
+        """The request due by the clock. The main process decides, as clocks may differ."""
         if self.launcher is not None and os.getppid() != self.launcher:
             return 3
         if not self.accelerator.is_main_process:
@@ -131,7 +130,7 @@ class Signals:
         return SAVE if self.save_after is not None and now - self.saved_at > self.save_after else 0
 
     def _note(self, number: int, frame: Any) -> None:
-        if os.getpid() != self.pid:  # a process that a reward has forked ends as usual
+        if os.getpid() != self.pid:  # a process forked by a reward ends as usual
             self.close()
             os.kill(os.getpid(), number)
         elif number == signal.SIGINT:

@@ -1,4 +1,4 @@
-"""Prompts to completions, and what these are worth."""
+"""From prompts to completions, and scoring them."""
 
 from common.sampling.generate import Sampled, sample
 from common.sampling.rewards import Reward, Scorer, load_rewards, score, scorer

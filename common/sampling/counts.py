@@ -1,12 +1,12 @@
-"""How much a count of passed cases says: pass@k, an interval for a rate, whether a fall is more than chance. Pure maths."""
+"""Statistics of passed cases: pass@k, an interval for a rate, whether a fall is more than chance. Pure maths."""
 
 import math
 
-Z = 1.959963984540054  # of the normal distribution, for 95 %
+Z = 1.959963984540054  # 97.5 % quantile of the normal distribution, for a 95 % interval
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The probability that one of k answers is right, from n answers of which c are: 1 - C(n-c, k) / C(n, k).
+    """The probability that at least one of k answers is right, given n answers of which c are: 1 - C(n-c, k) / C(n, k).
 
     Unbiased for n >= k (Chen et al. 2021, arXiv 2107.03374, eq. 1); k = 1 gives c / n.
     """
@@ -16,10 +16,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def wilson(passed: float, total: int) -> tuple[float, float]:
-    """The 95 % interval of Wilson (1927) for the rate behind `passed` of `total`; (0, 1) of none.
+    """The 95 % interval of Wilson (1927) for the rate behind `passed` of `total`; (0, 1) if total is 0.
 
-    Unlike p ± 1.96 sqrt(p (1-p) / n) it is right for few cases, and has a width at 0 of n and n of n. `passed` may be a
-    sum of shares in [0, 1], which vary less than the zeros and ones that the formula is for: then it is too wide.
+    Unlike p ± 1.96 sqrt(p (1-p) / n) it is accurate for few cases, and has a width at 0 of n and n of n. `passed` may be a
+    sum of fractions in [0, 1], which vary less than the zeros and ones that the formula assumes: the interval is then too
+    wide.
     """
     if not total:
         return 0.0, 1.0
@@ -30,10 +31,11 @@ def wilson(passed: float, total: int) -> tuple[float, float]:
 
 
 def fall_p_value(fell: int, rose: int) -> float:
-    """How probable so many falls, or more, are among `fell + rose` cases that changed, if either way were as likely.
+    """The probability of at least `fell` falls among the `fell + rose` cases that changed, if either direction were equally
+    likely.
 
-    McNemar's test (1947) in its exact form, one-sided: the sum of C(n, i) / 2^n for i from `fell` to n. Where a case has a
-    share of passed answers, and not a verdict, it is the sign test of the pairs. 1 where nothing changed.
+    McNemar's test (1947) in its exact form, one-sided: the sum of C(n, i) / 2^n for i from `fell` to n. For cases with a
+    fraction of passed answers rather than a verdict, it is the sign test of the pairs. 1 if nothing changed.
     """
     n, term, total = fell + rose, math.comb(fell + rose, fell), 0
     for i in range(fell, n + 1):

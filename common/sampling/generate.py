@@ -1,7 +1,7 @@
 """Sampling: prompts -> completions with the log-probabilities of their tokens.
 
-A prompt is read once, however many completions it gets, and a finished completion leaves the batch. Each completion has a
-random generator of its own, so that it does not depend on what else is in the batch.
+A prompt is read once, however many completions it gets, and a finished completion leaves the batch. Each completion has its
+own random generator, so that it does not depend on the rest of the batch.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-DRAW_BLOCK = 128  # tokens of the vocabulary whose probabilities are summed first: see _invert
-DRAW_AT_ONCE = 1024  # up to this vocabulary size one level is quicker
+DRAW_BLOCK = 128  # tokens per block of the vocabulary in the two-level draw: see _invert
+DRAW_AT_ONCE = 1024  # up to this vocabulary size a single level is faster
 
 
 class Sampled(NamedTuple):
     """A completion."""
 
-    ids: list[int]  # the sampled tokens, the stop token included
+    ids: list[int]  # the sampled tokens, including the stop token
     logps: list[float]  # log-probability of each under the model at the sampling temperature, before top_k and top_p
-    finished: bool  # it ended with a stop token; False: it was cut at max_new_tokens
+    finished: bool  # ended with a stop token; False: truncated at max_new_tokens
 
 
 def sample(
@@ -49,12 +49,12 @@ def sample(
     top_p: float = 1.0,
     batch_size: int = 128,
 ) -> list[Sampled]:
-    """One completion for each prompt (token ids). The same prompt may occur many times.
+    """Sample one completion for each prompt (token ids). The same prompt may occur many times.
 
-    keys: one tuple of non-negative integers per prompt, the seed of its completion. max_new_tokens: of each completion, or
-    of all. stop_ids: the tokens that end a completion; None: the model's own. temperature 0 takes the most probable token.
-    top_k 0 and top_p 1 leave the distribution as it is. batch_size: completions sampled at a time, which bounds the memory
-    and changes nothing else. Where memory runs out it is halved.
+    keys: one tuple of non-negative integers per prompt, the seed of its completion. max_new_tokens: one limit for all, or
+    one per completion. stop_ids: the tokens that end a completion; None: the model's own. temperature 0 takes the most
+    probable token. top_k 0 and top_p 1 leave the distribution unrestricted. batch_size: completions sampled at a time, which
+    limits memory and changes nothing else. It is halved when memory runs out.
     """
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
@@ -80,7 +80,7 @@ def sample(
             except Exception as error:
                 if not is_oom(error) or len(owner) == 1:
                     raise
-            if batch is None:  # here the exception is gone, and with it the tensors that it held
+            if batch is None:  # by now the exception is gone, and with it the tensors that it held
                 batch_size, decoder = len(owner) // 2, None
                 empty_caches(base_lm(lm).device)
                 say(f"sampling: out of memory; again with {batch_size} at a time, which changes nothing else")
@@ -91,10 +91,10 @@ def sample(
 
 @contextlib.contextmanager
 def generating(model: FlatModel, cached: bool = True) -> Iterator[nn.Module]:
-    """The language model ready to sample: in eval mode, with attention over the cache if there is one, not compiled. All is
-    put back.
+    """Context with the language model ready to sample: in eval mode, with cached attention if there is a cache, not
+    compiled. Everything is restored afterwards.
 
-    Where weights are sharded, all processes enter it together.
+    With sharded weights all processes enter it together.
     """
     kv_cache.register()
     lm = model.lm
@@ -105,8 +105,8 @@ def generating(model: FlatModel, cached: bool = True) -> Iterator[nn.Module]:
         inner.set_attn_implementation(inner.stock_attention if recurrent_mixers(inner) else CACHED)
     eager = torch.compiler.set_stance("force_eager")
     try:
-        # Compiled blocks would be compiled again for every number of rows. Weights are gathered outside of inference mode,
-        # because no backward pass may use tensors that were made in it.
+        # Compiled blocks would be recompiled for every number of rows. Weights are gathered outside inference mode, because
+        # a backward pass may not use tensors created in it.
         with steps_as_trained(inner), cast_once(inner) as cached_casts, torch.no_grad(), gathered(model), eager:
             with contextlib.nullcontext() if cached_casts else torch.inference_mode():
                 yield lm
@@ -118,10 +118,10 @@ def generating(model: FlatModel, cached: bool = True) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def cast_once(lm: nn.Module) -> Iterator[bool]:
-    """While it lasts, autocast keeps its copies of weights, and does not make them anew for each token. Whether there is
-    autocast.
+    """Context in which autocast caches its copies of weights instead of making them for each token. Yields whether autocast
+    is active.
 
-    It keeps those of weights that want a gradient, and none in inference mode.
+    It caches only weights that require a gradient, and none in inference mode.
     """
     autocast, frozen = torch.is_autocast_enabled(base_lm(lm).device.type), []
     if autocast:
@@ -134,7 +134,7 @@ def cast_once(lm: nn.Module) -> Iterator[bool]:
         for parameter in frozen:
             parameter.requires_grad_(False)
         if autocast:
-            torch.clear_autocast_cache()  # no gradient goes through them
+            torch.clear_autocast_cache()  # they are useless for gradients
 
 
 def _sample_batch(
@@ -146,10 +146,10 @@ def _sample_batch(
     top_k: int,
     top_p: float,
 ) -> list[Sampled]:
-    """One completion for each of C keys. limits: the most tokens of each."""
+    """One completion for each of C keys. limits: the maximum number of tokens of each."""
     logits = decoder.read_prompts()  # (C, V)
     device, C, max_new_tokens = logits.device, len(keys), max(limits)
-    last = to_device(np.array(limits) - 1, device)  # the index of the last token that each may get
+    last = to_device(np.array(limits) - 1, device)  # index of the last token that each may get
     uniforms = np.stack([np.random.default_rng(key).random(max_new_tokens, np.float32) for key in keys])
     uniforms = to_device(uniforms, device)
     stops = torch.zeros(max([logits.shape[-1] - 1, *stop_ids]) + 1, dtype=torch.bool, device=device)
@@ -159,7 +159,8 @@ def _sample_batch(
     logps = torch.zeros(C, max_new_tokens, device=device)
     rows = torch.arange(C, device=device)  # the completions in the batch
     unfinished = torch.ones(C, dtype=torch.bool, device=device)
-    # To look which ones have finished, the host waits for a GPU: every few tokens. Fewer rows mean a new CUDA graph there.
+    # Checking for finished ones synchronises with a GPU: only every few tokens. There, fewer rows also mean a new CUDA
+    # graph.
     check_every, shrink_below = (1, 0.9) if device.type == "cpu" else (8, 0.75)
     for t in range(max_new_tokens):
         chosen, tokens_logps = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
@@ -185,7 +186,7 @@ def _sample_batch(
 
 
 class FlatDecoder:
-    """Logits of the next tokens from flat rows, as in training: first of all prompts, then of the newest tokens."""
+    """Logits of the next tokens from flat rows, as in training: first for all prompts, then for the newest tokens."""
 
     def __init__(
         self,
@@ -195,9 +196,9 @@ class FlatDecoder:
         max_new_tokens: int,
         static: bool | None = None,
     ):
-        """lm: its attention is `cached_attention`. prompts: P distinct ones. owner: the prompt of each of C completions.
+        """lm: with `cached_attention`. prompts: P distinct ones. owner: the prompt of each of C completions.
 
-        static: memory keeps its place from step to step, as a CUDA graph needs it; None: on a GPU.
+        static: keep memory at fixed addresses from step to step, as a CUDA graph requires; None: on a GPU only.
         """
         self.lm, self.prompts = lm, prompts
         self.device = base_lm(lm).device
@@ -220,7 +221,7 @@ class FlatDecoder:
         return logits_of(base_lm(self.lm), hidden[lengths.cumsum(0).to(self.device) - 1]).float()[self.owner]
 
     def keep(self, keep: np.ndarray) -> Tensor:
-        """Drop completions: keep (n,) bool. Returns which of the n are now the rows of the batch, (n',)."""
+        """Drop completions: keep (n,) bool. Returns the old indices of the remaining rows, (n',)."""
         kept = self.cache.keep(keep)
         self.position = self.position[kept]
         return kept
@@ -237,7 +238,7 @@ class FlatDecoder:
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """One token per row by inverting the cumulative distribution at a uniform number.
+    """Draw one token per row by inverting the cumulative distribution at a uniform number.
 
     logits (rows, V), uniforms (rows,) in [0, 1). Returns tokens (rows,) and their log-probabilities (rows,) under the
     unrestricted softmax(logits / temperature). temperature 0: the most probable token, with its log-probability at 1.
@@ -257,7 +258,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, t
             ordered, order = probs.sort(descending=True, stable=True)
         if top_p < 1.0:
             reached = ordered.cumsum(-1)
-            keep = reached - ordered < top_p * reached[:, -1:]  # up to and with the token that crosses top_p
+            keep = reached - ordered < top_p * reached[:, -1:]  # up to and including the token that crosses top_p
             keep[:, 0] = True
             ordered = ordered * keep
         tokens = order.gather(-1, _invert(ordered, uniforms))
@@ -265,17 +266,17 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, t
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """(rows, W) weights of any sum, (rows,) uniforms -> (rows, 1): where the cumulative share of the sum reaches `uniforms`.
+    """(rows, W) weights of any sum, (rows,) uniforms -> (rows, 1): the index at which the cumulative share reaches
+    `uniforms`.
 
     In two levels for a large vocabulary: first the block, then the token in it. A cumulative sum over all tokens would be
-    one more pass over memory, and in float32 too coarse for rare tokens; these short ones are in float64 (where there is
-    one), so the 24 bits of
-    a float32 uniform are the only limit. An index of weight 0 is never returned.
+    another pass over memory, and in float32 too coarse for rare tokens; these short ones are in float64 (where available),
+    so the 24 bits of a float32 uniform are the only limit. An index of weight 0 is never returned.
     """
     W, fine = weights.shape[-1], finest_dtype(weights.device)
     if W <= DRAW_AT_ONCE:
         return _invert_short(weights.to(fine), uniforms[:, None].to(fine))[0]
-    full = W - W % DRAW_BLOCK  # the tokens in full blocks
+    full = W - W % DRAW_BLOCK  # tokens in full blocks
     blocks = weights[:, :full].unflatten(-1, (full // DRAW_BLOCK, DRAW_BLOCK)).sum(-1)
     blocks = torch.cat([blocks, weights[:, full:].sum(-1, keepdim=True)], -1).to(fine)
     block, share = _invert_short(blocks, uniforms[:, None].to(fine))
@@ -285,9 +286,9 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert_short(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, W) float64, (rows, 1) in [0, 1) -> the index whose interval holds the share, and where in it, in [0, 1)."""
+    """(rows, W) float64, (rows, 1) in [0, 1) -> the index whose interval contains the share, and where in it, in [0, 1)."""
     cumulative = weights.cumsum(-1)
-    target = share.clamp(max=1 - 2 * torch.finfo(share.dtype).eps) * cumulative[:, -1:]  # below the sum in float32, too
+    target = share.clamp(max=1 - 2 * torch.finfo(share.dtype).eps) * cumulative[:, -1:]  # below the sum even in float32
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
     weight = weights.gather(-1, index)
     return index, ((target - cumulative.gather(-1, index) + weight) / weight).clamp(0, 1 - 2**-24)

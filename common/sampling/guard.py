@@ -1,5 +1,5 @@
-"""Somebody else's code in this process: loaded from a file; what it sets is set back, and it neither ends the process nor
-makes a second one."""
+"""Running user code in this process: it is loaded from a file, its global settings are reverted, and it can neither end the
+process nor fork a second one that continues."""
 
 import asyncio
 import contextlib
@@ -24,20 +24,20 @@ DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def from_file(spec: str, timeout: float = 0.0, kind: str = "function") -> Any:
-    """What "path/to/file.py:name" names, a function or a class (kind). timeout: seconds that the import may take; 0: any.
-    Raises UserError for what cannot be loaded."""
+    """The function or class (kind) named by "path/to/file.py:name". timeout: seconds that the import may take; 0: no limit.
+    Raises UserError if it cannot be loaded."""
     path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
     if not os.path.isfile(path):
         raise UserError(f"there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(f"plainloop_file_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # where dataclasses and pickle look for the module of a class
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look up a class's module here
     try:
         with undisturbed(), time_limit(timeout):
             module_spec.loader.exec_module(module)
     except TimeLimitReached:
         raise UserError(f"importing it took more than {timeout:g} s (--reward_timeout)") from None
-    except BaseException as error:  # whatever the user's file raises while it is imported
+    except BaseException as error:  # the import may raise anything
         raise UserError(f"importing it failed: {raised(error)} ({line_of(error)})") from None
     if not name:
         is_kind = inspect.isclass if kind == "class" else inspect.isfunction
@@ -50,20 +50,20 @@ def from_file(spec: str, timeout: float = 0.0, kind: str = "function") -> Any:
 
 
 def call(function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
-    """function(**arguments), awaited if need be, undisturbed. Raises whatever it raises, and TimeLimitReached after timeout
-    seconds (0: any)."""
+    """function(**arguments), awaited if necessary, under `undisturbed`. Raises whatever it raises, and TimeLimitReached
+    after timeout seconds (0: no limit)."""
     with undisturbed(), time_limit(timeout):
         value = function(**arguments)
         return asyncio.run(value) if inspect.isawaitable(value) else value
 
 
 def must(what: str, function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
-    """As `call`, where a failure is the end of the run: a UserError that says what failed, how, and in which line."""
+    """Like `call`, but a failure ends the run: a UserError that says what failed, how, and in which line."""
     try:
         return call(function, timeout, **arguments)
     except TimeLimitReached:
         raise UserError(f"{what} took more than {timeout:g} s") from None
-    except BaseException as error:  # a user's code may raise anything, and call sys.exit
+    except BaseException as error:  # user code may raise anything, and call sys.exit
         raise UserError(f"{what} raised {raised(error)} ({line_of(error, function)})") from None
 
 
@@ -72,7 +72,7 @@ def raised(error: BaseException) -> str:
 
 
 def line_of(error: BaseException | None, function: Callable[..., Any] | None = None) -> str:
-    """Where it was raised: the last line that is not of a library; else where the function is."""
+    """The line that raised it: the last one outside of libraries; else the function's location."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__) if error else []
@@ -88,15 +88,16 @@ def line_of(error: BaseException | None, function: Callable[..., Any] | None = N
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Around a call: torch's defaults and modes, the folder, signals and Python's recursion limit are as before after it.
+    """Context around a call: torch's defaults and modes, the working directory, signals and the recursion limit are
+    restored.
 
-    os._exit becomes a SystemExit, which says that it was called. A forked child that comes back ends here.
+    os._exit raises a SystemExit that says so. A forked child that returns exits here.
     """
     pid, leave = os.getpid(), os._exit
 
     def refuse(code: int = 0) -> None:
         ours = sys._getframe(1).f_globals.get("__name__", "").startswith("common.")  # a second Ctrl-C meanwhile
-        if ours or os.getpid() != pid:  # how a forked child ends
+        if ours or os.getpid() != pid:  # the exit of a forked child
             leave(code)
         raise SystemExit(f"os._exit({code})")
 
@@ -119,12 +120,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """What can be read and set: (get, set)."""
+    """Settings as (get, set) pairs."""
     found: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         (sys.getrecursionlimit, sys.setrecursionlimit),
         (_folder, lambda folder: folder and os.chdir(folder)),
         (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.get_default_device, lambda _: torch.set_default_device(None)),  # nobody here has set one
+        (torch.get_default_device, lambda _: torch.set_default_device(None)),  # this project never sets one
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_num_threads, torch.set_num_threads),
         (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
@@ -137,7 +138,7 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     if threading.current_thread() is threading.main_thread():
         numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
         for number in numbers:
-            if signal.getsignal(number) is not None:  # of C code: it cannot be set again
+            if signal.getsignal(number) is not None:  # a handler of C code cannot be set again
                 found.append((lambda n=number: signal.getsignal(n), lambda handler, n=number: signal.signal(n, handler)))
     return found
 
@@ -150,6 +151,6 @@ def _folder() -> str | None:
 
 
 def _nesting() -> int:
-    """How many autocasts are entered."""
+    """The number of active autocast contexts."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()

@@ -1,10 +1,10 @@
-"""The key/value cache of sampling: a prompt's entries once, however many completions it has, and each completion's own.
+"""The key/value cache of sampling: a prompt's entries once, however many completions it has, plus each completion's own.
 
 The function here is registered with transformers' attention interface under the name "cached". It stores the keys and values
 that the layers compute, so the model is called as in training, on a flat row: first all prompts end to end, then the newest
-token of each completion. Memory is written in place: no step copies what is there already.
+token of each completion. Memory is written in place: no step copies existing entries.
 
-Shapes: P distinct prompts, Lp tokens of the longest; n completions, G of them (at most) to a prompt; H heads, Hkv key heads,
+Shapes: P distinct prompts, Lp tokens of the longest; n completions, at most G per prompt; H heads, Hkv key heads,
 g = H / Hkv, Dh.
 """
 
@@ -20,30 +20,30 @@ import torch
 from torch import Tensor
 
 CACHED = "cached"
-FIRST_CAPACITY = 64  # tokens per completion; doubled when they are full, so that memory follows the real lengths
+FIRST_CAPACITY = 64  # tokens per completion; doubled when full, so that memory follows the actual lengths
 
 
 def register() -> None:
-    """Make cached attention known to transformers. Called where sampling starts, because importing transformers is slow."""
+    """Register cached attention with transformers. Called when sampling starts, because importing transformers is slow."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(CACHED, cached_attention)  # without a mask function: transformers then makes no mask
+    AttentionInterface.register(CACHED, cached_attention)  # no mask function, so that transformers builds no mask
 
 
 @dataclass
 class Layer:
-    prompt_keys: Tensor  # (P, Hkv, Lp, Dh), padded on the left
+    prompt_keys: Tensor  # (P, Hkv, Lp, Dh), left-padded
     prompt_values: Tensor
     keys: Tensor  # (n or more, Hkv, capacity, Dh): token t of every completion in column t
     values: Tensor
 
 
 class KVCache:
-    """What completions attend to: their prompt and their own tokens.
+    """The entries that completions attend to: their prompt and their own tokens.
 
-    prompts: the P distinct ones. owner: which of them each of the n completions belongs to. limit: the most tokens that a
-    completion may get. static: shapes and addresses stay the same until `version` changes, as a CUDA graph needs it; columns
-    that are not filled yet are masked instead of left out.
+    prompts: the P distinct ones. owner: the prompt of each of the n completions. limit: the maximum number of tokens of a
+    completion. static: shapes and addresses stay the same until `version` changes, as a CUDA graph requires; unfilled
+    columns are masked rather than left out.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class KVCache:
         self.device, self.static, self.limit = device, static, limit
         self.capacity = min(limit, FIRST_CAPACITY)
         self.layers: list[Layer] = []
-        self.calls = 0  # of `attend` in this forward pass; layers come in the same order in each
+        self.calls = 0  # calls of `attend` in this forward pass; layers come in the same order in each
         self.masks: dict[int | None, Tensor | None] = {}
         self.version = 0
-        self.t = -1  # the newest token of the completions; -1: the prompts are being read
+        self.t = -1  # the completions' newest token; -1: prompts are being read
         self.newest = torch.full((1,), -1, device=device)  # the same on the device
 
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -63,12 +63,12 @@ class KVCache:
         self.prompt_length = Lp = int(lengths.max())
         start = lengths.cumsum(0) - lengths
         column = torch.arange(Lp) - (Lp - lengths[:, None])  # (P, Lp), negative in the padding
-        self.source = (start[:, None] + column.clamp(min=0)).to(device)  # the token of the flat row at each column
+        self.source = (start[:, None] + column.clamp(min=0)).to(device)  # the token of the flat row in each column
         self.padding = torch.where(column < 0, -torch.inf, 0.0)[:, None, None].to(device)  # (P, 1, 1, Lp)
         self._group_by_prompt(np.asarray(owner))
 
     def _group_by_prompt(self, owner: np.ndarray) -> None:
-        """Plan how the n completions are put into P prompts x G slots, and back."""
+        """Plan how n completions map to P prompts x G slots, and back."""
         self.owner, n = owner, len(owner)
         sizes = np.bincount(owner)
         self.G = int(sizes.max())
@@ -76,7 +76,7 @@ class KVCache:
         start = np.cumsum(sizes) - sizes
         slot = np.empty(n, np.int64)  # of each completion
         slot[order] = owner[order] * self.G + np.arange(n) - start[owner[order]]
-        member = np.zeros(len(sizes) * self.G, np.int64)  # the completion in each slot; any in one that is left over
+        member = np.zeros(len(sizes) * self.G, np.int64)  # the completion in each slot; any one in an unused slot
         member[slot] = np.arange(n)
         in_order = len(member) == n and bool((member == np.arange(n)).all())
         self.member, self.slot = (None, None) if in_order else (to_device(x, self.device) for x in (member, slot))
@@ -92,7 +92,7 @@ class KVCache:
                 layer.keys, layer.values = self._grown(layer.keys), self._grown(layer.values)
 
     def begin_pass(self) -> None:
-        """The newest tokens go through the layers, perhaps not for the first time: a pass may have died half way."""
+        """Start a pass of the newest tokens through the layers, possibly again: an earlier pass may have failed half way."""
         self.calls, self.masks = 0, {}
 
     def _grown(self, old: Tensor) -> Tensor:
@@ -102,12 +102,12 @@ class KVCache:
 
     def _columns(self, like: Tensor) -> Tensor:
         shape = len(self.owner), like.shape[1], self.capacity, like.shape[-1]
-        return like.new_zeros(shape) if self.static else like.new_empty(shape)  # 0 · (what is masked) must be 0
+        return like.new_zeros(shape) if self.static else like.new_empty(shape)  # 0 · (masked entry) must be 0
 
     def keep(self, keep: np.ndarray) -> Tensor:
-        """Drop completions, keep (n,) bool, and prompts that have none left.
+        """Drop completions, keep (n,) bool, and prompts without completions.
 
-        The last ones move into the gaps; the others are not copied. Returns which of the n are now the rows, (n',).
+        The last rows move into the gaps; the others are not copied. Returns the old indices of the remaining rows, (n',).
         """
         order, *of_completions = _close_gaps(keep)
         owner = self.owner[order]
@@ -148,8 +148,8 @@ class KVCache:
     ) -> Tensor:
         """query (n, H, Dh), key and value (n, Hkv, Dh) of the newest tokens -> (n, H, Dh). softcap, sinks: flat_attention.
 
-        One softmax over the prompt's tokens and the completion's own. With the prompt, the completions that share it are
-        multiplied together, so that it is read from memory once for all of them.
+        One softmax over the prompt's tokens and the completion's own. All completions of a prompt are multiplied with it
+        together, so that it is read from memory once.
         """
         layer = self.layers[self.calls]
         self.calls += 1
@@ -186,9 +186,10 @@ class KVCache:
         return x if self.slot is None else x.index_select(0, self.slot)
 
     def _mask(self, window: int | None, width: int) -> Tensor | None:
-        """(width,) bool: the columns that the newest token must not see; None where it sees all.
+        """(width,) bool: the columns that the newest token must not see; None if it sees all.
 
-        The same in all rows, because prompts end at the same column. Made once per step for all layers of the same window.
+        The same in all rows, because prompts end at the same column. Built once per step for all layers with the same
+        window.
         """
         if not self.static and (window is None or width <= window):
             return None
@@ -200,7 +201,7 @@ class KVCache:
 
 
 def _close_gaps(keep: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How the rows that are kept become the first ones: (the old row of each new one, the gaps, the rows moved there)."""
+    """How to compact the kept rows: (the old row of each new one, the gaps, the rows moved there)."""
     order = np.arange(keep.sum())
     gaps = np.flatnonzero(~keep[: len(order)])
     moved = len(order) + np.flatnonzero(keep[len(order) :])
@@ -234,12 +235,12 @@ def cached_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each prompt, or of the newest tokens. query (1, H, T, Dh), key and value (1, Hkv, T, Dh).
 
-    Raises RuntimeError as `flat_attention` does, or where the cache did not reach the layer.
+    Raises RuntimeError as `flat_attention` does, or if the cache did not reach the layer.
     """
     if kv_cache is None:
         raise RuntimeError("cached attention needs kv_cache")
     no_autocast = contextlib.nullcontext()
-    if torch.is_autocast_enabled(query.device.type):  # what SDPA does by itself
+    if torch.is_autocast_enabled(query.device.type):  # SDPA does this by itself
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         no_autocast = torch.autocast(query.device.type, enabled=False)

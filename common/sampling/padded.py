@@ -1,4 +1,4 @@
-"""Sampling from models that need the cache of transformers: attention that cannot be replaced, layers that keep a state."""
+"""Sampling from models that need transformers' cache: irreplaceable attention, or layers that keep a state."""
 
 import contextlib
 import inspect
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import Cache
 
-# What a layer of transformers' cache holds: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
+# Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
 PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
 JOINABLE = {
     "DynamicLayer",
@@ -32,7 +32,7 @@ JOINABLE = {
 
 
 def joinable(lm: nn.Module) -> bool:
-    """Whether all layers of the cache are of the kinds that _joined knows; others pick or compress what they keep."""
+    """Whether _joined supports all layers of the cache; some kinds select or compress their entries."""
     from transformers import DynamicCache
 
     layers = DynamicCache(config=base_lm(lm).config.get_text_config()).layers
@@ -40,7 +40,7 @@ def joinable(lm: nn.Module) -> bool:
 
 
 def cache_name(lm: nn.Module) -> str | None:
-    """The argument that takes transformers' cache, which holds all that the layers keep; None where there is none."""
+    """The argument for transformers' cache, if it holds everything that the layers keep; else None."""
     from transformers import DynamicCache
 
     accepted = inspect.signature(lm.forward).parameters
@@ -54,9 +54,9 @@ def cache_name(lm: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def steps_as_trained(lm: nn.Module) -> Iterator[None]:
-    """While it lasts, state-space layers keep their time step within `time_step_limit` for a single token, too.
+    """Context in which state-space layers clamp their time step to `time_step_limit` for a single token, too.
 
-    transformers limits it where a layer reads many tokens, as in training, and not where it reads one after its state
+    transformers clamps it when a layer reads many tokens, as in training, but not when it continues from a state
     (Nemotron-H, Zamba2: at least time_step_min).
     """
     with contextlib.ExitStack() as stack:
@@ -70,7 +70,7 @@ def steps_as_trained(lm: nn.Module) -> Iterator[None]:
 
 
 def _limited(update: Callable[..., Tensor], limit: tuple[float, float], *args: Tensor, **kwargs: Any) -> Tensor:
-    """selective_state_update with time steps softplus(dt + dt_bias) within the limit."""
+    """selective_state_update with time steps softplus(dt + dt_bias) clamped to the limit."""
     state, x, dt, *rest = args
     if (bias := kwargs.pop("dt_bias", None)) is not None:
         dt = dt + bias.to(dt.dtype)
@@ -80,11 +80,11 @@ def _limited(update: Callable[..., Tensor], limit: tuple[float, float], *args: T
 
 
 class PaddedDecoder:
-    """Logits of the next tokens, as FlatDecoder gives them, over transformers' own cache and masks.
+    """Logits of the next tokens, like FlatDecoder's, using transformers' own cache and masks.
 
     Prompts are read in groups of equal length, because padding would enter a state. Then their caches are joined: keys and
-    values are padded on the left, where the mask hides them; a state has no length. Where that cannot be (`joinable`),
-    prompts are given one at a time.
+    values are left-padded, and masked there; a state has no length. If that is impossible (`joinable`), prompts are passed
+    one at a time.
     """
 
     def __init__(self, lm: nn.Module, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
@@ -95,10 +95,10 @@ class PaddedDecoder:
         self.cache_name = cache_name(inner)
 
     def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: "Cache") -> Tensor:
-        """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, of the last token."""
+        """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
         optional = {"position_ids": position_ids, "logits_to_keep": 1}
         optional = {name: value for name, value in optional.items() if name in self.accepted}
-        if self.cache_name == "past_key_values":  # the others have no attention, and would multiply the new token by it
+        if self.cache_name == "past_key_values":  # the others would multiply the new token by the mask
             optional["attention_mask"] = mask
         out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)
         return out.logits[:, -1].float()
@@ -138,9 +138,9 @@ class PaddedDecoder:
 
 
 def _joined(caches: "list[Cache]", length: int) -> "Cache":
-    """One cache for the rows of all, which hold prompts of increasing lengths; `length` is that of the last one.
+    """One cache with the rows of all caches, which hold prompts of increasing lengths; `length` is that of the last one.
 
-    What has an entry per token is padded on the left by zeros; a layer with a sliding window holds its last ones only.
+    Per-token entries are left-padded with zeros; a layer with a sliding window keeps only the last ones.
     """
     cache = caches[-1]
     for layer, *others in zip(*(c.layers for c in reversed(caches)), strict=True):

@@ -1,7 +1,7 @@
-"""Rewards: ready-made ones, a user's own, and reward models.
+"""Rewards: built-in functions, user functions, and reward models.
 
 A reward function has TRL's signature: `f(prompts, completions, **columns) -> list[float | None]`, one number per
-completion; None abstains. `completions` are strings, or, where the prompts are chats, lists with one assistant message.
+completion; None abstains. `completions` are strings, or, if the prompts are chats, lists with one assistant message.
 `columns` holds every other column of the dataset, and `completion_ids`.
 """
 
@@ -27,28 +27,28 @@ from common.time_limit import TimeLimitReached, time_limit
 import torch
 
 RewardFunction = Callable[..., list[float | None]]
-Completion = str | list[dict[str, Any]]  # as reward functions get it
+Completion = str | list[dict[str, Any]]  # as passed to reward functions
 READY_MADE = ("exact_number", "regex", "length")
 Scorer = Callable[[list[dict[str, Any]], list[list[int]]], dict[str, list[float | None]]]
-# A minus belongs to the number unless it stands behind one (10-3, pages 3-5); commas only between groups of three.
-LARGEST = 1e15  # that a reward may be: its square is a number in float32
+# A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
+LARGEST = 1e15  # largest reward: its square is finite in float32
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
 
 
 class Reward(NamedTuple):
     name: str  # as in the metric rewards/<name>/mean
     function: RewardFunction
-    timeout: float = 0.0  # seconds for a call; 0: any
+    timeout: float = 0.0  # seconds per call; 0: no limit
 
 
 def load_rewards(
     specs: list[str] | None, device: torch.device, timeout: float = 0.0, flag: str = "--reward_funcs"
 ) -> list[Reward]:
-    """Reward functions by name. timeout: seconds that a call, or an import, may take; 0: any. flag: that named
-    them, for the user.
+    """Reward functions by name. timeout: seconds per call, or per import; 0: no limit. flag: the one that named them, for
+    messages.
 
     exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or
-    Hub name of an AutoModelForSequenceClassification with one label). Raises UserError for what cannot be loaded.
+    Hub name of an AutoModelForSequenceClassification with one label). Raises UserError if one cannot be loaded.
     """
     rewards = []
     for spec in specs or []:
@@ -83,10 +83,10 @@ def _load(spec: str, device: torch.device, timeout: float) -> Reward:
 def exact_number(
     prompts: list, completions: list[Completion], answer: list, mark: str = "", **columns: Any
 ) -> list[float | None]:
-    """1 where the completion's number is the answer's, else 0. The number of a text is the one after its last "####",
-    "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None where the answer holds no number.
+    """1 if the completion's number equals the answer's, else 0. The number of a text is the one after its last "####",
+    "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None if the answer contains no number.
 
-    mark: only a number that follows it counts in a completion ("Answer:").
+    mark: in a completion only a number after it counts ("Answer:").
     """
     scores: list[float | None] = []
     for completion, truth in zip(completions, answer, strict=True):
@@ -98,7 +98,7 @@ def exact_number(
 
 
 def regex(pattern: str) -> Callable[..., list[float]]:
-    """1 where the pattern is found in the completion, else 0 (re.DOTALL; anchor it with ^ and $ to match the whole)."""
+    """1 if the pattern is found in the completion, else 0 (re.DOTALL; anchor it with ^ and $ to match the whole)."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -111,7 +111,7 @@ def regex(pattern: str) -> Callable[..., list[float]]:
 
 
 def length(limit: str) -> Callable[..., list[float]]:
-    """0 up to the limit, then falling by 1 for each further `limit` tokens."""
+    """0 up to the limit, then falling by 1 per further `limit` tokens."""
     if not limit.isdigit() or int(limit) == 0:
         raise UserError("expected a number of tokens, for instance length:200")
     N = int(limit)
@@ -123,7 +123,7 @@ def length(limit: str) -> Callable[..., list[float]]:
 
 
 def final_number(text: str) -> float | None:
-    """The number that a text ends up with; None without one."""
+    """The final number of a text, or None."""
     for mark in ("####", "Answer:", "\\boxed{"):
         if (found := number_after(text, mark)) is not None:
             return found
@@ -132,13 +132,13 @@ def final_number(text: str) -> float | None:
 
 
 def number_after(text: str, mark: str) -> float | None:
-    """The first number after the last occurrence of the mark; None without one."""
+    """The first number after the last occurrence of the mark, or None."""
     found = NUMBER.search(text.rsplit(mark, 1)[1]) if mark in text else None
     return float(found.group().replace(",", "")) if found else None
 
 
 def text_of(completion: Completion) -> str:
-    """The words of a completion, in either of its forms: of several messages those of the last one."""
+    """The text of a completion in either form: of several messages, the last one's."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
@@ -156,7 +156,7 @@ def _from_model(name: str, device: torch.device) -> Reward:
 
     transformers.utils.logging.disable_progress_bar()
     try:
-        # False, and not unset: transformers would ask whether to run the code that a model brings along.
+        # False rather than unset: transformers would prompt for running the model's own code.
         model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, trust_remote_code=False)
         model = model.to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -190,11 +190,11 @@ def score(
     ids: list[list[int]],
     objects: dict[str, list[Any]] | None = None,
 ) -> list[list[float | None]]:
-    """Every function on every completion: [function][completion].
+    """Apply every function to every completion: [function][completion].
 
-    rows: the dataset's row of each completion, with its "prompt". texts: of a completion of several turns its messages.
-    objects: further columns, which are handed over themselves, where the others are copied. Raises UserError, naming the
-    function, where one raises or returns anything but one finite number (or None) per completion.
+    rows: the dataset's row of each completion, with its "prompt". texts: for a completion of several turns its messages.
+    objects: further columns, passed by reference, whereas the others are copied. Raises UserError, naming the function, if
+    one raises or returns anything but one finite number (or None) per completion.
     """
     if not rows:
         return [[] for _ in rewards]
@@ -215,7 +215,7 @@ def _score(
     columns: dict[str, list[Any]],
     objects: dict[str, list[Any]],
 ) -> list[float | None]:
-    """One function on every completion. It gets copies, and what it sets of this process is set back."""
+    """Apply one function to every completion. It receives copies, and its changes to process settings are reverted."""
     where, first = f"reward function {reward.name}", str(prompts[0])[:120]
     given = copy.deepcopy({"prompts": prompts, "completions": completions, "completion_ids": ids, **columns}) | objects
     about = f"columns: {', '.join(columns)}; first prompt: {first}"
@@ -229,7 +229,7 @@ def _score(
             values = reward.function(**given)
             if inspect.isawaitable(values):
                 values = asyncio.run(values)
-            if hasattr(values, "tolist"):  # of numpy or torch
+            if hasattr(values, "tolist"):  # from numpy or torch
                 values = values.tolist()
             if isinstance(values, Iterator | tuple):
                 values = list(itertools.islice(values, 2 * len(completions)))  # a generator may never end
@@ -242,7 +242,7 @@ def _score(
             f"{where} took more than {reward.timeout:g} s for {len(completions)} completions (--reward_timeout); "
             f"first prompt: {first}"
         ) from None
-    except BaseException as error:  # a user's code may raise anything, and call sys.exit
+    except BaseException as error:  # user code may raise anything, and call sys.exit
         raise UserError(f"{where} raised {raised(error)} ({line_of(error, reward.function)}; {about})") from None
     if not isinstance(values, list) or len(values) != len(completions):
         found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
@@ -259,7 +259,7 @@ def _score(
 
 
 def _misfit(function: RewardFunction, given: dict[str, Any]) -> str | None:
-    """Why a function cannot be called with these arguments; None if it can, or if it does not tell what it takes."""
+    """Why a function cannot be called with these arguments; None if it can, or if its signature is unknown."""
     try:
         inspect.signature(function).bind(**given)
     except TypeError as error:

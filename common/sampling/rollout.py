@@ -1,4 +1,4 @@
-"""What is logged of a rollout, and which of its completions and tokens are trained on."""
+"""Metrics of a rollout, and the selection of completions and tokens to train on."""
 
 import math
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from accelerate import Accelerator
 
 
 class Scored(Protocol):
-    """A completion, as the scripts have it."""
+    """A completion, as the scripts represent it."""
 
     prompt: dict[str, Any]
     ids: list[int]
     text: str
     finished: bool
-    rewards: list[float | None]  # one of each function; None: it abstained
+    rewards: list[float | None]  # one per function; None: it abstained
     reward: float  # their weighted sum; NaN: all abstained
 
 
 def rollout_metrics(
     completions: Sequence[Scored], rewards: list[Reward], group: int, lengths: list[int] | None = None
 ) -> dict[str, float]:
-    """Rewards, and lengths of the completions. group: neighbours that are compared. lengths: sampled tokens of each, where
-    not all of a completion's are."""
+    """Metrics of rewards and completion lengths. group: the number of neighbours compared with each other. lengths: number
+    of sampled tokens, if not all of a completion's tokens were sampled."""
     reward = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
     known = [each[~each.isnan()] for each in reward.view(-1, group)]
     stds = torch.stack([each.std() if len(each) > 1 else each.new_tensor(math.nan) for each in known])  # (P,)
@@ -56,7 +56,7 @@ def rollout_metrics(
 
 
 def rollout_lines(step: int, completions: Sequence[Scored], rewards: list[Reward]) -> list[dict[str, Any]]:
-    """A line of completions.jsonl for each."""
+    """A line of completions.jsonl for each completion."""
     names = [reward.name for reward in rewards]
     lines = []
     for c in completions:
@@ -69,12 +69,12 @@ def rollout_lines(step: int, completions: Sequence[Scored], rewards: list[Reward
 
 
 def far_from_sampler(windows: list[Window], accelerator: Accelerator, cap: float) -> list[int]:
-    """The completions that the model, as it was before its update, would have written more than `cap` times as often as what
-    sampled them did: places in the rollout, of all processes.
+    """The places (in the rollout, over all processes) of completions that the model before its update would have written
+    more than `cap` times as often as the model that sampled them.
 
     The windows' sequences have old_logps, sampled_logps and `place`. As in TRL's sequence_mask, the ratio is that of the
-    whole completion, so that long ones reach the bound sooner. Unlike there, the completions that are kept are not weighted
-    by their ratios, and those that are left out have no KL and are in no denominator.
+    whole completion, so that long ones reach the bound sooner. Unlike there, kept completions are not weighted by their
+    ratios, and dropped ones contribute neither to the KL term nor to any denominator.
     """
     far = []
     for sequence in (sequence for window in windows for sequence in window.sequences):
@@ -85,8 +85,8 @@ def far_from_sampler(windows: list[Window], accelerator: Accelerator, cap: float
 
 
 def keep_high_entropy(window: Window, accelerator: Accelerator, share: float) -> None:
-    """Give the sequences `policy_mask`: 1 on the share of the window's tokens, of all processes, of the highest entropy
-    (Wang et al. 2025, arXiv 2506.01939). The sequences have `entropy`."""
+    """Add `policy_mask` to the sequences: 1 on that share of the window's tokens (over all processes) with the highest
+    entropy (Wang et al. 2025, arXiv 2506.01939). The sequences have `entropy`."""
     mine = [sequence["entropy"][sequence["loss_mask"] > 0] for sequence in window.sequences]
     all_tokens = np.concatenate([np.zeros(0, np.float32), *gather_lists(accelerator, mine)])
     threshold = np.quantile(all_tokens.astype(np.float64), 1 - share) if len(all_tokens) else 0.0

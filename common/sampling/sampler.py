@@ -1,4 +1,4 @@
-"""Who samples: this process, with the model that it trains, or servers."""
+"""The two samplers: this process, with the model it trains, or servers."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,22 +13,22 @@ from torch import nn
 
 
 class Sampler(Protocol):
-    """What a script asks for completions: OwnSampler or RolloutServers."""
+    """The interface through which a script samples: OwnSampler or RolloutServers."""
 
-    has_logps: bool  # a completion's are those of the whole distribution, at the temperature
+    has_logps: bool  # whether logps are those of the whole distribution, at the temperature
 
     def sync(self, step: int) -> None:
-        """From now on the weights are those of `step`. All processes together."""
+        """Use the weights of `step` from now on. Called on every process."""
 
     def begin(self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], **how: Any) -> Future[list[Sampled]]:
-        """Begin to sample a completion for each prompt. how: what is otherwise this time (see `sample`)."""
+        """Start sampling one completion per prompt. how: options that differ this time (see `sample`)."""
 
     def check(self, metrics: Any) -> None:
-        """Raise UserError where what sampled a rollout is not what is trained on it. All processes together."""
+        """Raise UserError if a rollout was not sampled from the model trained on it. Called on every process."""
 
 
 class OwnSampler:
-    """Completions from the model that is trained, as it is when they are asked for."""
+    """Samples from the trained model with its current weights."""
 
     has_logps = True
 
@@ -37,13 +37,13 @@ class OwnSampler:
         self.accelerator, self.model, self.how = accelerator, model, how
 
     def sync(self, step: int) -> None:
-        """Nothing: it has the weights."""
+        """Does nothing: it already has the weights."""
 
     def check(self, metrics: Any) -> None:
-        """Nothing: it is the model that is trained."""
+        """Does nothing: it is the trained model."""
 
     def begin(self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], **how: Any) -> Future[list[Sampled]]:
-        """It is done when this returns."""
+        """Completed when this returns."""
         done: Future[list[Sampled]] = Future()
         with self.accelerator.autocast():
             model: FlatModel = self.accelerator.unwrap_model(self.model)
@@ -59,7 +59,7 @@ def make_sampler(
     rollouts: RolloutSchedule,
     **how: Any,
 ) -> Sampler:
-    """servers: their addresses, if it is to be servers. model: as prepared. how: see `sample`."""
+    """servers: their addresses, if any. model: as prepared. how: see `sample`."""
     if not servers:
         return OwnSampler(accelerator, model, **how)
     from common.sampling.servers import RolloutServers
@@ -70,6 +70,6 @@ def make_sampler(
         model,
         folder=output_dir,
         longest=rollouts.longest,
-        needs_logps=rollouts.ahead > 0,  # what is sampled ahead cannot be scored again: the weights are gone
+        needs_logps=rollouts.ahead > 0,  # completions sampled ahead cannot be scored later: the weights are gone
         **how,
     )

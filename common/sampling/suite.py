@@ -1,7 +1,7 @@
-"""A suite of prompts with what their answers have to be: read, answered, judged, and compared with an earlier time.
+"""A suite of prompts with checks of their answers: read, answered, judged, and compared with an earlier evaluation.
 
-A row is {"id", "group", "prompt" (text as it is) or "messages" (a chat), and one or more of CHECKS}; a case passes where
-all of its checks do. docs/regression.md is the page for users.
+A row is {"id", "group", "prompt" (plain text) or "messages" (a chat), and one or more of CHECKS}; a case passes if all its
+checks do. Users read docs/regression.md.
 """
 
 import difflib
@@ -31,22 +31,22 @@ from accelerate import Accelerator
 CHECKS = ("equals", "contains", "not_contains", "regex", "number", "max_tokens", "reward")
 FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 ALL = "all"  # the group of all cases
-PASSES = 0.5  # a case counts as passed from this share of its answers on, and an answer from this reward on
-LARGEST = 1e300  # of a number that an answer may have to be: a larger one may be no float
-ALPHA = 0.05  # a fall that chance brings less often than this is one
-Known = dict[str, dict[str, Any]]  # {id: {"rate", "digest", "group"}}: how the cases of an earlier time went
+PASSES = 0.5  # rate from which a case counts as passed, and reward from which an answer does
+LARGEST = 1e300  # largest expected number: a larger one may overflow a float
+ALPHA = 0.05  # significance level of a fall
+Known = dict[str, dict[str, Any]]  # {id: {"rate", "digest", "group"}}: the outcomes of an earlier evaluation
 
 
 @dataclass
 class Case:
-    """A prompt, and what its answer has to be."""
+    """A prompt, and the checks of its answer."""
 
     id: str
     group: str
-    row: dict[str, Any]  # all columns, with "prompt" and, once there is a tokenizer, "prompt_ids"
+    row: dict[str, Any]  # all columns, with "prompt" and, after tokenize, "prompt_ids"
     checks: dict[str, Any]
     where: str
-    digest: str  # of the row: a case that was edited is another one
+    digest: str  # of the row: an edited case counts as another one
 
     @property
     def limit(self) -> int | None:
@@ -55,27 +55,27 @@ class Case:
 
 @dataclass
 class Suite:
-    """The cases, the reward functions that they name, and how they are answered."""
+    """The cases, the reward functions that they name, and sampling settings."""
 
     cases: list[Case]
     rewards: dict[str, Reward]
-    samples: int  # answers of each case
+    samples: int  # answers per case
     pass_at: int  # k of pass@k
     temperature: float
-    max_new_tokens: int  # of a case that does not say
-    timeout: float  # seconds for a pattern, or a call of a reward
+    max_new_tokens: int  # for cases without their own limit
+    timeout: float  # seconds for a pattern, or a reward call
     groups: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.groups = list(dict.fromkeys(case.group for case in self.cases))
 
     def asked(self) -> dict[str, float]:
-        """What has to be the same for rates to be comparable."""
+        """The settings that must agree for rates to be comparable."""
         names = ("samples", "pass_at", "temperature", "max_new_tokens")
         return {name: getattr(self, name) for name in names}
 
     def tokenize(self, tokenizer: Tokenizer) -> int:
-        """Give each case its tokens. Returns those of the longest, its answer included."""
+        """Tokenize each case's prompt. Returns the largest number of tokens, including the answer."""
         longest = 0
         for case in self.cases:
             try:
@@ -87,11 +87,11 @@ class Suite:
 
 
 class Result(NamedTuple):
-    """How a case went."""
+    """The outcome of a case."""
 
     case: Case
-    rate: float  # 1 or 0 of one answer, pass@k of several
-    why: str  # what the first answer that fails does not do; "": all pass
+    rate: float  # 1 or 0 for one answer, pass@k for several
+    why: str  # the check that the first failing answer fails; "": all pass
     completion: str  # that answer, or the first one
 
 
@@ -109,8 +109,8 @@ def load_suite(
     timeout: float = 0.0,
     flag: str = "--regression_",
 ) -> Suite:
-    """The suite of a file. device: for reward models. flag: how those begin that hold these values, for the user. Raises
-    UserError with file, row and field for what cannot be used."""
+    """The suite in a file. device: for reward models. flag: prefix of the flags with these values, for messages. Raises
+    UserError, with file, row and field, for invalid cases."""
     if samples > 1 and temperature == 0:
         raise UserError(f"{flag}samples: answers of temperature 0 are all the same: {flag}temperature 1")
     if pass_at > samples:
@@ -132,7 +132,7 @@ def load_suite(
 
 
 def _case(row: Row) -> Case:
-    """A row as a case. Raises UserError with its place and the field."""
+    """A row as a case. Raises UserError with the row and the field."""
 
     def bad(name: str, problem: str) -> UserError:
         return UserError(f"{row.where}: {name}: {problem}")
@@ -140,7 +140,7 @@ def _case(row: Row) -> Case:
     columns = {name: value for name, value in row.items() if value is not None}  # a table gives each row all columns
     for name in columns:
         near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8)
-        if name not in FIELDS and (near or "reward" not in columns):  # what else stands there is for the reward
+        if name not in FIELDS and (near or "reward" not in columns):  # other columns are for the reward
             raise bad(name, f"unknown; {f'did you mean {near[0]}?' if near else 'known: ' + ', '.join(FIELDS)}")
     for name in ("id", "group"):
         value = columns.get(name)
@@ -176,7 +176,7 @@ def _case(row: Row) -> Case:
 
 
 def _problem(name: str, value: Any) -> str:
-    """What a check has to be, where it is something else; else ""."""
+    """The required form of a check's value, if it does not have it; else ""."""
     if name in ("regex", "reward"):
         return "" if isinstance(value, str) and value else "expected text"
     if name == "number":
@@ -198,16 +198,17 @@ def _problem(name: str, value: Any) -> str:
 
 
 def run_suite(suite: Suite, model: FlatModel, tokenizer: Tokenizer, accelerator: Accelerator, seed: int) -> list[Result]:
-    """Answer every case, and judge the answers. Called on every process; the same on each of them.
+    """Answer every case, and judge the answers. Called on every process; the result is the same on each.
 
-    What is drawn for an answer is a function of (seed, id of the case, its number), whoever samples it and beside what.
+    The random numbers of an answer are a function of (seed, id of the case, its number), whoever samples it and in which
+    batch.
     """
     jobs = [(case, j) for case in suite.cases for j in range(suite.samples)]
     mine = range(accelerator.process_index, len(jobs), accelerator.num_processes)
     judged: list[tuple[int, str, str]] = []  # (job, why it fails, text)
     for limit in sorted({case.limit or suite.max_new_tokens for case in suite.cases}):
         here = [i for i in mine if (jobs[i][0].limit or suite.max_new_tokens) == limit]
-        with accelerator.autocast():  # also on a process without a case: sharded weights are gathered by all of them
+        with accelerator.autocast():  # also on a process without a case: all of them gather sharded weights
             answers = sample(
                 model,
                 [jobs[i][0].row["prompt_ids"] for i in here],
@@ -235,7 +236,7 @@ def _number(name: str) -> int:
 
 
 def _rewards(suite: Suite, cases: list[Case], texts: list[str], ids: list[list[int]]) -> list[float | None]:
-    """The reward of each answer whose case asks for one."""
+    """The reward of each answer, for cases with a reward check."""
     values: list[float | None] = [None] * len(cases)
     for spec, reward in suite.rewards.items():
         own = [i for i, case in enumerate(cases) if case.checks.get("reward") == spec]
@@ -248,7 +249,7 @@ def _rewards(suite: Suite, cases: list[Case], texts: list[str], ids: list[list[i
 
 
 def _judge(case: Case, text: str, finished: bool, reward: float | None, timeout: float) -> str:
-    """Which check the answer fails, in words; "": none."""
+    """The check that the answer fails, in words; "" if none."""
     for name, wanted in case.checks.items():
         several = wanted if isinstance(wanted, list) else [wanted]
         if name == "equals" and text.strip() not in [value.strip() for value in several]:
@@ -278,12 +279,12 @@ def _judge(case: Case, text: str, finished: bool, reward: float | None, timeout:
 
 
 def known(results: list[Result]) -> Known:
-    """What a later time needs of these."""
+    """The part of the results that a later evaluation needs."""
     return {r.case.id: {"rate": round(r.rate, 6), "digest": r.case.digest, "group": r.case.group} for r in results}
 
 
 def by_group(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
-    """(ALL, everything), and each group with its cases, in the order of the suite."""
+    """Yield (ALL, everything), then each group with its cases, in the order of the suite."""
     yield ALL, results
     for group in dict.fromkeys(r.case.group for r in results):
         yield group, [r for r in results if r.case.group == group]
@@ -302,14 +303,14 @@ def counts(results: list[Result]) -> dict[str, dict[str, float]]:
 
 
 def turned(before: Known, results: Sequence[Result]) -> dict[str, list[str]]:
-    """{"fell": ids, "rose": ids} of the cases that pass no longer, and now. Those that `before` does not hold as they are
-    now are left out."""
+    """{"fell": ids, "rose": ids} of the cases that no longer pass, and that newly pass. Cases that `before` lacks in their
+    current form are left out."""
     pairs = [(r.case.id, before[r.case.id]["rate"] >= PASSES, r.rate >= PASSES) for r in shared(before, results)]
     return {"fell": [i for i, then, now in pairs if then > now], "rose": [i for i, then, now in pairs if then < now]}
 
 
 def falls(before: Known, results: list[Result]) -> dict[str, float]:
-    """{group: p} by `fall_p_value`."""
+    """{group: p-value} by `fall_p_value`."""
     found = {}
     for group, own in by_group(results):
         change = [r.rate - before[r.case.id]["rate"] for r in shared(before, own)]
@@ -318,5 +319,5 @@ def falls(before: Known, results: list[Result]) -> dict[str, float]:
 
 
 def shared(before: Known, results: Sequence[Result]) -> list[Result]:
-    """Those of which `before` knows how the same case went."""
+    """The results whose case is unchanged in `before`."""
     return [r for r in results if before.get(r.case.id, {}).get("digest") == r.case.digest]

@@ -1,4 +1,5 @@
-"""Sampling without a cache: every token from a pass over all before it, as in training. Slow, and right for any model."""
+"""Sampling without a cache: every token from a pass over all previous ones, as in training. Slow, but right for any
+model."""
 
 from collections.abc import Sequence
 
@@ -14,16 +15,16 @@ from torch import Tensor
 
 
 def why_no_cache(model: FlatModel, longest: int = 0) -> str | None:
-    """Why completions of up to `longest` tokens, prompt included, cannot be sampled with a cache; None where they can."""
+    """Why completions of up to `longest` tokens, including the prompt, cannot be sampled with a cache; None if they can."""
     if cache_name(base_lm(model.lm)) is None:
         return f"the cache of {type(base_lm(model.lm)).__name__} is not one of transformers' own"
-    if not one_for_all(model.rotaries, longest):  # what is cached would have the positions of a shorter sequence
+    if not one_for_all(model.rotaries, longest):  # cached entries would have the positions of a shorter sequence
         return f"beyond its original length {type(base_lm(model.lm)).__name__} has other positions for each length"
     return None
 
 
 class WholeDecoder:
-    """Logits of the next tokens, as FlatDecoder gives them."""
+    """Logits of the next tokens, like FlatDecoder's."""
 
     def __init__(self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
         self.model, self.device = model, base_lm(model.lm).device
@@ -39,7 +40,7 @@ class WholeDecoder:
         return logits_of(base_lm(self.model.lm), self.model.hidden(row)[last]).float()
 
     def keep(self, keep: np.ndarray) -> Tensor:
-        """Drop completions: keep (n,) bool. Returns which of the n are now the rows of the batch, (n',)."""
+        """Drop completions: keep (n,) bool. Returns the old indices of the remaining rows, (n',)."""
         kept = keep.nonzero()[0]
         self.sequences = [self.sequences[i] for i in kept]
         return to_device(kept, self.device)

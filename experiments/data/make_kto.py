@@ -1,4 +1,4 @@
-"""Write the demo of train_kto.py: of each pair of data/dpo one of its answers, with its label."""
+"""Write the demo data of train_kto.py: one answer of each pair in data/dpo, with its label."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ def main(root: Path) -> None:
         lines = []
         for i, line in enumerate(pairs.read_text(encoding="utf-8").splitlines()):
             pair = json.loads(line)
-            good = i % 4 < 2  # the questions are of two kinds in turn, and a label must not tell them apart
+            good = i % 4 < 2  # two kinds of questions alternate, and the label must not depend on the kind
             row = {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
             lines.append(json.dumps(row, separators=(",", ":")) + "\n")
         (root / "kto").mkdir(parents=True, exist_ok=True)

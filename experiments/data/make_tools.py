@@ -1,9 +1,9 @@
-"""Write the data of the demo of train_tools.py: sums too large for the demo's model to work out.
+"""Write the demo data of train_tools.py: sums too large for the demo's model to compute.
 
     python experiments/data/make_tools.py
 
-tools: questions, with their answers. tools_sft: chats, of which a few ask a calculator, [calculate 347+286], and the others
-answer at once. A model that was trained on them knows that there is a calculator, and seldom asks it.
+tools: questions with their answers. tools_sft: chats, of which a few ask a calculator, [calculate 347+286], and the others
+answer directly. A model trained on them knows about the calculator, but seldom uses it.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 
 ROWS = {"tools": {"train": 1280, "validation": 200}, "tools_sft": {"train": 2400, "validation": 200}}
-ASKS = 0.15  # share of the chats that ask the calculator
+ASKS = 0.15  # share of chats that use the calculator
 QUESTIONS = ["What is {}?", "How much is {}?", "Find {}."]
 
 

@@ -1,4 +1,4 @@
-"""Runs side by side: settings that differ, and whether rates differ by more than chance."""
+"""Runs side by side: which settings differ, and whether rates differ by more than chance."""
 
 import math
 from typing import Any
@@ -11,12 +11,12 @@ Rate = dict[str, int]  # {"passed", "of"}
 
 
 def compare_runs(runs: list[dict[str, Any]], folders: list[Folder]) -> dict[str, Any]:
-    """What a page says of several runs beyond each of them. The first one is that which the others are compared with."""
+    """The part of a page that compares several runs. The others are compared with the first one."""
     return {"settings": differing(runs), "rates": rates(runs, folders)}
 
 
 def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
-    """[name, [the value of each run]] of the settings that are not the same in all; the folder aside."""
+    """[name, [the value in each run]] of the settings that differ, the output folder excepted."""
     tables = [{name: value for group in run["settings"] for name, value, _ in group["rows"]} for run in runs]
     tables = [table | {"script": run["script"]} for table, run in zip(tables, runs, strict=True)]
     names = dict.fromkeys(name for table in tables for name in table)
@@ -25,10 +25,10 @@ def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def rates(runs: list[dict[str, Any]], folders: list[Folder]) -> list[dict[str, Any]]:
-    """Of each score that is passed or not: the rate of each run, with its interval, and the tests against the first run.
+    """For each score that is pass or fail: the rate of each run with its interval, and tests against the first run.
 
-    Where two runs were given the same prompts, or cases, those on which they differ decide (McNemar, exact); else two
-    proportions.
+    If two runs were given the same prompts, or cases, the test uses those on which they differ (McNemar, exact); otherwise
+    two proportions.
     """
     tables = [run["rates"] | suite(run["regression"]) for run in runs]
     outcomes = [outcomes_of(folder.samples()[-1:]) | suite_outcomes(folder.regression[-1:]) for folder in folders]
@@ -54,7 +54,7 @@ def rates(runs: list[dict[str, Any]], folders: list[Folder]) -> list[dict[str, A
 
 
 def suite(evaluations: list[Row] | None) -> dict[str, Rate]:
-    """The last evaluation of a regression suite as rates."""
+    """The pass rates of the last evaluation of a regression suite."""
     groups = evaluations[-1]["groups"] if evaluations else {}
     whole = {n: g for n, g in groups.items() if float(g["passed"]).is_integer() and float(g["total"]).is_integer()}
     return {f"suite: {name}": {"passed": int(g["passed"]), "of": int(g["total"])} for name, g in whole.items()}
@@ -72,7 +72,7 @@ def outcomes_of(last: list[list[Row]]) -> dict[str, dict[Any, float]]:
 
 
 def suite_outcomes(last: list[Row]) -> dict[str, dict[Any, float]]:
-    """{rate of `suite`: {case as it was worded: 0 or 1}} of the last evaluation of a suite. Nothing is asked of it."""
+    """{rate of `suite`: {the case's text: 0 or 1}} of the last evaluation of a suite. Malformed lines are tolerated."""
     cases = last[0].get("cases") if last else {}
     found: dict[str, dict[Any, float]] = {}
     for name, case in cases.items() if isinstance(cases, dict) else ():
@@ -83,7 +83,7 @@ def suite_outcomes(last: list[Row]) -> dict[str, dict[Any, float]]:
 
 
 def two_proportions(first: Rate, second: Rate) -> float | None:
-    """How often chance alone would set two rates so far apart: z-test of two proportions, pooled, two-sided."""
+    """The p-value of the difference of two rates: z-test of two proportions, pooled, two-sided."""
     n, m = first["of"], second["of"]
     if not n or not m:
         return None
@@ -95,9 +95,9 @@ def two_proportions(first: Rate, second: Rate) -> float | None:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """The same for one set of prompts: of those on which two runs differ, each side would have half by chance (McNemar 1947;
-    exact, two-sided)."""
+    """The p-value for one set of prompts: of those on which two runs differ, each run would win half by chance (McNemar
+    1947; exact, two-sided)."""
     n = gained + lost
-    if n > 10_000:  # there the bell is as good
+    if n > 10_000:  # here the normal approximation is as good
         return math.erfc((abs(gained - lost) - 1) / math.sqrt(2 * n))
     return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n)

@@ -1,4 +1,4 @@
-"""What a page shows of a run, as JSON: everything about it that an output folder holds, in bounded space."""
+"""The contents of a page as JSON: everything in a run's output folder, in bounded space."""
 
 import ast
 import dataclasses
@@ -13,15 +13,15 @@ from common.run.curves import MACHINE, frame_of, frames_of, is_logarithmic
 from common.run.report.read import POINTS, Folder, Row, cut, is_number, time_of
 from common.run.report.thin import short, weight
 
-SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # bytes of a page
-NUMBERS = 110_000  # of all curves of a page, of some ten bytes each
+SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # bytes within a page
+NUMBERS = 110_000  # numbers in all curves of a page, about ten bytes each
 GROUPS = 3  # of a rollout: the first one, and those whose rewards differ most
 SETTING = 300  # characters
 SECRET = re.compile(r"webhook|secret|password|passwd|api_key|hub_token|hf_token", re.I)
 
 
 def describe_run(folder: Folder, summary: dict[str, Any] | None = None) -> dict[str, Any]:
-    """All that a page shows of a run. summary: that of a run which is just ending, before it is written."""
+    """Everything that a page shows of a run. summary: that of a run that is ending, before it is written."""
     folder.update()
     summary = folder.read("summary.json") if summary is None else summary
     data, settings, inputs = folder.read("dataset.json"), folder.settings, folder.read("inputs.json")
@@ -63,8 +63,8 @@ def describe_run(folder: Folder, summary: dict[str, Any] | None = None) -> dict[
 
 
 def curves_of(folder: Folder) -> dict[str, Any]:
-    """The curves, the steps that they share, their frames in order, what did not change, and the tokens and seconds of
-    steps."""
+    """The curves, their common steps, their plots in order, the metrics that stayed constant, and the tokens and seconds at
+    some steps."""
     steps: list[list[int]] = []
     curves, frames, constant = [], [], {}
     most = POINTS
@@ -104,7 +104,7 @@ def curves_of(folder: Folder) -> dict[str, Any]:
 
 
 def events_of(folder: Folder, summary: dict[str, Any]) -> list[Row]:
-    """What happened, oldest first. Where nothing was written about it (a run of before), what the summary knows."""
+    """Events, oldest first. For runs without events.jsonl (of an older version), what the summary tells."""
     known = ("step", "time", "kind", "text")
     found = [row | {"text": cut(row.get("text"), 300), "time": time_of(row)} for row in folder.happened()]
     if not found:
@@ -127,7 +127,7 @@ def state_of(events: list[Row], summary: dict[str, Any]) -> str:
 def samples_of(evaluations: list[list[Row]]) -> dict[str, Any] | None:
     """{"steps", "names" (of scores), "prompts": [{"prompt", "temperature", "texts", "scores"}], "of": how many there are}.
 
-    A text that is what it was the time before is 0, one that is not known is None. As many prompts as the space allows.
+    A text equal to the previous step's is 0, an unknown one None. As many prompts as fit into the page.
     """
     evaluations = [rows for rows in evaluations if rows]
     if not evaluations:
@@ -169,10 +169,10 @@ def rates_of(rows: list[Row]) -> dict[str, Any]:
 
 
 def completions_of(rollouts: list[list[Row]]) -> list[dict[str, Any]] | None:
-    """Of rollouts over the run: the first group of completions and those whose rewards differ most, and all rewards."""
+    """From rollouts over the run: the first group of completions, those whose rewards differ most, and all rewards."""
     described = [_rollout(rows) for rows in rollouts if rows]
     while sum(map(_size, described)) > COMPLETIONS_SIZE and len(described) > 2:
-        described = [*described[:-1][::2], described[-1]]  # half of them, the last among them
+        described = [*described[:-1][::2], described[-1]]  # every other one, always with the last
     if (size := sum(map(_size, described))) > COMPLETIONS_SIZE:
         for text in (row for rollout in described for group in rollout["groups"] for row in (group, *group["rows"])):
             name = "text" if "text" in text else "prompt"
@@ -202,7 +202,7 @@ def _rollout(rows: list[Row]) -> dict[str, Any]:
 
 
 def _spread(values: list[float]) -> float:
-    """Their variance; the one of the library takes fractions, and its time."""
+    """The variance; statistics.variance computes with fractions and is slow."""
     mean = sum(values) / len(values)
     return sum((value - mean) ** 2 for value in values) / len(values)
 
@@ -217,8 +217,8 @@ def _size(rollout: dict[str, Any]) -> int:
 
 
 def regression_of(rows: list[Row]) -> list[Row] | None:
-    """Of each evaluation of a suite: {"step", "groups": {name: {"passed", "total"}}}; of the last one also what turned, and
-    what failed, as lines of text. Nothing is asked of a line but its groups, whose counts have to be some."""
+    """For each evaluation of a suite {"step", "groups": {name: {"passed", "total"}}}; for the last one also the cases that
+    turned or failed, as lines of text. A line needs only its groups, with positive counts."""
     found = []
     for row in rows:
         groups = row.get("groups") if isinstance(row.get("groups"), dict) else {}
@@ -244,7 +244,7 @@ def regression_of(rows: list[Row]) -> list[Row] | None:
 
 
 def _texts(value: Any, most: int = 80) -> list[str]:
-    """What somebody else's structure says, a line for each entry."""
+    """Lines of text from data of unknown structure, one per entry."""
     if isinstance(value, dict):
         lines = [f"{name}: {_line(part)}" for name, part in value.items()]
     else:
@@ -262,13 +262,13 @@ def _line(value: Any) -> str:
 
 
 def data_of(facts: dict[str, Any]) -> dict[str, Any] | None:
-    """dataset.json without what the page shows elsewhere."""
+    """dataset.json without the parts that the page shows elsewhere."""
     names = ("sources", "eval_sources", "lengths", "packing", "example", "batched_as", "plan", "marked")
     return {name: facts.get(name) for name in names} if facts else None
 
 
 def memory_of(folder: Folder, facts: dict[str, Any], summary: dict[str, Any], begun: Row) -> dict[str, Any] | None:
-    """In GiB: what was estimated, part by part, the most that was used, and what there is."""
+    """Memory in GiB: the estimate by part, the peak that was used, and the total available."""
     peak = (
         folder.curves["peak_memory_gib"].range()[1] if "peak_memory_gib" in folder.curves else summary.get("peak_memory_gib")
     )
@@ -295,8 +295,7 @@ def settings_of(settings: dict[str, Any], script: Path) -> list[dict[str, Any]]:
 
 
 def defaults_of(script: Path) -> dict[str, Any]:
-    """The defaults of the arguments: those that are shared, and those in the copy of the script, which is read and not
-    executed."""
+    """The defaults of the shared arguments, and of the script's own, read from its copy without executing it."""
     found = {}
     for field in dataclasses.fields(CommonArgs):
         found[field.name] = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -315,7 +314,7 @@ def defaults_of(script: Path) -> dict[str, Any]:
 
 
 def about(begun: Row, summary: dict[str, Any], facts: dict[str, Any]) -> list[list[str]]:
-    """[what, text]: the machine, the versions, the model."""
+    """[label, text] pairs: the machine, the versions, the model."""
     model = facts.get("model") if isinstance(facts.get("model"), dict) else {}
     versions = begun.get("versions") or summary.get("versions")
     counts = facts.get("parameters") if isinstance(facts.get("parameters"), dict) else {}
@@ -338,7 +337,7 @@ def about(begun: Row, summary: dict[str, Any], facts: dict[str, Any]) -> list[li
 
 
 def command_of(script: str, folder: Path, begun: Row, summary: dict[str, Any]) -> str:
-    """What repeats the run, in a folder of its own."""
+    """The command that repeats the run, in a new folder."""
     if not script:
         return ""
     processes, precision = begun.get("processes") or summary.get("processes") or 1, begun.get("mixed_precision") or "no"
@@ -352,7 +351,7 @@ def command_of(script: str, folder: Path, begun: Row, summary: dict[str, Any]) -
 
 
 def _shown(value: Any) -> str:
-    """A value as one would type it."""
+    """A value as one would type it on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

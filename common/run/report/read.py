@@ -1,4 +1,4 @@
-"""What an output folder tells, gathered as it grows: only lines that have been added since the last look are read."""
+"""Incremental reading of an output folder: each look reads only the lines added since the last one."""
 
 import functools
 import json
@@ -10,23 +10,23 @@ from common.run.report.thin import Curve, Spread
 
 import yaml
 
-POINTS = 800  # of a curve
-AXIS = 400  # steps of which tokens and seconds are kept; what lies between is interpolated
-CURVES = 300  # different metrics
-EVALUATIONS = 16  # whose samples are kept
-ROLLOUTS = 24  # whose completions are kept
-PROMPTS = 400  # of an evaluation, whose text is kept
-EVENTS = 64  # of a kind
-TEXT = 1500  # characters of a completion, or of a prompt
+POINTS = 800  # per curve
+AXIS = 400  # steps whose tokens and seconds are kept; values between them are interpolated
+CURVES = 300  # distinct metrics
+EVALUATIONS = 16  # evaluations whose samples are kept
+ROLLOUTS = 24  # rollouts whose completions are kept
+PROMPTS = 400  # prompts per evaluation whose text is kept
+EVENTS = 64  # per kind
+TEXT = 1500  # characters of a completion or a prompt
 FILES = ("metrics", "samples", "completions", "events", "regression")
-SUITES = 25  # evaluations of a suite: the first one and the last ones
-SCORES_OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # what else stands in its line is a score
+SUITES = 25  # evaluations of a suite that are kept: the first one and the last ones
+SCORES_OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other fields of a line are scores
 
 Row = dict[str, Any]
 
 
 class Lines:
-    """The lines that a JSON-lines file has got since the last look; one that is no object, or not whole, is passed over."""
+    """The lines added to a JSON-lines file since the last look, skipping incomplete ones and those that are no objects."""
 
     def __init__(self, path: Path):
         self.path, self.offset = path, 0
@@ -49,7 +49,7 @@ class Lines:
 
 
 class Folder:
-    """A run's output folder. Each `update()` reads what is new; nothing of it is executed or trusted."""
+    """A run's output folder. Each `update()` reads what is new; nothing in it is executed or trusted."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -59,13 +59,13 @@ class Folder:
         self.first_eval: dict[str, float] = {}
         self.last_eval: dict[str, float] = {}
         self.last: Row = {}
-        self.evaluations: Spread[list[Row]] = Spread(EVALUATIONS)  # the samples of each
-        self.rollouts: Spread[list[Row]] = Spread(ROLLOUTS)  # the completions of each
+        self.evaluations: Spread[list[Row]] = Spread(EVALUATIONS)  # the samples of each evaluation
+        self.rollouts: Spread[list[Row]] = Spread(ROLLOUTS)  # the completions of each rollout
         self.events: dict[str, Spread[Row]] = {}
-        self._samples: list[Row] = []  # of the step that was read last: whether more will come is not known
+        self._samples: list[Row] = []  # of the last step read, to which more may be added
         self._completions: list[Row] = []
         self.regression: list[Row] = []
-        self.table: list[dict[str, Any]] = []  # the settings as a page shows them: they stay the same
+        self.table: list[dict[str, Any]] = []  # the settings as a page shows them; they never change
 
     def update(self) -> None:
         for row in self._files["metrics"]:
@@ -97,31 +97,31 @@ class Folder:
                 self.curves[name].add(step, value)
 
     def samples(self) -> list[list[Row]]:
-        """The samples of evaluations, oldest first, the last evaluation among them."""
+        """The samples of evaluations, oldest first, always including the last evaluation."""
         return _with(self.evaluations, self._samples)
 
     def completions(self) -> list[list[Row]]:
-        """The completions of rollouts, oldest first, the last rollout among them."""
+        """The completions of rollouts, oldest first, always including the last rollout."""
         return _with(self.rollouts, self._completions)
 
     def happened(self) -> list[Row]:
-        """What happened, oldest first; of what happened very often, a part."""
+        """The events, oldest first, with frequent kinds thinned out."""
         return sorted((row for kind in self.events.values() for row in kind.items()), key=time_of)
 
     # --- what is written once ---------------------------------------------------------------------------------------
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """args.yaml, which a run writes before anything else."""
+        """args.yaml, which a run writes first."""
         return _object(_yaml, self.path / "args.yaml")
 
     def read(self, name: str) -> dict[str, Any]:
-        """An object of a JSON file; {} where there is none."""
+        """The object in a JSON file; {} if there is none."""
         return _object(json.loads, self.path / name)
 
 
 def sample_of(row: Row, number: int) -> Row:
-    """A line of samples.jsonl, its texts cut; from the PROMPTS-th of an evaluation on without them."""
+    """A line of samples.jsonl with texts truncated; after the first PROMPTS lines of an evaluation, without texts."""
     scores = {n: v for n, v in row.items() if n not in SCORES_OF_A_SAMPLE and (v is None or is_number(v))}
     key = json.dumps([row.get("prompt"), row.get("temperature")], sort_keys=True, ensure_ascii=False)
     kept = {"step": row["step"], "key": key if number < PROMPTS else hash(key), "scores": scores}
@@ -132,7 +132,7 @@ def sample_of(row: Row, number: int) -> Row:
 
 
 def completion_of(row: Row) -> Row:
-    """A line of completions.jsonl, its texts cut."""
+    """A line of completions.jsonl with texts truncated."""
     rewards = row.get("rewards") if isinstance(row.get("rewards"), dict) else {}
     kept = {name: row.get(name) if is_number(row.get(name)) else None for name in ("reward", "advantage")}
     kept |= {"step": row["step"], "prompt": prompt_text(row.get("prompt")), "text": cut(row.get("completion"))}
@@ -141,7 +141,7 @@ def completion_of(row: Row) -> Row:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt, or the turns of a chat, as text."""
+    """A prompt as text, also if it is a list of chat messages."""
     if isinstance(prompt, list):
         turns = [turn for turn in prompt if isinstance(turn, dict)]
         if len(turns) == 1:
@@ -156,13 +156,13 @@ def cut(text: Any, limit: int = TEXT) -> str:
 
 
 def _without_cases(suites: list[Row]) -> list[Row]:
-    """Evaluations of a suite before another one: of what happened to its cases only the last one tells."""
+    """Earlier evaluations of a suite without their cases: only the last evaluation's cases are shown."""
     kept = [*suites[:1], *suites[1:][-(SUITES - 2) :]]
     return [{"step": row["step"], "groups": row.get("groups")} for row in kept]
 
 
 def _group(group: list[Row], row: Row, groups: Spread[list[Row]]) -> list[Row]:
-    """Rows of one step stand together: the group that `row` belongs to. One that is complete goes into `groups`."""
+    """The group of consecutive rows of one step that `row` belongs to. A completed group is added to `groups`."""
     if group and group[0]["step"] == row["step"]:
         group.append(row)
         return group
@@ -172,10 +172,10 @@ def _group(group: list[Row], row: Row, groups: Spread[list[Row]]) -> list[Row]:
 
 
 def _with(groups: Spread[list[Row]], last: list[Row]) -> list[list[Row]]:
-    """The groups that were kept, and the one that is not known to be complete."""
+    """The groups that were kept, and the last one, which may still be incomplete."""
     kept = groups.items()
     if groups.stride > 1 and len(kept) > len(groups.kept):
-        kept = groups.kept  # the last but one need not stand there, too
+        kept = groups.kept  # without the last group but one
     return [*kept, last] if last else kept
 
 
@@ -188,7 +188,7 @@ def time_of(row: Row) -> float:
 
 
 def _yaml(text: str) -> Any:
-    """As JSON has it: a list that holds itself, which YAML can say, is a ValueError."""
+    """Parse YAML that must be valid JSON: a list that contains itself, which YAML allows, raises ValueError."""
     return json.loads(json.dumps(yaml.safe_load(text), default=str))
 
 

@@ -1,6 +1,6 @@
-"""A log of any length in bounded space: curves as buckets that keep their least and greatest value, lists evenly thinned.
+"""A log of any length in bounded space: curves as buckets that keep their minimum and maximum, lists thinned evenly.
 
-Both take what comes line by line and never look back, so that a report costs as much as what was logged since the last one.
+Both consume their input line by line, so a report costs only as much as was logged since the last one.
 """
 
 import json
@@ -13,17 +13,17 @@ Item = TypeVar("Item")
 class Curve:
     """A metric over the steps, in at most `most` buckets of equally many neighbouring values.
 
-    While there are few values each has a bucket of its own; where there are too many, every two neighbours become one. A
-    bucket knows the mean, the least and the greatest of its values: no peak is lost.
+    At first each value has its own bucket; when there are too many, neighbouring buckets are merged in pairs. A bucket keeps
+    the mean, minimum and maximum of its values: no peak is lost.
     """
 
     def __init__(self, most: int):
         """most: an even number."""
-        self.most, self.size, self.missing = most, 1, 0  # size: values of a bucket; missing: that were no finite numbers
-        self.buckets: list[list[float]] = []  # [first step, last step, sum, values, least, greatest]
+        self.most, self.size, self.missing = most, 1, 0  # size: values per bucket; missing: values that were not finite
+        self.buckets: list[list[float]] = []  # [first step, last step, sum, count, minimum, maximum]
 
     def add(self, step: float, value: float | None) -> None:
-        """value: None, or not finite, where there was none: it is counted."""
+        """Add a value; None, or one that is not finite, is only counted."""
         if value is None or not math.isfinite(value):
             self.missing += 1
             return
@@ -37,22 +37,22 @@ class Curve:
         self.buckets.append([step, step, value, 1, value, value])
 
     def range(self) -> tuple[float, float]:
-        """The least and the greatest of all values; NaN without any."""
+        """(minimum, maximum) of all values; NaN if there are none."""
         if not self.buckets:
             return math.nan, math.nan
         return min(bucket[4] for bucket in self.buckets), max(bucket[5] for bucket in self.buckets)
 
     def numbers(self, most: int) -> int:
-        """How many numbers a table of `most` points at most has, but for its steps, which curves share."""
+        """How many numbers a table of at most `most` points has, not counting its steps, which curves share."""
         points = len(self.buckets)
         while points > most:
             points = (points + 1) // 2
         return points if self.size == 1 and points == len(self.buckets) else 3 * points
 
     def table(self, most: int | None = None) -> dict[str, Any]:
-        """{"x": steps, "y": values}; where values were put together y is their mean, and "low" and "high" their range.
+        """{"x": steps, "y": values}; for merged values y is their mean, and "low" and "high" are their range.
 
-        most: points; unset: all that are kept.
+        most: points; None: all that are kept.
         """
         buckets, size = self.buckets, self.size
         while most and len(buckets) > most:
@@ -79,7 +79,7 @@ def _merge(left: list[float], right: list[float]) -> None:
 
 
 class Spread(Generic[Item]):
-    """Of the items that are added at most `most`, evenly spread, and the last one."""
+    """At most `most` of the items added, evenly spread, plus the last one."""
 
     def __init__(self, most: int):
         """most: an even number."""
@@ -101,11 +101,11 @@ class Spread(Generic[Item]):
 
 
 def short(value: float) -> float | int:
-    """A number as a page shows it: five digits."""
+    """A number rounded to the five digits that a page shows."""
     rounded = float(f"{value:.5g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
 def weight(text: str) -> int:
-    """The bytes that a text takes in a page, where some characters are six."""
+    """The bytes that a text takes in a page, where escaped characters take six."""
     return len(json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")) + 5 * text.count("<")
