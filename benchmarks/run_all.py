@@ -10,11 +10,12 @@ import argparse
 import json
 import subprocess
 import sys
+from typing import Any
 
 from compare import HERE, RESULTS, ROOT, markdown
 
 START, END = "<!-- benchmarks: written by run_all.py -->", "<!-- end -->"  # the short table of docs/benchmarks.md
-STAGES = ("sft", "dpo", "grpo", "pretrain", "head", "startup")
+STAGES = ("sft", "dpo", "grpo", "pretrain", "head", "startup", "limits")
 # What is aimed at: (result, table, side, figure, direction, floor, words). See LOG.md for what was tried to reach it.
 FLOORS = (
     ("sft", "SFT, 1.3M parameters", "TRL defaults", "speedup", ">=", 6.0, "SFT, 1.3M, useful tokens/s, TRL defaults"),
@@ -73,6 +74,16 @@ def floors() -> list[str]:
     return lines
 
 
+def measured_on(table: dict[str, Any]) -> str:
+    where = table["machine"]
+    versions = ", ".join(f"{library} {version}" for library, version in where["versions"].items())
+    load = ", ".join(f"{value:.1f}" for value in where["load"])
+    return (
+        f"{where['cpu']}, {where['cores']} cores, {where['threads']} thread(s) a side, load at the end {load}; {versions}; "
+        f"commit {where['commit']}, {where['date']}."
+    )
+
+
 def report() -> None:
     parts = [
         "# Results",
@@ -91,12 +102,10 @@ def report() -> None:
             continue
         tables = json.loads(file.read_text())["tables"]
         parts += [f"## {name}", ""]
-        for table in tables:
+        for table, following in zip(tables, [*tables[1:], None], strict=True):
             parts += [table.get("markdown") or markdown(table)]
-        where = tables[-1]["machine"]
-        versions = ", ".join(f"{library} {version}" for library, version in where["versions"].items())
-        load = ", ".join(f"{value:.1f}" for value in where["load"])
-        parts += [f"{where['cpu']}, {where['cores']} cores, {where['threads']} thread(s) a side, load at the end {load}; {versions}; commit {where['commit']}, {where['date']}.", ""]  # fmt: skip
+            if following is None or measured_on(following) != measured_on(table):
+                parts += [measured_on(table), ""]
     (HERE / "RESULTS.md").write_text("\n".join(parts))
     before, rest = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").split(START)
     (ROOT / "docs" / "benchmarks.md").write_text(
