@@ -390,7 +390,7 @@ def test_a_missing_source_is_an_error_of_one_line(name):
 )
 def test_pairs_where_chats_are_wanted_are_told_from_them_and_what_is_proposed_is_read(tmp_path, row, new):
     name = jsonl(tmp_path / "a.jsonl", [row] * 3)
-    with pytest.raises(UserError, match=rf"a.jsonl:1: pairs are for train_dpo.py; .*: --columns {new}=chosen$"):
+    with pytest.raises(UserError, match=rf"a.jsonl:1: these are pairs, for train_dpo.py; .*: --columns {new}=chosen$"):
         found(name)
     assert found(name, columns=[f"{new}=chosen"])[0][0].format in ("prompt_completion", "messages", "text")
 
