@@ -53,7 +53,7 @@ class Args(CommonArgs):
     loss_type: list[Literal[DPO_LOSS_TYPES]] = arg(["sigmoid"], help="one or several; simpo, orpo: without the reference")
     loss_weights: list[float] | None = arg(None, help="weights of several loss types; unset: 1 each", within="(0, inf)")
     label_smoothing: float = arg(0.0, help="assumed share of pairs whose labels are swapped", within="[0, 0.5)")
-    simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)")
+    simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)", needs="loss_type=simpo")
     sft_weight: float | None = arg(None, help="weight of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
     precompute_ref_log_probs: bool = arg(
         False, help="score all pairs with the reference once, cache the scores, and free the model", may_change="execution"

@@ -35,6 +35,8 @@ from common.run import Run
 
 import torch  # after common, which sets how CPU threads wait
 
+NEW = "no model_name_or_path, no config_name"  # for sizes of a new model
+
 
 @dataclass
 class Args(CommonArgs):
@@ -52,18 +54,18 @@ class Args(CommonArgs):
     vocab_size: int = arg(8192, help="size of the byte-level BPE tokenizer trained if none is named", within="[1, 1e7]")
     # --model_name_or_path continues training a model; otherwise a new one, from --config_name or these sizes (Llama type)
     config_name: str | None = arg(None, help="Hub name or folder with a config.json", is_path=True)
-    hidden_size: int = arg(512, help="hidden size of a new model", within="[1, 1e6]")
-    num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]")
-    num_heads: int = arg(8, help="attention heads", within="[1, 1e5]")
-    num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads", within="[1, 1e5]")
-    intermediate_size: int | None = arg(None, help="width of the MLP; unset: 8/3 of hidden_size", within="[1, 1e7]")
+    hidden_size: int = arg(512, help="hidden size of a new model", within="[1, 1e6]", needs=NEW)
+    num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]", needs=NEW)
+    num_heads: int = arg(8, help="attention heads", within="[1, 1e5]", needs=NEW)
+    num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads", within="[1, 1e5]", needs=NEW)
+    intermediate_size: int | None = arg(None, help="of the MLP; unset: 8/3 of hidden_size", within="[1, 1e7]", needs=NEW)
     num_experts: int = arg(0, help="experts in place of each MLP (Mixtral type); 0: none", within="0 or [2, 1e4]")
-    num_experts_per_tok: int = arg(2, help="experts that a token is routed to", within="[1, 1e4]")
+    num_experts_per_tok: int = arg(2, help="experts that a token is routed to", within="[1, 1e4]", needs="num_experts")
     moe_intermediate_size: int | None = arg(
         None, help="width of an expert; unset: a token's experts are together as wide as the MLP", within="[1, 1e7]"
     )
-    initializer_range: float = arg(0.02, help="standard deviation of the initial weights", within="(0, 10]")
-    tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head")
+    initializer_range: float = arg(0.02, help="standard deviation of the initial weights", within="(0, 10]", needs=NEW)
+    tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head", needs=NEW)
 
     def __post_init__(self) -> None:
         if self.use_peft and not self.model_name_or_path:

@@ -30,6 +30,7 @@ def arg(
     may_change: MayChange | None = None,
     is_path: bool = False,
     goes_with: str | None = None,
+    needs: str | None = None,
     secret: bool = False,
 ) -> Any:
     """A field of the arguments, with the text that --help shows.
@@ -37,12 +38,15 @@ def arg(
     is_path: names a file, a folder or something on the Hub. goes_with: another argument; if that is given, the demo's value
     of this one no longer applies. secret: the value appears in no file and no message.
 
+    needs: other arguments without which this one has no effect: "use_peft", "lr_scheduler_type=wsd", "no config_name",
+    several separated by commas. A value given in vain is reported.
+
     within: the valid values of a number, or of each number in a list: an interval like "[0, 1)", or several values and
     intervals, "-1 or [1, 1e12]". Unset: any finite number. A script that changes a shared argument's default need not repeat
     it.
     """
     metadata = {"help": help, "within": within, "may_change": may_change, "is_path": is_path, "goes_with": goes_with}
-    metadata["secret"] = secret
+    metadata |= {"needs": needs, "secret": secret}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -73,21 +77,27 @@ class ModelArgs:
     )
     torch_compile: bool = arg(False, help="compile the model's layers", may_change="execution")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
-    lora_r: int = arg(16, help="rank of the adapters", within="[1, 1e5]")
-    lora_alpha: int = arg(32, help="the adapters are scaled by alpha / r", within="[1, 1e6]")
-    lora_dropout: float = arg(0.0, help="dropout in the adapters", within="[0, 1)")
+    lora_r: int = arg(16, help="rank of the adapters", within="[1, 1e5]", needs="use_peft")
+    lora_alpha: int = arg(32, help="the adapters are scaled by alpha / r", within="[1, 1e6]", needs="use_peft")
+    lora_dropout: float = arg(0.0, help="dropout in the adapters", within="[0, 1)", needs="use_peft")
     lora_target_modules: list[str] | None = arg(
-        help="layers to adapt, by name; unset, or all-linear: all linear layers except the head and expert routers"
+        help="layers to adapt, by name; unset, or all-linear: all linear layers except the head and expert routers",
+        needs="use_peft",
     )
-    use_dora: bool = arg(False, help="DoRA: train each row's magnitude and direction separately (slower)")
-    use_rslora: bool = arg(False, help="scale the adapters by alpha / sqrt(r), for large r")
+    use_dora: bool = arg(False, help="DoRA: train each row's magnitude and direction separately (slower)", needs="use_peft")
+    use_rslora: bool = arg(False, help="scale the adapters by alpha / sqrt(r), for large r", needs="use_peft")
     init_lora_weights: Literal["true", "gaussian", "pissa", "olora"] = arg(
-        "true", help="initialisation of A; B is 0. pissa and olora are refused: they change the base"
+        "true",
+        help="initialisation of A; B is 0. pissa and olora are refused: they change the base",
+        needs="use_peft",
     )
     load_in_4bit: bool = arg(False, help="QLoRA: the frozen base in NF4, under --use_peft (needs bitsandbytes)")
     load_in_8bit: bool = arg(False, help="the same in 8 bits")
     merge_lora: bool = arg(
-        False, help="export the model with the adapters merged in, instead of the adapters", may_change="execution"
+        False,
+        help="export the model with the adapters merged in, instead of the adapters",
+        may_change="execution",
+        needs="use_peft",
     )
 
 
@@ -128,11 +138,17 @@ class DataArgs:
     )
     dataset_streaming: bool = arg(False, help="read and tokenise while training; needs max_steps")
     streaming_buffer_size: int = arg(
-        10_000, help="rows that are packed and shuffled together when streaming", within="[1, 1e9]"
+        10_000,
+        help="rows that are packed and shuffled together when streaming",
+        within="[1, 1e9]",
+        needs="dataset_streaming",
     )
     curriculum_column: str | None = arg(help="column with each row's difficulty, or length: start the run from easy to hard")
     curriculum_fraction: float = arg(
-        0.5, help="share of the first epoch ordered from easy to hard; the rest is shuffled", within="(0, 1]"
+        0.5,
+        help="share of the first epoch ordered from easy to hard; the rest is shuffled",
+        within="(0, 1]",
+        needs="curriculum_column",
     )
     dry_run: bool = arg(
         False, help="show what would be trained on, and how, then stop; writes nothing to output_dir", may_change="execution"
@@ -180,7 +196,9 @@ class OptimizerArgs:
     learning_rate: float = arg(2e-5, help="peak learning rate of AdamW", within="[0, inf)")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("cosine", help="wsd: flat, then linear")
     warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run", within="[0, 1e12]")
-    lr_decay_fraction: float = arg(0.2, help="wsd: share of the run in which the rate decays", within="(0, 1]")
+    lr_decay_fraction: float = arg(
+        0.2, help="wsd: share of the run in which the rate decays", within="(0, 1]", needs="lr_scheduler_type=wsd"
+    )
     min_lr_ratio: float = arg(0.0, help="final learning rate, as a share of the peak", within="[0, 1]")
     weight_decay: float = arg(0.0, help="on matrices only, not on norms and biases", within="[0, inf)")
     adam_beta1: float = arg(0.9, help="AdamW", within="[0, 1)")
@@ -235,12 +253,21 @@ class EvalArgs:
     regression_steps: int | None = arg(
         help="run the suite every N steps; 0: only before the first and after the last; unset: eval_steps",
         within="[0, 1e12]",
+        needs="regression_suite",
     )
     regression_samples: int = arg(
-        1, help="answers per case, sampled at regression_temperature", within="[1, 1e4]", may_change="evaluation"
+        1,
+        help="answers per case, sampled at regression_temperature",
+        within="[1, 1e4]",
+        may_change="evaluation",
+        needs="regression_suite",
     )
-    regression_pass_at: int = arg(1, help="k of pass@k over these answers", within="[1, 1e4]", may_change="evaluation")
-    regression_temperature: float = arg(0.0, help="0 is greedy", within="[0, inf)", may_change="evaluation")
+    regression_pass_at: int = arg(
+        1, help="k of pass@k over these answers", within="[1, 1e4]", may_change="evaluation", needs="regression_suite"
+    )
+    regression_temperature: float = arg(
+        0.0, help="0 is greedy", within="[0, inf)", may_change="evaluation", needs="regression_suite"
+    )
     num_samples: int = arg(
         3, help="completions shown at each evaluation (all of them go to samples.jsonl)", within="[0, 1e6]"
     )
@@ -261,7 +288,11 @@ class EvalArgs:
         0, help="end after N evaluations without a better save_best; 0: never", within="[0, 1e6]", may_change="length"
     )
     early_stopping_delta: float = arg(
-        0.0, help="smallest improvement that resets the patience", within="[0, inf)", may_change="course"
+        0.0,
+        help="smallest improvement that resets the patience",
+        within="[0, inf)",
+        may_change="course",
+        needs="early_stopping_patience",
     )
     max_hours: float | None = arg(
         help="save and stop in time for this limit, counted from the start; exit code 75", within="(0, 1e6]"
@@ -273,9 +304,14 @@ class EvalArgs:
         secret=True,
     )
     alert_memory_above: float = arg(
-        0.95, help="alert when this share of the memory has been used; 1: never", within="(0, 1]"
+        0.95,
+        help="alert when this share of the memory has been used; 1: never",
+        within="(0, 1]",
+        needs="alert_webhook",
     )
-    alert_stall_minutes: float = arg(30.0, help="alert when no step ends for this many minutes; 0: never", within="[0, 1e6]")
+    alert_stall_minutes: float = arg(
+        30.0, help="alert when no step ends for this many minutes; 0: never", within="[0, 1e6]", needs="alert_webhook"
+    )
 
 
 @dataclass
@@ -299,10 +335,13 @@ class RunArgs:
     )
     seed: int = arg(0, help="seed of everything random: data order, initial weights, dropout, sampling", within="[0, 1e9]")
     push_to_hub: bool = arg(False, help="push the final model and its card to the Hub", may_change="execution")
-    hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", may_change="execution")
-    hub_private_repo: bool = arg(False, help="make a new repository private", may_change="execution")
+    hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", may_change="execution", needs="push_to_hub")
+    hub_private_repo: bool = arg(False, help="make a new repository private", may_change="execution", needs="push_to_hub")
     hub_strategy: Literal["end", "every_save"] = arg(
-        "end", help="every_save: also push each checkpoint's model during training", may_change="execution"
+        "end",
+        help="every_save: also push each checkpoint's model during training",
+        may_change="execution",
+        needs="push_to_hub",
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from common.args import CommonArgs
+from common.args import CommonArgs, first_definition
 
 # Flags of transformers and TRL that do not exist here, and their replacements.
 _PRECISION = "the precision is Accelerate's: accelerate launch --mixed_precision bf16 (or fp16), or accelerate config"
@@ -84,34 +84,31 @@ ALIASES = {
     "num_samples_per_prompt": ["num_generations"],
     "num_return_sequences": ["num_generations"],
 }
-# A flag without effect unless the other one is given, or has that value.
-NEEDS = {
-    **dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "init_lora_weights"), "use_peft"),
-    **dict.fromkeys(("use_dora", "use_rslora", "merge_lora"), "use_peft"),
-    **dict.fromkeys(("regression_steps", "regression_samples", "regression_pass_at"), "regression_suite"),
-    "regression_temperature": "regression_suite",
-    **dict.fromkeys(("hub_model_id", "hub_private_repo", "hub_strategy"), "push_to_hub"),
-    **dict.fromkeys(("alert_memory_above", "alert_stall_minutes"), "alert_webhook"),
-    "streaming_buffer_size": "dataset_streaming",
-    "curriculum_fraction": "curriculum_column",
-    "early_stopping_delta": "early_stopping_patience",
-    "lr_decay_fraction": "lr_scheduler_type wsd",
-}
 
 
 def without_effect(values: dict[str, Any], args_class: type[CommonArgs]) -> list[str]:
-    """A line for each argument that differs from its default but has no effect without another one."""
+    """A line for each argument that differs from its default but has no effect beside the others (see needs of `arg`)."""
     lines = []
     for f in dataclasses.fields(args_class):
         default = f.default_factory() if f.default is dataclasses.MISSING else f.default
-        needed, _, wanted = NEEDS.get(f.name, "").partition(" ")
-        if not needed or values[f.name] == default:
+        needs = first_definition(args_class, f.name)[1].metadata.get("needs")
+        if not needs or values[f.name] == default:
             continue
-        if values[needed] != wanted if wanted else not values[needed]:
+        missing = next((need for need in needs.split(", ") if not _is_met(need, values)), None)
+        if missing:
             words = values[f.name] if isinstance(values[f.name], list) else [values[f.name]]
             given = " ".join([f"--{f.name}", *(str(word) for word in words if word is not True)])
-            lines.append(f"{given} has no effect without --{NEEDS[f.name]}")
+            other = f"with --{missing[3:]}" if missing.startswith("no ") else f"without --{missing.replace('=', ' ')}"
+            lines.append(f"{given} has no effect {other}")
     return lines
+
+
+def _is_met(need: str, values: dict[str, Any]) -> bool:
+    if need.startswith("no "):
+        return not values[need.removeprefix("no ")]
+    name, _, wanted = need.partition("=")
+    value = values[name]
+    return (wanted in value if isinstance(value, list) else wanted == value) if wanted else bool(value)
 
 
 def other_name(name: str, args_class: type[CommonArgs]) -> str | None:

@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from common.args import CommonArgs, arg, first_definition, is_within
 from common.command_line import parse_args
 from common.errors import UserError
-from common.flags import ALIASES, ELSEWHERE, NEEDS
+from common.flags import ALIASES, ELSEWHERE
 from tests.conftest import run_script
 
 import pytest
@@ -204,8 +204,6 @@ def test_a_flag_by_another_name_is_proposed_where_the_script_has_it(name):
 
 
 def test_a_flag_that_does_nothing_without_another_one_is_said_and_with_it_is_not(capsys):
-    known = {f.name for f in dataclasses.fields(CommonArgs)}
-    assert {name.split(" ")[0] for name in (*NEEDS, *NEEDS.values())} <= known
     idle = ["--lora_r", "64", "--use_rslora", "--lora_target_modules", "q_proj", "v_proj", "--lr_decay_fraction", "0.5"]
     parse("train_sft", "--dataset_name", "x", *idle)
     said = capsys.readouterr().out
@@ -220,6 +218,27 @@ def test_a_flag_that_does_nothing_without_another_one_is_said_and_with_it_is_not
     assert "no effect" not in capsys.readouterr().out
     for script in SCRIPTS:
         parse(script)
+    assert "no effect" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_a_flag_needs_is_a_flag(script):
+    fields = dataclasses.fields(importlib.import_module(script).Args)
+    needs = [need for f in fields for need in (f.metadata.get("needs") or "").split(", ") if need]
+    assert len(needs) > 20
+    assert {need.removeprefix("no ").split("=")[0] for need in needs} <= {f.name for f in fields}
+
+
+def test_a_flag_of_a_script_beside_one_that_makes_it_idle_is_told(capsys):
+    parse("train_pretrain", "--dataset_name", "x", "--model_name_or_path", "y", "--hidden_size", "64", "--num_layers", "2")
+    said = capsys.readouterr().out
+    assert "--hidden_size 64 has no effect with --model_name_or_path\n" in said and "--num_layers 2 has no effect" in said
+    parse("train_pretrain", "--dataset_name", "x", "--config_name", "y", "--num_heads", "2")
+    assert "--num_heads 2 has no effect with --config_name\n" in capsys.readouterr().out
+    parse("train_dpo", "--dataset_name", "x", "--simpo_gamma", "1")
+    assert "--simpo_gamma 1.0 has no effect without --loss_type simpo\n" in capsys.readouterr().out
+    parse("train_dpo", "--dataset_name", "x", "--simpo_gamma", "1", "--loss_type", "sigmoid", "simpo")
+    parse("train_pretrain", "--dataset_name", "x", "--hidden_size", "64")
     assert "no effect" not in capsys.readouterr().out
 
 
