@@ -35,7 +35,8 @@ from common.run import Run
 
 import torch  # after common, which sets how CPU threads wait
 
-NEW = "no model_name_or_path, no config_name"  # for sizes of a new model
+NEW = "no model_name_or_path, no config_name"  # what the sizes of a new model need, and of a new tokenizer:
+NEW_TOKENIZER = f"no tokenizer_name, {NEW}"
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Args(CommonArgs):
     packing_strategy: Literal["wrapped", "bfd"] = arg(
         "wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed"
     )
-    vocab_size: int = arg(8192, help="size of the byte-level BPE tokenizer trained if none is named", within="[1, 1e7]")
+    vocab_size: int = arg(8192, help="of a new byte-level BPE tokenizer", within="[1, 1e7]", needs=NEW_TOKENIZER)
     # --model_name_or_path continues training a model; otherwise a new one, from --config_name or these sizes (Llama type)
     config_name: str | None = arg(None, help="Hub name or folder with a config.json", is_path=True)
     hidden_size: int = arg(512, help="hidden size of a new model", within="[1, 1e6]", needs=NEW)
@@ -62,7 +63,7 @@ class Args(CommonArgs):
     num_experts: int = arg(0, help="experts in place of each MLP (Mixtral type); 0: none", within="0 or [2, 1e4]")
     num_experts_per_tok: int = arg(2, help="experts that a token is routed to", within="[1, 1e4]", needs="num_experts")
     moe_intermediate_size: int | None = arg(
-        None, help="width of an expert; unset: a token's experts are together as wide as the MLP", within="[1, 1e7]"
+        None, help="width of an expert; unset: a token's experts together as the MLP", within="[1, 1e7]", needs="num_experts"
     )
     initializer_range: float = arg(0.02, help="standard deviation of the initial weights", within="(0, 10]", needs=NEW)
     tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head", needs=NEW)

@@ -235,10 +235,16 @@ def test_a_flag_of_a_script_beside_one_that_makes_it_idle_is_told(capsys):
     assert "--hidden_size 64 has no effect with --model_name_or_path\n" in said and "--num_layers 2 has no effect" in said
     parse("train_pretrain", "--dataset_name", "x", "--config_name", "y", "--num_heads", "2")
     assert "--num_heads 2 has no effect with --config_name\n" in capsys.readouterr().out
+    parse(
+        "train_pretrain", "--dataset_name", "x", "--tokenizer_name", "y", "--vocab_size", "9", "--moe_intermediate_size", "8"
+    )
+    said = capsys.readouterr().out
+    assert "--vocab_size 9 has no effect with --tokenizer_name\n" in said
+    assert "--moe_intermediate_size 8 has no effect without --num_experts\n" in said
     parse("train_dpo", "--dataset_name", "x", "--simpo_gamma", "1")
     assert "--simpo_gamma 1.0 has no effect without --loss_type simpo\n" in capsys.readouterr().out
     parse("train_dpo", "--dataset_name", "x", "--simpo_gamma", "1", "--loss_type", "sigmoid", "simpo")
-    parse("train_pretrain", "--dataset_name", "x", "--hidden_size", "64")
+    parse("train_pretrain", "--dataset_name", "x", "--hidden_size", "64", "--vocab_size", "9")
     assert "no effect" not in capsys.readouterr().out
 
 
