@@ -2,13 +2,14 @@
 
     python benchmarks/limits.py [--rounds 3] [--only "SFT, 20M"]
 
-Each of our runs of the other benchmarks, alone: a few steps by the clock, then a few under torch's profiler. Matrix products and
-attention (SDPA) are counted by the profiler, with the floating-point operations that the shapes of the products ask for; the rest
+Each of our runs of the other benchmarks, alone, twice: a few steps by the clock, and the same steps, of the same rows, under
+torch's profiler. Matrix products and attention (SDPA) are counted by the profiler, with the floating-point operations that the shapes of the products ask for; the rest
 of a step (norms, activations, softmax of the head, gathers, autograd, Python) is what the clock has beyond them. Peak: the
 fastest of some large products, in the same process. `at most`: how much faster a step were if the rest took no time, and if,
 besides, the products ran at the peak. The profiler counts time by the wall: the machine should be otherwise idle.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -22,8 +23,7 @@ from typing import Any
 from compare import INPUTS, ROOT, WORK, arguments, our_words, run_process, save, wanted
 
 LENGTH, BATCH = 1024, 8
-CLOCKED, PROFILED = 4, 3  # steps, after WARM_UP
-WARM_UP = 2
+STEPS, WARM_UP = 6, 2
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise")
 
 
@@ -71,8 +71,8 @@ def peak(dtype: Any) -> float:
     return best
 
 
-def measured(words: list[str]) -> dict[str, Any]:
-    """Run a script as `python words` would, and look at its steps."""
+def measured(words: list[str], is_profiled: bool) -> dict[str, Any]:
+    """Run a script as `python words` would, and look at its steps after the first WARM_UP."""
     sys.argv, sys.path[0] = words, str(ROOT)
     from common.run import Run
 
@@ -80,32 +80,34 @@ def measured(words: list[str]) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     steps = Run.steps
-    watch = profile(activities=[ProfilerActivity.CPU], with_flops=True, acc_events=True)
-    seconds: list[float] = []
+    clock: list[float] = []
+    events: list[Any] = []
 
     def watched(self: Run, *args: Any, **named: Any) -> Iterator[int]:
-        begun = time.perf_counter()
         for done, step in enumerate(steps(self, *args, **named)):
-            if WARM_UP < done <= WARM_UP + CLOCKED:  # what is yielded is the next step: one has ended
-                seconds.append(time.perf_counter() - begun)
-            if done == WARM_UP + CLOCKED:
-                watch.start()
-            if done == WARM_UP + CLOCKED + PROFILED:
-                watch.stop()
-            begun = time.perf_counter()
-            yield step
+            if done in (WARM_UP, WARM_UP + STEPS):
+                clock.append(time.perf_counter())
+            if not (is_profiled and WARM_UP <= done < WARM_UP + STEPS):
+                yield step
+                continue
+            # a step at a time: the events of several take memory that slows them down
+            with profile(activities=[ProfilerActivity.CPU], with_flops=True, acc_events=True) as watch:
+                yield step
+            events.extend(watch.key_averages())
+            del watch
+            gc.collect()
 
     Run.steps = watched
     runpy.run_path(words[0], run_name="__main__")
-    events = watch.key_averages()
+    if not is_profiled:
+        return {"step_s": (clock[1] - clock[0]) / STEPS}
     products = [event for event in events if event.key in PRODUCTS]
     attention = [event for event in events if "scaled_dot_product" in event.key or "flash_attention" in event.key]
     bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     return {
-        "step_s": statistics.median(seconds),
-        "products_s": sum(event.self_cpu_time_total for event in products) / 1e6 / PROFILED,
-        "attention_s": sum(event.self_cpu_time_total for event in attention) / 1e6 / PROFILED,
-        "gflop": sum(event.flops for event in products) / 1e9 / PROFILED,
+        "products_s": sum(event.self_cpu_time_total for event in products) / 1e6 / STEPS,
+        "attention_s": sum(event.self_cpu_time_total for event in attention) / 1e6 / STEPS,
+        "gflop": sum(event.flops for event in products) / 1e9 / STEPS,
         "peak": peak(torch.bfloat16 if bf16 else torch.float32),
     }
 
@@ -114,9 +116,11 @@ def measured(words: list[str]) -> dict[str, Any]:
 
 
 def one_round(words: tuple[Any, ...], env: dict[str, str] | None) -> dict[str, Any]:
-    result = WORK / "limits.json"
-    run_process([__file__, str(result), *our_words(*words, "--max_steps", WARM_UP + CLOCKED + PROFILED)], env)
-    return json.loads(result.read_text())
+    result, found = WORK / "limits.json", {}
+    for how in ("clocked", "profiled"):
+        run_process([__file__, str(result), how, *our_words(*words, "--max_steps", WARM_UP + STEPS)], env)
+        found |= json.loads(result.read_text())
+    return found
 
 
 def entry(rounds: list[dict[str, Any]]) -> dict[str, float]:
@@ -155,6 +159,9 @@ def table(found: dict[str, dict[str, float]], rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     args = arguments(__doc__)
+    unknown = [name for name in args.only or () if name not in cases()]
+    if unknown:
+        raise SystemExit(f"--only {unknown[0]}: one of {', '.join(cases())}")
     found = {}
     for name, (env, words) in cases().items():
         if wanted(args.only, name):
@@ -165,6 +172,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].endswith(".json"):  # a round
-        Path(sys.argv[1]).write_text(json.dumps(measured(sys.argv[2:])))
+        Path(sys.argv[1]).write_text(json.dumps(measured(sys.argv[3:], sys.argv[2] == "profiled")))
     else:
         main()

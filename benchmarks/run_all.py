@@ -14,7 +14,7 @@ from typing import Any
 
 from compare import HERE, RESULTS, ROOT, markdown
 
-START, END = "<!-- benchmarks: written by run_all.py -->", "<!-- end -->"  # the short table of docs/benchmarks.md
+END = "<!-- end -->"  # of a table in docs/benchmarks.md, which starts with a line that names it: tables_of_the_page
 STAGES = ("sft", "dpo", "grpo", "pretrain", "head", "startup", "limits")
 # What is aimed at: (result, table, side, figure, direction, floor, words). See LOG.md for what was tried to reach it.
 FLOORS = (
@@ -56,8 +56,7 @@ FLOORS = (
 def floors() -> list[str]:
     lines = ["| figure, ours beside | aim | wall time | CPU time | |", "|---|---|---|---|---|"]
     for name, title, side, figure, direction, floor, words in FLOORS:
-        file = RESULTS / f"{name}.json"
-        tables = json.loads(file.read_text())["tables"] if file.exists() else []
+        tables = tables_of(name)
         table = next((t for t in tables if t["title"] == title or (name == "head" and t["title"].startswith(title))), None)
         if table is None:
             continue
@@ -72,6 +71,30 @@ def floors() -> list[str]:
             f"| {words} | {'≥' if direction == '>=' else '≤'} {floor:g}× | {value:.2f}× | {cpu} | {'reached' if met else 'not reached'} |"
         )
     return lines
+
+
+def tables_of(name: str) -> list[dict[str, Any]]:
+    file = RESULTS / f"{name}.json"
+    return json.loads(file.read_text())["tables"] if file.exists() else []
+
+
+def others() -> list[str]:
+    """How much faster ours is than each side of other peers, and its share of their memory: a column a table."""
+    tables = [table for table in tables_of("others") if "speedup" in next(iter(list(table["sides"].values())[1:]))]
+    sides = dict.fromkeys(side for table in tables for side in table["sides"] if side != "ours")
+    titles = [table["title"].removesuffix(", other peers") for table in tables]
+    lines = ["| " + " | ".join(["ours beside", *titles]) + " |", "|---" * (len(titles) + 1) + "|"]
+    for side in sides:
+        cells = []
+        for table in tables:
+            entry = table["sides"].get(side)
+            cells.append(f"{entry['speedup_cpu']['median']:.2f}×, memory {entry['memory']['median']:.2f}×" if entry else "")
+        lines.append("| " + " | ".join([side, *cells]) + " |")
+    return lines
+
+
+def limits() -> list[str]:
+    return [line for table in tables_of("limits") for line in table["markdown"].splitlines() if line.startswith("|")]
 
 
 def measured_on(table: dict[str, Any]) -> str:
@@ -97,20 +120,24 @@ def report() -> None:
         "",
     ]
     for name in (*STAGES, "others"):
-        file = RESULTS / f"{name}.json"
-        if not file.exists():
-            continue
-        tables = json.loads(file.read_text())["tables"]
-        parts += [f"## {name}", ""]
+        tables = tables_of(name)
+        parts += [f"## {name}", ""] if tables else []
         for table, following in zip(tables, [*tables[1:], None], strict=True):
             parts += [table.get("markdown") or markdown(table)]
             if following is None or measured_on(following) != measured_on(table):
                 parts += [measured_on(table), ""]
     (HERE / "RESULTS.md").write_text("\n".join(parts))
-    before, rest = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").split(START)
-    (ROOT / "docs" / "benchmarks.md").write_text(
-        "\n".join([before + START, *floors(), END + rest.split(END)[1]]), encoding="utf-8"
-    )
+    page = ROOT / "docs" / "benchmarks.md"
+    text = page.read_text(encoding="utf-8")
+    for name, lines in tables_of_the_page().items():
+        start = f"<!-- {name}: written by run_all.py -->"
+        before, rest = text.split(start)
+        text = "\n".join([before + start, *lines, END + rest.split(END, 1)[1]])
+    page.write_text(text, encoding="utf-8")
+
+
+def tables_of_the_page() -> dict[str, list[str]]:
+    return {"benchmarks": floors(), "others": others(), "limits": limits()}
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from common.run.report.read import Folder, Row
-from common.sampling.counts import wilson
+from common.sampling.counts import fall_p_value, wilson
 
 OF_THE_FOLDER = ("output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "accept_changes")
 Rate = dict[str, int]  # {"passed", "of"}
@@ -97,7 +97,4 @@ def two_proportions(first: Rate, second: Rate) -> float | None:
 def mcnemar(gained: int, lost: int) -> float:
     """The p-value for one set of prompts: of those on which two runs differ, each run would win half by chance (McNemar
     1947; exact, two-sided)."""
-    n = gained + lost
-    if n > 10_000:  # here the normal approximation is as good
-        return math.erfc((abs(gained - lost) - 1) / math.sqrt(2 * n))
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n)
+    return min(1.0, 2 * fall_p_value(max(gained, lost), min(gained, lost)))
