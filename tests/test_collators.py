@@ -145,7 +145,7 @@ def test_where_a_process_holds_its_own_examples_only_a_denominator_of_all_is_ref
             ask()
 
 
-@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 2, 5])
 def test_a_field_that_runs_out_of_memory_is_computed_in_smaller_parts(most):
     examples = [[whole(np.arange(n) + 100 * n)] for n in (4, 6, 3, 9, 5)]
     accelerator = process()

@@ -103,7 +103,7 @@ CHANGES = {
 @pytest.mark.parametrize(
     "stage, change",
     [
-        pytest.param(stage, change, marks=[] if change == "another row" and stage != "sft streamed" else pytest.mark.slow)
+        pytest.param(stage, change, marks=[] if change == "another row" and stage == "sft" else pytest.mark.slow)
         for stage in ("sft", "grpo", "sft streamed")
         for change in CHANGES
     ],
@@ -126,6 +126,7 @@ def test_changed_rows_are_noticed(stage, change, launch, tmp_path, capsys):
     assert "the rows of mine are not those that it had (--accept_changes)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_chat_template_and_another_reward_are_noticed(launch, tmp_path):
     reward, template = tmp_path / "reward.py", tmp_path / "mine.jinja"
     reward.write_text("def score(completions, **columns):\n    return [len(c) / 100 for c in completions]\n")
@@ -245,6 +246,7 @@ def test_a_flipped_bit_in_the_token_cache_is_found_and_the_data_made_anew(launch
 # --- one run for a folder -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_folder_is_held_by_one_run_as_long_as_it_lives(tmp_path, token_cache):
     words = [*SFT, "--max_steps", "100000", "--dataset_cache_dir", str(token_cache)]
     with Script(tmp_path, *words) as run:

@@ -131,6 +131,7 @@ def test_a_signal_in_the_last_step_lets_the_run_end(launch, monkeypatch):
     assert [folder.name for folder in checkpoints(output)] == ["checkpoint-1", "checkpoint-2"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_terminated_leaves_with_75_and_the_same_command_goes_on(launch, token_cache, tmp_path):
     words = [*SFT, "--max_steps", "40", "--gradient_accumulation_steps", "4", "--dataset_cache_dir", str(token_cache)]
     with Script(tmp_path, *words, prefix="stopped") as run:

@@ -135,7 +135,7 @@ def by_hand(rows, max_length=1024):
         pytest.param(["--dataset_streaming"], marks=pytest.mark.slow),
         pytest.param(["--max_tokens_per_batch", "4000", "--max_steps", "-1"], marks=pytest.mark.slow),
         pytest.param(["--max_length", "14"], marks=pytest.mark.slow),
-        ["--no_packing"],
+        pytest.param(["--no_packing"], marks=pytest.mark.slow),
     ],
     ids=["plain", "packing", "streaming", "max tokens", "truncated", "two sources"],
 )

@@ -40,6 +40,7 @@ class Tokenizer(PreTrainedTokenizerFast):
 """
 
 
+@pytest.mark.slow
 def test_secrets_of_the_environment_are_in_no_file_and_no_line(tmp_path, monkeypatch):
     pytest.importorskip("peft")  # which writes a model card
     for name, secret in SECRETS.items():

@@ -39,7 +39,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("stage", RUNS)
+@pytest.mark.parametrize("stage", [s if s in ("sft", "grpo") else pytest.param(s, marks=pytest.mark.slow) for s in RUNS])
 def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
     arguments, learned = RUNS[stage]
     launcher = [sys.executable, "-m", "accelerate.commands.launch"] if stage == "sft" else [sys.executable]
