@@ -49,7 +49,9 @@ def calls_of_step(step):
 
 
 @pytest.mark.parametrize("where", ["here", "on the device"])
-@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s == "pretrain" else s for s in STAGES])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(s, marks=pytest.mark.slow) if s in ("pretrain", "dpo") else s for s in STAGES]
+)
 def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage, where, launch, monkeypatch, capsys):
     """On a GPU it is AdamW's kernel that leaves out the step; that of the CPU can do so, too."""
     if where == "on the device":

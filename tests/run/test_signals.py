@@ -96,7 +96,7 @@ def signal_in_step(monkeypatch, at: int, number: int) -> None:
         pytest.param("pretrain", 5, marks=pytest.mark.slow),
         ("sft", 4),
         pytest.param("sft streamed", 5, marks=pytest.mark.slow),
-        ("dpo", 3),
+        pytest.param("dpo", 3, marks=pytest.mark.slow),
         ("grpo", 5),
     ],
 )

@@ -131,7 +131,7 @@ def by_hand(rows, max_length=1024):
     "flags",
     [
         [],
-        ["--packing"],
+        pytest.param(["--packing"], marks=pytest.mark.slow),
         pytest.param(["--dataset_streaming"], marks=pytest.mark.slow),
         pytest.param(["--max_tokens_per_batch", "4000", "--max_steps", "-1"], marks=pytest.mark.slow),
         pytest.param(["--max_length", "14"], marks=pytest.mark.slow),

@@ -262,7 +262,9 @@ ADVICE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ADVICE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "stream without end" else name for name in ADVICE]
+)
 def test_what_an_error_advises_works(name, launch, tmp_path):
     stage, rows, template, flags, said, proposed = ADVICE[name]
     if name == "nothing held out":
