@@ -3,10 +3,11 @@
     python benchmarks/limits.py [--rounds 3] [--only "SFT, 20M"]
 
 Each of our runs of the other benchmarks, alone, twice: a few steps by the clock, and the same steps, of the same rows, under
-torch's profiler. Matrix products and attention (SDPA) are counted by the profiler, with the floating-point operations that the shapes of the products ask for; the rest
-of a step (norms, activations, softmax of the head, gathers, autograd, Python) is what the clock has beyond them. Peak: the
-fastest of some large products, in the same process. `at most`: how much faster a step were if the rest took no time, and if,
-besides, the products ran at the peak. The profiler counts time by the wall: the machine should be otherwise idle.
+torch's profiler. Matrix products and attention (SDPA) are counted by the profiler, with the floating-point operations that the
+shapes of the products ask for; the rest of a step (norms, activations, softmax of the head, gathers, autograd, Python) is what
+the clock has beyond them. Peak: the fastest of some large products, in the profiled process. `at most`: how much faster a step
+would be if the rest took no time, and if, besides, the products ran at the peak. The profiler counts time by the wall: the
+machine should be otherwise idle. With --only the table is printed, and the saved one kept.
 """
 
 import gc
@@ -167,7 +168,11 @@ def main() -> None:
         if wanted(args.only, name):
             print(name, file=sys.stderr, flush=True)
             found[name] = entry([one_round(words, env) for _ in range(args.rounds)])
-    save("limits", [table(found, args.rounds)])
+    result = table(found, args.rounds)
+    if args.only:
+        print(result["markdown"])
+    else:
+        save("limits", [result])
 
 
 if __name__ == "__main__":
