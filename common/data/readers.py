@@ -191,6 +191,8 @@ def _lines(path: Path, at: int) -> Iterator[bytes]:
         with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
             file.seek(at)
             yield from file
+    except GeneratorExit:  # a stream left unread when Python ends, with zlib gone already
+        raise
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         broken = " (is it cut off, or not compressed at all?)" if path.suffix in COMPRESSED else ""
         raise UserError(f"{path}: cannot be read: {error}{broken}") from None

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from types import SimpleNamespace
 
 from common.args import CommonArgs
@@ -16,6 +17,7 @@ from common.data.stream import Stream
 from common.data.tokens import tokenize_documents
 from common.data.types import BadRow
 from common.errors import UserError
+from tests.conftest import run_script
 
 import numpy as np
 import pytest
@@ -338,3 +340,11 @@ def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer, se
     with pytest.raises(UserError) as caught:
         load(some(tmp_path, "one"), tokenizer, **settings)
     assert expected in str(caught.value)
+
+
+def test_a_stream_that_is_left_unread_says_nothing_when_python_ends(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n' * 9)
+    code = f"from pathlib import Path; from common.data import readers; rows = readers._lines(Path({str(file)!r}), 0); next(rows)"
+    done = run_script([sys.executable, "-c", code + "; readers.zlib = None"])  # as Python leaves a module at its end
+    assert done.returncode == 0 and not done.stderr
