@@ -37,6 +37,7 @@ FLOORS = [
     {"sampling"},
     {"evaluate"},
     {"run"},
+    {"extras"},
 ]
 SHARED = {field.name for field in dataclasses.fields(CommonArgs)}
 
