@@ -202,7 +202,6 @@ class EvalArgs:
     eval_reward_funcs: list[str] | None = arg(
         help="scores of the completions, named as GRPO's reward_funcs", may_change="evaluation", is_path=True
     )
-    reward_timeout: float = arg(600.0, help="time limit for a reward function call, in seconds; 0: none", within="[0, 1e9]")
     eval_temperatures: list[float] = arg(
         [0.0], help="their temperatures; 0: greedy", within="[0, inf)", may_change="evaluation"
     )

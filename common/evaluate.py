@@ -159,7 +159,7 @@ def load_eval_prompts(
     sampling, if training has its own way. rewards, weights: score the completions if --eval_reward_funcs is not given, and
     the weights of their sum.
     """
-    own = load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout, "--eval_reward_funcs")
+    own = load_rewards(args.eval_reward_funcs, accelerator.device, "--eval_reward_funcs")
     score = scorer(own or rewards or [], tokenizer, None if own else weights)
     if args.eval_prompts:
 

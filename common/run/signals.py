@@ -15,6 +15,7 @@ from common import START
 from common.args import CommonArgs
 from common.errors import TOLD_TO_END, say
 from common.memory import AsyncScalar
+from common.processes import reset_in_children
 from common.run.output_dir import checkpoints
 
 import torch
@@ -30,6 +31,7 @@ STOPS = {2: "--max_hours", 3: "the end of its launcher", 4: "SIGINT", 5: "SIGTER
 SIGNALS = {signal.SIGINT: 4, signal.SIGTERM: 5}
 if hasattr(signal, "SIGUSR1"):  # not on Windows
     SIGNALS |= {signal.SIGHUP: 6, signal.SIGUSR1: SAVE}
+reset_in_children(set(SIGNALS))
 
 
 class Signals:
@@ -40,7 +42,7 @@ class Signals:
 
     def __init__(self, accelerator: Accelerator, args: CommonArgs, late: bool = True):
         """late: with several GPUs the answer may come one step later, so that nothing waits for it."""
-        self.accelerator, self.pid = accelerator, os.getpid()
+        self.accelerator = accelerator
         self.noted: list[int] = []  # requests to this process since the last question
         self.agreed = 0
         self.first_at = 0.0  # time of the first SIGINT
@@ -130,10 +132,7 @@ class Signals:
         return SAVE if self.save_after is not None and now - self.saved_at > self.save_after else 0
 
     def _note(self, number: int, frame: Any) -> None:
-        if os.getpid() != self.pid:  # a process forked by a reward ends as usual
-            self.close()
-            os.kill(os.getpid(), number)
-        elif number == signal.SIGINT:
+        if number == signal.SIGINT:
             if self.first_at and time.time() - self.first_at > AGAIN_SECONDS:
                 os._exit(128 + number)
             self.first_at = self.first_at or time.time()

@@ -339,7 +339,7 @@ def test_what_goes_wrong_in_a_tool_is_told_to_the_model():
 
 
 def test_static_methods_methods_of_the_class_and_decorated_ones_are_tools_and_properties_are_not_read(flags, tmp_path):
-    args = SimpleNamespace(tool_timeout=9, reward_timeout=9, reward_funcs=[])
+    args = SimpleNamespace(tool_timeout=9, reward_funcs=[])
     args.environment_factory, args.max_completion_length = f"{tmp_path}/environments.py:Odd", 9
     environment = script.load_environment(args, tokenizer())
     assert environment.tools.arguments == {"add": ["one"], "count": ["word"], "name": ["of"], "twice": ["word"]}
@@ -433,7 +433,7 @@ def test_mistakes_are_one_line(launch, model, flags, tmp_path):
         (["--environment_factory", file], f"name the class: {file}:Counter or {file}:Lazy"),
         (["--environment_factory", f"{file}:Bare"], "Bare.helper cannot be described to a model"),
         (["--eval_prompts", text], "prompts of --eval_prompts can be used: tools need chats"),
-        (["--environment_factory", f"{file}:Missing"], "has no class Missing"),
+        (["--environment_factory", f"{file}:Missing"], "has no function or class Missing"),
         (["--environment_factory", f"{file}:Idle"], "needs a method reset"),
         (["--environment_factory", f"{file}:Lazy"], "get_reward() or else --reward_funcs"),
         (["--environment_factory", f"{file}:Broken"], "reset raised RuntimeError: no server"),
