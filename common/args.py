@@ -215,12 +215,6 @@ class OptimizerArgs:
     router_bias_update_rate: float = arg(
         0.0, help="step of the biases that balance DeepSeek-V3, GLM-4-MoE, ... without a loss (0.001)", within="[0, 1]"
     )
-    max_bad_steps: int = arg(
-        3,
-        help="end the run after this many steps in a row with a NaN or an infinity; each of them is skipped",
-        within="[1, 1e12]",
-        may_change="execution",
-    )
 
 
 @dataclass

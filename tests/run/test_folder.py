@@ -48,7 +48,7 @@ MAY_CHANGE = {
 EXECUTION = (  # and precompute_ref_log_probs of DPO, generation_batch_size, rollout_server of GRPO
     "eval_steps per_device_eval_batch_size num_samples logging_steps save_steps save_total_limit report_to run_name output_dir "
     "sharded_checkpoints overwrite_output_dir dry_run resume_from_checkpoint dataset_cache_dir dataset_num_proc strict_data trust_remote_code "
-    "auto_micro_batch max_bad_steps max_hours save_minutes reward_timeout merge_lora gradient_checkpointing "
+    "auto_micro_batch max_hours save_minutes reward_timeout merge_lora gradient_checkpointing "
     "activation_offloading torch_compile accept_changes export_dtype regression_steps empty_cache_above "
     "alert_webhook alert_memory_above alert_stall_minutes push_to_hub hub_model_id hub_private_repo hub_strategy"
 )
