@@ -3,10 +3,10 @@
 import math
 
 from common.data import BadRow
-from common.data.scored import number_of, up_to_the_score
 from common.errors import UserError
 from common.model import FlatModel
 from common.model.classifier import score_head
+from experiments.scored import number_of, up_to_the_score
 from tests.tiny import tiny_hybrid, tiny_lm
 
 import numpy as np
