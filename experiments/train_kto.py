@@ -27,13 +27,14 @@ from typing import Literal
 from common.args import CommonArgs, arg
 from common.collators import Batch, Window, Windows, eval_batches
 from common.command_line import launch
-from common.data import Row, Sequence, Tokenizer, as_labelled, labelled_format, load_data, mismatched, pack, tokenize_chat
+from common.data import Row, Sequence, Tokenizer, load_data, pack, tokenize_chat
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
 from common.losses import segment_sum
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.run import Run
+from experiments.labelled import as_labelled, labelled_format, mismatched
 
 import torch  # after common, which sets how CPU threads wait
 

@@ -28,13 +28,13 @@ from common.collators import Batch, Window, Windows
 from common.command_line import launch
 from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, preference_format, tokenize_pair
 from common.data.formats import as_chat, chat_format
-from common.data.scored import number_of, up_to_the_score
 from common.data.tokens import tokenize_chat
 from common.errors import UserError
 from common.evaluate import evaluate_means
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
 from experiments.classifier import save_classifier, score_head
+from experiments.scored import number_of, up_to_the_score
 
 import torch  # after common, which sets how CPU threads wait
 

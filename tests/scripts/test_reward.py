@@ -6,11 +6,11 @@ import math
 from unittest import mock
 
 from common.data import BadRow
-from common.data.scored import number_of, up_to_the_score
 from common.errors import UserError
 from common.model import FlatModel
 from common.sampling import load_rewards
 from experiments.classifier import score_head
+from experiments.scored import number_of, up_to_the_score
 from tests.conftest import train_metrics
 from tests.scripts.one_step import exact, make_model, tokenizer, write_rows
 from tests.tiny import tiny_hybrid, tiny_lm
