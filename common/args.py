@@ -57,7 +57,7 @@ class ModelArgs:
     """Model"""
 
     model_name_or_path: str | None = arg(
-        help="Hub name or folder; unset: the previous stage's output, else data/base_model", is_path=True
+        help="Hub name or folder; unset: the last stage's, or data/base_model", is_path=True
     )
     model_revision: str | None = arg(help="branch, tag or commit of a Hub model")
     tokenizer_name: str | None = arg(help="Hub name or folder of the tokenizer, if it is not the model's own", is_path=True)
@@ -70,7 +70,7 @@ class ModelArgs:
         may_change="execution",
     )
     gradient_checkpointing: bool = arg(
-        False, help="recompute activations in the backward pass: less memory, ~30 %% slower", may_change="execution"
+        False, help="recompute activations: less memory, 30 %% slower", may_change="execution"
     )
     activation_offloading: bool = arg(
         False, help="also keep the inputs of the recomputation in host memory (CUDA)", may_change="execution"
@@ -81,23 +81,17 @@ class ModelArgs:
     lora_alpha: int = arg(32, help="the adapters are scaled by alpha / r", within="[1, 1e6]", needs="use_peft")
     lora_dropout: float = arg(0.0, help="dropout in the adapters", within="[0, 1)", needs="use_peft")
     lora_target_modules: list[str] | None = arg(
-        help="layers to adapt, by name; unset, or all-linear: all linear layers except the head and expert routers",
-        needs="use_peft",
+        help="layers to adapt; unset: all linear ones but head and routers", needs="use_peft"
     )
     use_dora: bool = arg(False, help="DoRA: train each row's magnitude and direction separately (slower)", needs="use_peft")
     use_rslora: bool = arg(False, help="scale the adapters by alpha / sqrt(r), for large r", needs="use_peft")
     init_lora_weights: Literal["true", "gaussian", "pissa", "olora"] = arg(
-        "true",
-        help="initialisation of A; B is 0. pissa and olora are refused: they change the base",
-        needs="use_peft",
+        "true", help="initialisation of A; B is 0. pissa and olora are refused: they change the base", needs="use_peft"
     )
     load_in_4bit: bool = arg(False, help="QLoRA: the frozen base in NF4, under --use_peft (needs bitsandbytes)")
     load_in_8bit: bool = arg(False, help="the same in 8 bits")
     merge_lora: bool = arg(
-        False,
-        help="export the model with the adapters merged in, instead of the adapters",
-        may_change="execution",
-        needs="use_peft",
+        False, help="export the merged model instead of the adapters", may_change="execution", needs="use_peft"
     )
 
 
@@ -105,36 +99,27 @@ class ModelArgs:
 class DataArgs:
     """Data"""
 
-    dataset_name: list[str] | None = arg(
-        help="Hub name, file (json, jsonl, parquet, csv, txt) or folder; one or several", is_path=True
-    )
+    dataset_name: list[str] | None = arg(help="Hub names, files (json, jsonl, parquet, csv, txt) or folders", is_path=True)
     dataset_config: str | None = arg(help="configuration of a Hub dataset")
     dataset_train_split: str = arg("train", help="split to train on")
     dataset_eval_split: str = arg("validation", help="split to evaluate on, if the dataset has it", may_change="evaluation")
     dataset_weights: list[float] | None = arg(
-        help="share of each source among the samples; unset: each row once per epoch", within="(0, inf)"
+        help="shares of the sources; unset: each row once per epoch", within="(0, inf)"
     )
     dataset_format: str | None = arg(help="require a format, by name (docs/data.md); unset: recognised by the columns")
     columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
-    eval_dataset_name: list[str] | None = arg(
-        help="a separate dataset for evaluation", may_change="evaluation", is_path=True
-    )
+    eval_dataset_name: list[str] | None = arg(help="datasets for evaluation", may_change="evaluation", is_path=True)
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row", within="[0, 1)")
     max_train_samples: int | None = arg(help="use only the first N rows of each source", within="[1, inf)")
     max_eval_samples: int | None = arg(
-        help="evaluate on only the first N rows of each source", within="[1, inf)", may_change="evaluation"
+        help="evaluate on the first N rows of each source", within="[1, inf)", may_change="evaluation"
     )
-    strict_data: bool = arg(
-        False, help="end the run at an unusable row, instead of leaving it out and counting it", may_change="execution"
-    )
+    strict_data: bool = arg(False, help="end the run at an unusable row", may_change="execution")
     dataset_cache_dir: str = arg(
-        "outputs/token_cache",
-        help="cache of tokenised datasets, reused by later runs",
-        may_change="execution",
-        is_path=True,
+        "outputs/token_cache", help="cache of tokenised datasets", may_change="execution", is_path=True
     )
     dataset_num_proc: int | None = arg(
-        help="tokenisation processes; unset: one per core", within="[1, 1e3]", may_change="execution"
+        help="processes that tokenise; unset: one per core", within="[1, 1e3]", may_change="execution"
     )
     dataset_streaming: bool = arg(False, help="read and tokenise while training; needs max_steps")
     streaming_buffer_size: int = arg(
@@ -150,9 +135,7 @@ class DataArgs:
         within="(0, 1]",
         needs="curriculum_column",
     )
-    dry_run: bool = arg(
-        False, help="show what would be trained on, and how, then stop; writes nothing to output_dir", may_change="execution"
-    )
+    dry_run: bool = arg(False, help="show what would be trained, and how; writes no output_dir", may_change="execution")
 
 
 @dataclass
@@ -161,25 +144,13 @@ class BatchArgs:
 
     per_device_train_batch_size: int = arg(8, help="per process and micro-batch", within="[1, 1e6]", may_change="course")
     per_device_eval_batch_size: int = arg(16, help="the same for evaluation", within="[1, 1e6]", may_change="execution")
-    gradient_accumulation_steps: int = arg(
-        1, help="micro-batches per optimizer step", within="[1, 1e6]", may_change="course"
-    )
-    auto_micro_batch: bool = arg(
-        False, help="before step 1, split micro-batches until the largest fits; same window", may_change="execution"
-    )
+    gradient_accumulation_steps: int = arg(1, help="micro-batches of a step", within="[1, 1e6]", may_change="course")
+    auto_micro_batch: bool = arg(False, help="before step 1, split micro-batches until they fit", may_change="execution")
     empty_cache_above: float = arg(
-        0.9,
-        help="share of the memory in use above which the allocator's cache is released (CUDA's does so by itself)",
-        within="(0, 1]",
-        may_change="execution",
+        0.9, help="release cached memory above this share", within="(0, 1]", may_change="execution"
     )
     num_train_epochs: float = arg(1.0, help="passes over the data", within="(0, 1e6]", may_change="length")
-    max_steps: int = arg(
-        -1,
-        help="optimizer steps; if positive, replaces num_train_epochs",
-        within="-1 or [1, 1e12]",
-        may_change="length",
-    )
+    max_steps: int = arg(-1, help="optimizer steps; -1: by num_train_epochs", within="-1 or [1, 1e12]", may_change="length")
 
 
 @dataclass
@@ -189,31 +160,20 @@ class OptimizerArgs:
     MAY_CHANGE = "course"  # unless a field says otherwise
 
     optim: Literal["adamw", "adamw_8bit", "muon"] = arg(
-        "adamw",
-        help="adamw_8bit: by bitsandbytes; muon: for matrices, AdamW for the rest, same rate",
-        may_change="no",
+        "adamw", help="muon: for matrices, AdamW for the rest, same rate", may_change="no"
     )
     learning_rate: float = arg(2e-5, help="peak learning rate of AdamW", within="[0, inf)")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("cosine", help="wsd: flat, then linear")
     warmup_steps: float = arg(0.03, help="linear warm-up; a value below 1 is a share of the run", within="[0, 1e12]")
-    lr_decay_fraction: float = arg(
-        0.2, help="wsd: share of the run in which the rate decays", within="(0, 1]", needs="lr_scheduler_type=wsd"
-    )
+    lr_decay_fraction: float = arg(0.2, help="share of the run that decays", within="(0, 1]", needs="lr_scheduler_type=wsd")
     min_lr_ratio: float = arg(0.0, help="final learning rate, as a share of the peak", within="[0, 1]")
     weight_decay: float = arg(0.0, help="on matrices only, not on norms and biases", within="[0, inf)")
     adam_beta1: float = arg(0.9, help="AdamW", within="[0, 1)")
     adam_beta2: float = arg(0.999, help="AdamW", within="[0, 1)")
     adam_epsilon: float = arg(1e-8, help="AdamW", within="(0, inf)")
-    max_grad_norm: float = arg(
-        1.0, help="clip the gradient of the window to this norm; 0 turns clipping off", within="[0, inf)"
-    )
+    max_grad_norm: float = arg(1.0, help="clip the window's gradient to this norm; 0: never", within="[0, inf)")
     router_aux_loss_coef: float | None = arg(
-        help="weight of the experts' load-balancing loss; unset: the model's, if its config has output_router_logits",
-        within="[0, inf)",
-    )
-    router_z_loss_coef: float = arg(0.0, help="weight of the z-loss of the routers (ST-MoE: 0.001)", within="[0, inf)")
-    router_bias_update_rate: float = arg(
-        0.0, help="step of the biases that balance DeepSeek-V3, GLM-4-MoE, ... without a loss (0.001)", within="[0, 1]"
+        help="weight of the experts' load-balancing loss; unset: as in the model's config", within="[0, inf)"
     )
 
 
@@ -223,20 +183,18 @@ class EvalArgs:
 
     MAY_CHANGE = "execution"  # unless a field says otherwise
 
-    eval_steps: int = arg(
-        100, help="evaluate every N steps, and before the first and after the last; 0: never", within="[0, 1e12]"
-    )
+    eval_steps: int = arg(100, help="evaluate every N steps, before the first, after the last; 0: never", within="[0, 1e12]")
     eval_prompts: str | None = arg(
         help="file of rows {prompt, ...}: completed at each evaluation, scored by eval_reward_funcs",
         may_change="evaluation",
         is_path=True,
     )
     eval_reward_funcs: list[str] | None = arg(
-        help="scores of the completions: names as for reward_funcs of train_grpo.py", may_change="evaluation", is_path=True
+        help="scores of the completions, named as GRPO's reward_funcs", may_change="evaluation", is_path=True
     )
     reward_timeout: float = arg(600.0, help="time limit for a reward function call, in seconds; 0: none", within="[0, 1e9]")
     eval_temperatures: list[float] = arg(
-        [0.0], help="sampling temperatures of those completions; 0 is greedy", within="[0, inf)", may_change="evaluation"
+        [0.0], help="their temperatures; 0: greedy", within="[0, inf)", may_change="evaluation"
     )
     eval_max_new_tokens: int = arg(128, help="maximum tokens of a completion", within="[1, 1e7]", may_change="evaluation")
     regression_suite: str | None = arg(
@@ -262,14 +220,10 @@ class EvalArgs:
     regression_temperature: float = arg(
         0.0, help="0 is greedy", within="[0, inf)", may_change="evaluation", needs="regression_suite"
     )
-    num_samples: int = arg(
-        3, help="completions shown at each evaluation (all of them go to samples.jsonl)", within="[0, 1e6]"
-    )
+    num_samples: int = arg(3, help="completions shown at each evaluation; samples.jsonl has all", within="[0, 1e6]")
     logging_steps: int = arg(10, help="write metrics every N steps", within="[0, 1e12]")
     save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model", within="[0, 1e12]")
-    save_minutes: float | None = arg(
-        help="also write a checkpoint when the last one is older than this many minutes", within="(0, 1e9]"
-    )
+    save_minutes: float | None = arg(help="also write a checkpoint after this many minutes", within="(0, 1e9]")
     save_total_limit: int = arg(2, help="checkpoints to keep; 0: all", within="[0, 1e6]")
     sharded_checkpoints: bool = arg(
         False, help="each process writes its own part; tools.consolidate turns one into a model folder (docs/runs.md)"
@@ -288,9 +242,7 @@ class EvalArgs:
         may_change="course",
         needs="early_stopping_patience",
     )
-    max_hours: float | None = arg(
-        help="save and stop in time for this limit, counted from the start; exit code 75", within="(0, 1e6]"
-    )
+    max_hours: float | None = arg(help="save and stop before this limit; exit code 75", within="(0, 1e6]")
     report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...; none")
     run_name: str | None = arg(help="name of the run in the tracker")
     alert_webhook: str | None = arg(
@@ -298,10 +250,7 @@ class EvalArgs:
         secret=True,
     )
     alert_memory_above: float = arg(
-        0.95,
-        help="alert when this share of the memory has been used; 1: never",
-        within="(0, 1]",
-        needs="alert_webhook",
+        0.95, help="alert when this share of the memory has been used; 1: never", within="(0, 1]", needs="alert_webhook"
     )
     alert_stall_minutes: float = arg(
         30.0, help="alert when no step ends for this many minutes; 0: never", within="[0, 1e6]", needs="alert_webhook"
@@ -312,30 +261,20 @@ class EvalArgs:
 class RunArgs:
     """Run"""
 
-    output_dir: str = arg(
-        "outputs/run", help="folder for everything that the run writes", may_change="execution", is_path=True
-    )
-    overwrite_output_dir: bool = arg(
-        False, help="start over in a folder that holds an earlier run (which is deleted)", may_change="execution"
-    )
-    accept_changes: bool = arg(
-        False, help="resume a run although its script, its data or a file with code was changed", may_change="execution"
-    )
+    MAY_CHANGE = "execution"  # unless a field says otherwise
+
+    output_dir: str = arg("outputs/run", help="folder for all that the run writes", is_path=True)
+    overwrite_output_dir: bool = arg(False, help="start over: an earlier run in the folder is deleted")
+    accept_changes: bool = arg(False, help="resume although script, data or code was changed")
     resume_from_checkpoint: str = arg(
-        "auto",
-        help="auto (newest intact checkpoint of this run), none, or a folder",
-        may_change="execution",
-        is_path=True,
+        "auto", help="auto (newest intact checkpoint of this run), none, or a folder", is_path=True
     )
-    seed: int = arg(0, help="seed of everything random: data order, initial weights, dropout, sampling", within="[0, 1e9]")
-    push_to_hub: bool = arg(False, help="push the final model and its card to the Hub", may_change="execution")
-    hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", may_change="execution", needs="push_to_hub")
-    hub_private_repo: bool = arg(False, help="make a new repository private", may_change="execution", needs="push_to_hub")
+    seed: int = arg(0, help="seed of the order, initial weights, dropout, sampling", within="[0, 1e9]", may_change="no")
+    push_to_hub: bool = arg(False, help="push the final model and its card to the Hub")
+    hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", needs="push_to_hub")
+    hub_private_repo: bool = arg(False, help="make a new repository private", needs="push_to_hub")
     hub_strategy: Literal["end", "every_save"] = arg(
-        "end",
-        help="every_save: also push each checkpoint's model during training",
-        may_change="execution",
-        needs="push_to_hub",
+        "end", help="every_save: also push each checkpoint's model during training", needs="push_to_hub"
     )
 
 
