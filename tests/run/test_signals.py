@@ -263,3 +263,38 @@ def test_what_was_asked_for_waits_until_it_is_possible(clock):
     assert signals.asked_for() == "stop"
     signals.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == signal.getsignal(signal.SIGUSR1)
+
+
+def test_what_waits_for_others_hears_of_a_signal_that_ends_the_run(clock):
+    signals = clock.start(None, None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not TOLD_TO_END
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert len(TOLD_TO_END) == 1 and 0 <= time.monotonic() - TOLD_TO_END[0] < 60
+    signals.close()
+    assert not TOLD_TO_END
+
+
+def test_a_forked_process_ends_at_a_signal_as_usual(clock):
+    clock.start(None, None)
+    context = multiprocessing.get_context("fork")
+    running = context.Event()
+    sleeper = context.Process(target=lambda: (running.set(), time.sleep(20)), daemon=True)
+    sleeper.start()
+    assert running.wait(10)
+    sleeper.terminate()
+    sleeper.join(5)
+    assert sleeper.exitcode == -signal.SIGTERM
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(tmp_path):
+    row = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 60_000)
+    words = [*SFT, "--max_train_samples", "60000", "--dataset_name", str(tmp_path / "rows.jsonl"), "--dataset_num_proc", "2"]
+    with Script(tmp_path, *words, "--dataset_cache_dir", str(tmp_path / "cache")) as run:
+        run.until(lambda: len(psutil.Process(run.process.pid).children()) == 2)  # tokenising
+        time.sleep(0.5)
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it
+        assert run.process.wait(10) == 130
+        said = run.log.read_text()
+        assert "stopped before the first step" in said and "Traceback" not in said, said
