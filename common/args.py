@@ -5,6 +5,7 @@ A script extends `CommonArgs` with its own fields, of the types str, int, float,
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -69,9 +70,7 @@ class ModelArgs:
         help="dtype of the final model; auto: its base's. Checkpoints keep the training dtype",
         may_change="execution",
     )
-    gradient_checkpointing: bool = arg(
-        False, help="recompute activations: less memory, 30 %% slower", may_change="execution"
-    )
+    gradient_checkpointing: bool = arg(False, help="recompute activations: less memory, 30 % slower", may_change="execution")
     activation_offloading: bool = arg(
         False, help="also keep the inputs of the recomputation in host memory (CUDA)", may_change="execution"
     )
@@ -305,6 +304,16 @@ def is_within(number: float, within: str) -> bool:
         if (low <= number if part[0] != "(" else low < number) and (number <= high if part[-1] != ")" else number < high):
             return True
     return False
+
+
+def defaults(args_class: type[CommonArgs]) -> dict[str, Any]:
+    fields = dataclasses.fields(args_class)
+    return {f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default for f in fields}
+
+
+def declared(args_class: type[CommonArgs], name: str) -> Mapping[str, Any]:
+    """What `arg` says of an argument where it is first defined; without `arg`, None for all of it."""
+    return first_definition(args_class, name)[1].metadata or arg().metadata
 
 
 def first_definition(args_class: type, name: str) -> tuple[type, dataclasses.Field]:
