@@ -16,7 +16,7 @@ loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens,
 one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
-load-balancing loss of a mixture of experts (common/model/experts.py).
+load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
 import math
@@ -28,14 +28,13 @@ from common.collators import Batch, Window, Windows
 from common.command_line import launch
 from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, preference_format, tokenize_pair
 from common.data.formats import as_chat, chat_format
-from common.data.scored import number_of, up_to_the_score
 from common.data.tokens import tokenize_chat
 from common.errors import UserError
 from common.evaluate import evaluate_means
-from common.losses import bradley_terry_loss
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
-from common.model.classifier import save_classifier, score_head
 from common.run import Run
+from experiments.classifier import save_classifier, score_head
+from experiments.scored import number_of, up_to_the_score
 
 import torch  # after common, which sets how CPU threads wait
 
@@ -68,6 +67,19 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     return [up_to_the_score(side, tokenizer, args.max_length, is_text) | margin for side in sides]
 
 
+def bradley_terry_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float = 0.0, center_rewards_coefficient: float = 0.0
+) -> torch.Tensor:
+    """`-log σ(chosen - rejected - margin) + c (chosen + rejected)²` of the rewards of pairs: (B,), (B,) -> (B,).
+
+    The first term is that of Bradley and Terry (Ouyang et al. 2022, arXiv 2203.02155, eq. 1), with a margin as in Llama 2
+    (2307.09288, eq. 2); the second one, off by default, keeps rewards near 0 (Eisenstein et al. 2023, 2312.09244).
+    """
+    return (
+        -torch.nn.functional.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
+    )
+
+
 def main(args: Args) -> None:
     run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     accelerator = run.accelerator
@@ -81,14 +93,14 @@ def main(args: Args) -> None:
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch, indivisible=1 + pairs)
 
     # --- model -------------------------------------------------------------------------------------------------------
-    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     model.extra["score"] = score_head(model)  # (T, D) -> (T, 1)
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="pair" if pairs else "answer")
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
+    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
@@ -111,7 +123,7 @@ def main(args: Args) -> None:
     def eval_losses(batch: Batch) -> dict[str, torch.Tensor]:
         return pair_losses(batch, model(batch, extra=["score"]))
 
-    def gradients(window: Window) -> torch.Tensor:
+    def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         P = window.num_sequences // (1 + pairs)
         for batch in window:
@@ -123,23 +135,20 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
-        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
+    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
         if run.eval_due(step):
             values = evaluate_means(args, accelerator, model, held_out, eval_losses)
             run.log_eval(step, values, [])
-        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
-            run.save(step)
-        if run.ends(step):  # the last step, early stopping, or a signal
+        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        loss = run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -80,7 +80,7 @@ def save_checkpoint(
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
 
     def complete() -> None:
-        known = {"step": step, "processes": accelerator.num_processes, **state, "best": best.state()}
+        known = {"step": step, "processes": accelerator.num_processes, **state}
         (temporary / "trainer_state.json").write_text(json.dumps(known))
         if Path(output_dir, "args.yaml").exists():
             shutil.copy(Path(output_dir, "args.yaml"), temporary)

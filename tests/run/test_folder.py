@@ -40,15 +40,15 @@ FIXED = {
 MAY_CHANGE = {
     "course": "learning_rate lr_scheduler_type warmup_steps lr_decay_fraction min_lr_ratio weight_decay adam_beta1 adam_beta2 "
     "adam_epsilon max_grad_norm save_best early_stopping_delta per_device_train_batch_size gradient_accumulation_steps "
-    "router_aux_loss_coef router_z_loss_coef router_bias_update_rate",
+    "router_aux_loss_coef",
     "length": "max_steps num_train_epochs early_stopping_patience",
     "evaluation": "dataset_eval_split eval_dataset_name max_eval_samples eval_prompts eval_reward_funcs eval_temperatures "
-    "eval_max_new_tokens regression_suite regression_samples regression_pass_at regression_temperature",
+    "eval_max_new_tokens regression_suite",
 }
 EXECUTION = (  # and precompute_ref_log_probs of DPO, generation_batch_size, rollout_server of GRPO
     "eval_steps per_device_eval_batch_size num_samples logging_steps save_steps save_total_limit report_to run_name output_dir "
     "sharded_checkpoints overwrite_output_dir dry_run resume_from_checkpoint dataset_cache_dir dataset_num_proc strict_data trust_remote_code "
-    "auto_micro_batch max_bad_steps max_hours save_minutes merge_lora gradient_checkpointing "
+    "auto_micro_batch max_hours save_minutes merge_lora gradient_checkpointing "
     "activation_offloading torch_compile accept_changes export_dtype regression_steps empty_cache_above "
     "alert_webhook alert_memory_above alert_stall_minutes push_to_hub hub_model_id hub_private_repo hub_strategy"
 )
