@@ -11,8 +11,8 @@ from common.errors import UserError, say
 from common.memory import SHARDED, AsyncScalar
 from common.processes import gather_lists
 from common.run.alerts import PAUSE
+from common.run.folder import checkpoints
 from common.run.metrics import Metrics, full_norm
-from common.run.output_dir import checkpoints
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer

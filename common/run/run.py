@@ -27,12 +27,11 @@ from common.run.card import make_card, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
+from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.hub import Push
-from common.run.inputs import compare_rest, hub_commits, inputs_of, loaded_code
-from common.run.launch import KEPT, hold_on, start, take_over
+from common.run.launch import KEPT, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
-from common.run.output_dir import writing
 from common.run.public import public_names
 from common.run.regression import Regression
 from common.run.retry import Gradients, Retry
@@ -89,13 +88,15 @@ class Run:
         the data. Returns the model and the optimizer to train with."""
         args, accelerator = self.args, self.accelerator
         self.regression.tokenize(tokenizer, model)
-        self.inputs: dict[str, Any] = {}
+        if self.checkpoint and read_json(self.checkpoint / "trainer_state.json")["step"] > len(windows):
+            raise UserError(f"{self.checkpoint} lies beyond step {len(windows)}, at which this run would end")
         if accelerator.is_main_process:
-            self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests()}
-            self.inputs |= {"code": loaded_code(self.script), "hub": hub_commits(args)}
-            compare_rest(args, self.inputs, self.checkpoint)
+            inputs = known_inputs(args, self.script, accelerator.mixed_precision)
+            inputs |= loaded_inputs(args, self.script, windows.train.digests())
+            if self.checkpoint:
+                refuse_changes(args, inputs, self.checkpoint)
             with writing(args.output_dir):
-                take_over(args, self.script, self.inputs)
+                begin(args, self.script, inputs)
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         flops = flops_per_token(model, typical_length(windows))
@@ -133,8 +134,6 @@ class Run:
 
         save_every: checkpoints are possible only at multiples of it (GRPO, between two rollouts).
         """
-        if self.first_step > last_step:
-            raise UserError(f"the checkpoint is at step {self.first_step}, and this run would end at step {last_step}")
         gc.freeze()  # loaded objects stay: exclude them from the many collections during training
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.asked_for, self.save_wanted = last_step, save_every, "", False
@@ -206,7 +205,7 @@ class Run:
     def save(self, step: int) -> None:
         """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training continues."""
         self.nonfinite.check_weights(self.model, step)
-        hold_on(self.accelerator, self.args, self.script, self.inputs)
+        refuse_deleted_folder(self.accelerator, Path(self.args.output_dir))
         state = self.metrics.state() | self.retry.state() | self.regression.state() | {"weight_norms": self.nonfinite.begun}
         state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
         state |= {"base_dtype": self.base_dtype}
@@ -281,7 +280,7 @@ class Run:
         args, best, metrics = self.args, self.best, self.metrics
         metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
-        hold_on(self.accelerator, args, self.script, self.inputs)
+        refuse_deleted_folder(self.accelerator, Path(args.output_dir))
         dtype = export_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning

@@ -4,7 +4,6 @@ import math
 from types import SimpleNamespace
 
 from common.run import Run
-from common.run import run as module
 from common.run.nonfinite import _by_kind, weight_norm
 
 import pytest
@@ -76,28 +75,6 @@ def test_an_evaluation_comes_before_the_first_update_and_after_the_last_and_not_
     assert not any(run.eval_due(step) for step in range(10))
 
 
-def test_a_save_keeps_what_every_part_has_and_starts_the_clock_anew(monkeypatch):
-    """The weights are looked at first: those that are lost are not saved. What was wanted is done."""
-    run, done = a_run(), []
-    run.accelerator = run.model = run.optimizer = run.tokenizer = None
-    run.nonfinite = SimpleNamespace(check_weights=lambda model, step: done.append(f"looked at {step}"), begun=[2.0])
-    run.metrics.state, run.retry = lambda: {"last": 1}, SimpleNamespace(state=lambda: {"splits": 4})
-    run.windows = SimpleNamespace(state=lambda step: {"position": 8 * step}, step_size="8 samples")
-    run.signals = SimpleNamespace(saved=lambda: done.append("the clock"))
-    run.save_wanted = True
-    states = []
-    monkeypatch.setattr(module, "hold_on", lambda *args: done.append("held on"))
-    monkeypatch.setattr(module, "save_checkpoint", lambda *args: (done.append("saved"), states.append(args[-2])))
-    run.save(3)
-    assert done == ["looked at 3", "held on", "saved", "the clock"] and not run.save_wanted
-    assert states[0].pop("base_dtype") == "float32"
-    kept = {"last": 1, "splits": 4, "weight_norms": [2.0], "windows": {"position": 24}, "step_size": "8 samples"}
-    assert states == [kept] and run.events == [("saved", 3, "checkpoint-3")]
-    monkeypatch.setattr(module, "save_checkpoint", lambda *args: False)
-    run.save(4)
-    assert run.events[1:] == [("not saved", 4, "checkpoint-4")]
-
-
 def test_a_stopped_run_leaves_and_one_without_better_evaluations_ends():
     run, left = a_run(last_step=9), []
     run.args.output_dir = "out"
@@ -109,69 +86,6 @@ def test_a_stopped_run_leaves_and_one_without_better_evaluations_ends():
     run.ends(2)
     assert left == [("out", 2)] and run.told == ["stopped"]
     assert [event[:2] for event in run.events] == [("stopped", 2)]
-
-
-@pytest.mark.parametrize(
-    "use_peft, merge_lora, saved", [(False, False, "model"), (True, False, "adapter"), (True, True, "model")]
-)
-def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch, capsys):
-    """What is late is asked for and the weights are looked at before they are written; checkpoints go when the model is there."""
-    run, done = a_run(), []
-
-    def note(name, result=None):
-        return lambda *args: (done.append((name, *args)), result)[1]
-
-    run.args = SimpleNamespace(output_dir="out", save_total_limit=2, use_peft=use_peft, merge_lora=merge_lora)
-    run.args.export_dtype, run.args.dtype, run.base_dtype = "auto", "float32", "bfloat16"
-    run.model, run.tokenizer, run.step = "model", "tokenizer", 9
-    run.accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
-    run.accelerator.wait_for_everyone, run.accelerator.end_training = note("waited"), note("ended")
-    run.nonfinite = SimpleNamespace(check_weights=note("looked"))
-    run.best = SimpleNamespace(step=4, folder=note("best", "out/checkpoint-4"), state=lambda: {"step": 4})
-    first = {"eval_loss": 2.5, "eval_gone": 1.0}
-
-    def summarise(best, also):
-        done.append(("summary", best))
-        if run.accelerator.is_main_process:
-            also({"seconds": 1})
-
-    run.metrics = SimpleNamespace(
-        flush=note("asked"), finish=summarise, last={"step": 9, "eval_loss": 1.25}, first_eval=first
-    )
-    run.signals = SimpleNamespace(close=note("closed"))
-    monkeypatch.setattr(module, "hold_on", note("held on"))
-    monkeypatch.setattr(module, "export", note("written"))
-    monkeypatch.setattr(module, "prune", note("pruned"))
-    monkeypatch.setattr(module, "write_card", note("card"))
-    monkeypatch.setattr(module, "KEPT", [])
-    run.finish("more", also="a classifier")
-    assert not module.KEPT and run.told == ["finished"]
-    assert done == [
-        ("asked",),
-        ("looked", "model", 9),
-        ("held on", run.accelerator, run.args, "train_sft.py", {}),
-        ("best", "out"),
-        ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16", "a classifier"),
-        ("pruned", "out", 9, 2, 4),
-        ("summary", {"step": 4}),
-        ("card", "out", run.args, "train_sft.py", {"a base"}, 4, {"seconds": 1}),
-        ("waited",),
-        ("ended",),
-        ("closed",),
-    ]
-    said = capsys.readouterr().out
-    assert "before -> after, held out:\n    loss                                2.5 -> 1.25\n\n" in said
-    assert f"saved in out: the {saved} and" in said and "try next: more" in said
-    run.accelerator.is_main_process, run.best.step, run.metrics.first_eval = False, None, {}
-    run.accelerator.num_processes = 2
-    done.clear()
-    run.finish("more")  # another process
-    assert module.KEPT == ["model"]  # it outlives the process group
-    assert ("summary", None) in done and not {"pruned", "card"} & {name for name, *_ in done}
-    assert "before -> after" not in capsys.readouterr().out
-    run.args.output_dir = "my runs"
-    run.finish("more")
-    assert "python -m tools.chat 'my runs'\n" in capsys.readouterr().out  # as a shell reads it
 
 
 def test_norms_under_zero_3_are_those_of_the_shares_without_what_fills_them_up():

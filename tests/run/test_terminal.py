@@ -11,8 +11,7 @@ import time
 
 from common.errors import printable
 from common.run.signals import EXIT_CODE
-from tests.conftest import ROOT, read_metrics
-from tests.run.test_folder import SFT
+from tests.conftest import ROOT, SFT, read_metrics
 from tests.run.test_signals import Script, usual_signals
 
 import pytest
