@@ -526,7 +526,7 @@ def test_a_complete_run_that_is_made_longer_equals_one_of_that_length(launch):
     with pytest.raises(UserError, match="holds a complete run"):
         launch("sft", *constant, "--max_steps", "3", output="longer")
     (longer / "summary.json").unlink()
-    with pytest.raises(UserError, match="the checkpoint is at step 8, and this run would end at step 3"):
+    with pytest.raises(UserError, match="checkpoint-8 is at step 8, and this run would end at step 3"):
         launch("sft", *constant, "--max_steps", "3", output="longer")
     assert len(names(longer)) > 1
     launch("sft", *constant, "--save_total_limit", "1", output="longer")  # nothing is left but its end
