@@ -70,7 +70,7 @@ def save_checkpoint(
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
 
     def complete() -> None:
-        known = {"step": step, "processes": accelerator.num_processes, **state, "best": best.state()}
+        known = {"step": step, "processes": accelerator.num_processes, **state}
         (temporary / "trainer_state.json").write_text(json.dumps(known))
         copy_settings(Path(output_dir), temporary)
         write_manifest(temporary)
