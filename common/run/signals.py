@@ -15,7 +15,7 @@ from common import START
 from common.args import CommonArgs
 from common.errors import TOLD_TO_END, say
 from common.processes import reset_in_children
-from common.run.output_dir import checkpoints
+from common.run.folder import checkpoints
 
 import torch
 from accelerate import Accelerator
