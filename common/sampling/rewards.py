@@ -87,7 +87,7 @@ def from_file(spec: str, timeout: float = REWARD_SECONDS) -> Any:
     sys.modules[module_spec.name] = module  # dataclasses and pickle look up a class's module here
     must("importing it", functools.partial(module_spec.loader.exec_module, module), timeout)
     if not callable(getattr(module, name, None)):
-        raise UserError(f"{path} has no function or class {name or '(expected file.py:name)'}")
+        raise UserError(f"{path} has no function or class {name or 'named: expected file.py:name'}")
     return getattr(module, name)
 
 

@@ -430,7 +430,7 @@ def test_mistakes_are_one_line(launch, model, flags, tmp_path):
     for words, expected in (
         (["--environment_factory", ""], "name the class, file.py:Class"),
         (["--environment_factory", "missing.py:A"], "there is no file missing.py"),
-        (["--environment_factory", file], f"name the class: {file}:Counter or {file}:Lazy"),
+        (["--environment_factory", file], "expected file.py:name"),
         (["--environment_factory", f"{file}:Bare"], "Bare.helper cannot be described to a model"),
         (["--eval_prompts", text], "prompts of --eval_prompts can be used: tools need chats"),
         (["--environment_factory", f"{file}:Missing"], "has no function or class Missing"),
