@@ -174,12 +174,6 @@ class OptimizerArgs:
     router_aux_loss_coef: float | None = arg(
         help="weight of the experts' load-balancing loss; unset: as in the model's config", within="[0, inf)"
     )
-    max_bad_steps: int = arg(
-        3,
-        help="end the run after this many steps in a row with a NaN or an infinity; each of them is skipped",
-        within="[1, 1e12]",
-        may_change="execution",
-    )
 
 
 @dataclass
