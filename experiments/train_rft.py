@@ -36,10 +36,10 @@ from common.data.load import load_prompts
 from common.data.tokens import tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
+from common.files import replace_text
 from common.model import FlatModel, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.processes import gather_lists
 from common.run import Run
-from common.run.output_dir import replace_text
 from common.sampling import load_rewards, sample, score
 
 from accelerate import Accelerator

@@ -18,11 +18,12 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, hidden, quoted, say
+from common.files import replace_text
 from common.memory import finest_dtype, memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
 from common.run.curves import draw_curves
-from common.run.output_dir import LINES, is_held, replace_text, writing
+from common.run.folder import LINES, is_held, writing
 from common.run.report import Report
 
 import torch

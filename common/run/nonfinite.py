@@ -6,8 +6,8 @@ import math
 from common.collators import Window
 from common.data.types import Tokenizer
 from common.errors import UserError, say
+from common.run.folder import checkpoints
 from common.run.metrics import Metrics, full_norm
-from common.run.output_dir import checkpoints
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer

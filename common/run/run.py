@@ -35,12 +35,11 @@ from common.run.card import make_card, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
+from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.hub import Push
-from common.run.inputs import compare_rest, hub_commits, inputs_of, loaded_code
-from common.run.launch import KEPT, hold_on, start, take_over
+from common.run.launch import KEPT, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
-from common.run.output_dir import writing
 from common.run.public import public_names
 from common.run.regression import Regression
 from common.run.retry import Gradients, Retry
@@ -95,13 +94,15 @@ class Run:
         """Accelerate's `prepare`; then restore the checkpoint's optimizer, modules in `model.extra`, metrics and place in
         the data. Returns the model and the optimizer to train with. Call it after `describe`."""
         args, accelerator, windows = self.args, self.accelerator, self.windows
-        self.inputs: dict[str, Any] = {}
+        if self.resume_from and read_json(self.resume_from / "trainer_state.json")["step"] > len(windows):
+            raise UserError(f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end")
         if accelerator.is_main_process:
-            self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests()}
-            self.inputs |= {"code": loaded_code(self.script), "hub": hub_commits(args)}
-            compare_rest(args, self.inputs, self.resume_from)
+            inputs = known_inputs(args, self.script, accelerator.mixed_precision)
+            inputs |= loaded_inputs(args, self.script, windows.train.digests())
+            if self.resume_from:
+                refuse_changes(args, inputs, self.resume_from)
             with writing(args.output_dir):
-                take_over(args, self.script, self.inputs)
+                begin(args, self.script, inputs)
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         flops = flops_per_token(model, typical_length(windows))
@@ -139,8 +140,6 @@ class Run:
 
         save_every: checkpoints are possible only at multiples of it (GRPO, between two rollouts).
         """
-        if self.first_step > last:
-            raise UserError(f"the checkpoint is at step {self.first_step}, and this run would end at step {last}")
         gc.freeze()  # loaded objects stay: exclude them from the many collections during training
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.save_wanted = last, save_every, False
@@ -220,7 +219,7 @@ class Run:
     def _save(self, step: int) -> None:
         """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training continues."""
         self.nonfinite.check_weights(self.model, step)
-        hold_on(self.accelerator, self.args, self.script, self.inputs)
+        refuse_deleted_folder(self.accelerator, Path(self.args.output_dir))
         state = {"windows": self.windows.state(step), "step_size": self.windows.step_size, "base_dtype": self.base_dtype}
         for kept in self._each("state"):
             state |= kept
@@ -283,7 +282,7 @@ class Run:
         also: writes further files of the final model, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
         self.nonfinite.check_weights(self.model, self.step)
-        hold_on(self.accelerator, args, self.script, self.inputs)
+        refuse_deleted_folder(self.accelerator, Path(args.output_dir))
         dtype = export_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning

@@ -14,7 +14,7 @@ from typing import Any
 from common import START
 from common.args import CommonArgs
 from common.errors import TOLD_TO_END, say
-from common.run.output_dir import checkpoints
+from common.run.folder import checkpoints
 
 import torch
 from accelerate import Accelerator

@@ -1,19 +1,13 @@
 """Disks that do not take a file for a while, folders that vanish in a run, files that no run has left."""
 
 import json
-import os
 import resource
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from common.args import CommonArgs
 from common.errors import UserError, say
 from common.run.metrics import Metrics
-from common.run.retry import Retry
-from tests.conftest import ROOT, read_metrics
-from tests.run.test_folder import SFT
+from tests.conftest import ROOT, SFT, read_metrics
 
 import pytest
 import torch
@@ -118,50 +112,6 @@ def test_what_accelerate_would_ignore_is_one_line(kind, value, launch, monkeypat
 
 
 # --- a folder that vanishes -----------------------------------------------------------------------------------------
-
-
-def before_step(monkeypatch, step, act) -> None:
-    seed_dropout = Retry._seed_dropout
-
-    def act_and_seed(self, at):
-        if at == step:
-            act()
-        seed_dropout(self, at)
-
-    monkeypatch.setattr(Retry, "_seed_dropout", act_and_seed)
-
-
-def test_a_folder_that_is_deleted_is_made_anew_at_the_next_save(launch, tmp_path, monkeypatch, capsys):
-    words = [*SFT, "--save_steps", "4"]
-    whole = launch("sft", *words, "--max_steps", "8", output="whole")
-    with monkeypatch.context() as patch:
-        before_step(patch, 2, lambda: shutil.rmtree(tmp_path / "out"))
-        output = launch("sft", *words, "--max_steps", "6")
-    said = capsys.readouterr().out
-    assert "the folder was deleted): training goes on" in said and "was deleted: it is made anew" in said
-    assert [row["step"] for row in read_metrics(output)] == [5, 6]
-    assert json.loads((output / "summary.json").read_text())["lost_lines"] == 2
-    launch("sft", *words, "--max_steps", "8")  # it is known whose it is
-    assert read_metrics(output)[-2:] == read_metrics(whole)[-2:]
-
-
-def test_a_folder_that_another_run_has_meanwhile_is_left_to_it(launch, tmp_path, monkeypatch):
-    code = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); f.write('process 7')"
-    code += "; f.flush(); print(flush=True); sys.stdin.read()"
-    other = []
-
-    def take() -> None:
-        shutil.rmtree(tmp_path / "out")
-        (tmp_path / "out").mkdir()
-        command = [sys.executable, "-c", code, str(tmp_path / "out" / ".lock")]
-        other.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        other[0].stdout.readline()
-
-    before_step(monkeypatch, 2, take)
-    with pytest.raises(UserError, match="is in use by process 7"):
-        launch("sft", *SFT, "--save_steps", "4")
-    assert os.listdir(tmp_path / "out") == [".lock"]
-    other[0].communicate()
 
 
 @pytest.mark.parametrize("what", ["dataset.json", "inputs.json", "summary.json"])

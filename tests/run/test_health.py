@@ -6,8 +6,8 @@ import sys
 
 from common.errors import UserError
 from common.model import FlatModel, Output
+from common.run.folder import checkpoints
 from common.run.metrics import Metrics
-from common.run.output_dir import checkpoints
 from tests.conftest import events_of, read_metrics, run_script
 from tests.scripts.test_equivalence import free_port
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common.errors import TOLD_TO_END
-from common.run.output_dir import checkpoints
+from common.run.folder import checkpoints
 from common.run.retry import Retry
 from common.run.signals import EXIT_CODE, EXIT_SECONDS, Signals
 from tests.conftest import ROOT, read_metrics
