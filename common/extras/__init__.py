@@ -7,8 +7,11 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
+    "cuda_graph": "sampling on a CUDA device",
     "experts": "a mixture of experts",
     "fused_layers": "norms and MLPs of Llama's form",
+    "hybrids": "recurrent layers, positions that depend on the length",
+    "padded": "sampling where attention cannot be replaced, or layers keep a state",
     "regression": "--regression_suite",
 }
 

@@ -9,7 +9,7 @@ from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.extras import extra
 from common.memory import SHARDED
-from common.model import attention, mixers
+from common.model import attention
 from common.model.checks import check_numbers, check_weights, hub_errors, make_savable
 from common.model.create import DTYPES, create_model
 from common.model.flat_model import FlatModel, base_lm, routes_tokens
@@ -223,7 +223,7 @@ def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> No
     offload: keep the layers' inputs, T · D numbers each, in host memory.
     """
     model.offload = offload
-    recomputed = {"context_fn": mixers.recompute_contexts} if mixers.recurrent_mixers(model.lm) else {}
+    recomputed = {"context_fn": extra("hybrids").recompute_contexts} if model.hybrid else {}
     base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False} | recomputed)
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()
@@ -232,7 +232,8 @@ def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> No
 def compile_layers(model: FlatModel) -> None:
     """torch.compile each transformer block: one small graph for all of them, with unchanged weight names."""
     attention.exclude_from_compilation()
-    mixers.exclude_from_compilation()
+    if model.hybrid:
+        extra("hybrids").exclude_from_compilation()
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile(dynamic=True)

@@ -1,10 +1,9 @@
 """From prompts to completions, and scoring them."""
 
-from common.sampling.generate import Sampled, sample
+from common.sampling.generate import Sampled, sample, why_no_cache
 from common.sampling.rewards import Reward, Scorer, load_rewards, score, scorer
 from common.sampling.sampler import Sampler, make_sampler
 from common.sampling.schedule import RolloutSchedule
-from common.sampling.whole import why_no_cache
 
 __all__ = [
     "Reward",
