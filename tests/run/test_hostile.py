@@ -180,7 +180,15 @@ def test_a_name_of_a_tensor_reaches_the_terminal_spelled_out(launch, tmp_path, c
     assert "has no place for model.\\x1b[2J" in said.out and "\x1b[2J" not in said.out + said.err
 
 
-THEIRS = ["tokenizer.json", "chat_template.jinja", "args.yaml", "dataset.json", "inputs.json", "samples.jsonl", "curves.png"]
+THEIRS = [
+    "tokenizer.json",
+    "chat_template.jinja",
+    "args.yaml",
+    "dataset.json",
+    "inputs.json",
+    "samples.jsonl",
+    "events.jsonl",
+]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def base(tmp_path_factory):
 def check(output):
     rows = train_metrics(output)
     assert len(rows) == 2 and all(math.isfinite(row["loss"]) and row["grad_norm"] >= 0 for row in rows)
-    assert (output / "model.safetensors").exists() and (output / "curves.png").stat().st_size > 5000
+    assert (output / "model.safetensors").exists() and (output / "report.html").stat().st_size > 5000
     return rows
 
 

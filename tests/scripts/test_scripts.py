@@ -29,7 +29,7 @@ RUNS = {
     ),
 }
 LEFT = {"model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl", "samples.jsonl", "args.yaml", "summary.json"}
-LEFT |= {"curves.png", "report.html", "events.jsonl", "generation_config.json"}
+LEFT |= {"report.html", "events.jsonl", "generation_config.json"}
 TRAINED = {
     "pretrain": {"mean_token_accuracy", "entropy"},
     "sft": {"mean_token_accuracy", "entropy"},

@@ -161,7 +161,6 @@ def calling(monkeypatch):
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
     """Of a run over four chats with Counter: two of them are told where it starts."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # no curves.png: it takes longer than the run
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
     rows = [{"prompt": [{"role": "user", "content": text}], "kind": ("told", "any")[i % 2]} for i, text in enumerate(CHATS)]
     found = ["--dataset_name", write_rows(tmp_path / "prompts.jsonl", rows), "--num_generations", 4]
@@ -369,7 +368,6 @@ def test_a_game_with_a_state_is_played_over_several_turns(launch, model, monkeyp
         return turns
 
     monkeypatch.setattr("common.sampling.sampler.sample", sample)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     rows = [{"prompt": [{"role": "user", "content": f"Guess my number, {name}."}]} for name in ("Tom", "Ann", "Eva", "Ben")]
     words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
     words += ["--environment_factory", "experiments/environments.py:HigherOrLower", "--num_generations", 2, "--max_steps", 1]
