@@ -1,4 +1,4 @@
-"""The maths of the stages: pure functions of tensors and floats (torch only).
+"""The maths of the four stages: pure functions of tensors and floats (torch only).
 
 Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `logps[t] = log p(token t | the tokens
 before it in the same sequence)`, 0 if token t is not a target. Nothing here takes a mean: the caller divides by the
@@ -19,7 +19,6 @@ DPO_LOSS_TYPES = (
     *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "apo_zero", "sppo_hard"),
     *("simpo", "orpo"),
 )
-KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 REFERENCE_FREE = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")  # those that support a share of flipped pairs
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
@@ -151,51 +150,6 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(
         near, torch.log(-torch.expm1(torch.where(near, x, -0.5))), torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
     )
-
-
-# --- one answer at a time, and rewards -------------------------------------------------------------------------------
-
-
-def kto_loss(
-    logps: Tensor,
-    ref_logps: Tensor,
-    labels: Tensor,
-    kl: Tensor | float = 0.0,
-    *,
-    beta: float,
-    loss_type: str = "kto",
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """One loss per answer with a label, and its implicit reward.
-
-    logps, ref_logps (B,): summed over the answer; labels (B,): 1 for a good answer, 0 for a bad one; kl (): the policy's KL
-    divergence from the reference, without gradient. Returns losses (B,), weighted by label, and rewards (B,): `r = β (logps
-    - ref)`.
-
-    - kto: `1 - σ(r - β kl)` for a good answer, `1 - σ(β kl - r)` for a bad one (Ethayarajh et al. 2024, arXiv 2402.01306).
-    - apo_zero_unpaired: `1 - σ(r)` and `σ(r)`, without kl (D'Oosterlinck et al. 2024, 2408.06266).
-
-    Raises ValueError for an unknown type.
-    """
-    if loss_type not in KTO_LOSS_TYPES:
-        raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(KTO_LOSS_TYPES)}")
-    good = labels.bool()
-    rewards = beta * (logps - ref_logps)
-    gain = rewards - beta * kl if loss_type == "kto" else rewards
-    losses = torch.where(good, -gain, gain).sigmoid()  # 1 - σ(x) = σ(-x)
-    return torch.where(good, desirable_weight * losses, undesirable_weight * losses), rewards
-
-
-def bradley_terry_loss(
-    chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center_rewards_coefficient: float = 0.0
-) -> Tensor:
-    """`-log σ(chosen - rejected - margin) + c (chosen + rejected)²` of the rewards of pairs: (B,), (B,) -> (B,).
-
-    The first term is that of Bradley and Terry (Ouyang et al. 2022, arXiv 2203.02155, eq. 1), with a margin as in Llama 2
-    (2307.09288, eq. 2); the second one, off by default, keeps rewards near 0 (Eisenstein et al. 2023, 2312.09244).
-    """
-    return -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
 
 
 # --- GRPO and its family --------------------------------------------------------------------------------------------
@@ -338,51 +292,3 @@ def grpo_token_weights(
         weight = 1.0 / (max(window_completions, 1) * max_completion_length)
         return torch.full_like(tokens, weight, dtype=torch.float32)
     raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(GRPO_LOSS_TYPES)}")
-
-
-# --- PPO with a critic ------------------------------------------------------------------------------------------------
-
-
-def gae(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16) of a completion: (n,), (n,) -> (n,).
-
-    `A_t = δ_t + γλ A_{t+1}` with `δ_t = rewards[t] + γ values[t+1] - values[t]`; after the last token both are 0. values[t]
-    is the critic's value of the text before token t. `A_t + values[t]` is the return that it should have predicted.
-    """
-    advantages, advantage, next_value = [], 0.0, 0.0
-    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
-        advantage = reward + gamma * next_value - value + gamma * lam * advantage
-        advantages.append(advantage)
-        next_value = value
-    return values.new_tensor(advantages[::-1])
-
-
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float = 0.2
-) -> tuple[Tensor, Tensor]:
-    """`½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²)`, and whether the clip takes effect, (T,) each, of (T,) each.
-
-    The critic's loss of PPO as in OpenAI's code (2005.12729, section 3): a value that has moved more than c towards the
-    return since the rollout gets no gradient.
-    """
-    clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
-    plain, limited = (values - returns) ** 2, (clipped - returns) ** 2
-    return 0.5 * torch.max(plain, limited), (limited > plain).float().detach()
-
-
-# --- distillation -----------------------------------------------------------------------------------------------------
-
-
-def generalized_jsd(logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
-    """Divergence of two distributions over a vocabulary: (n, V), (n, V) -> (n,). Agarwal et al. 2024, arXiv 2306.13649.
-
-    With student s and teacher t: beta 0 is the forward `KL(t || s)`, 1 the reverse `KL(s || t)`, values between
-    `β KL(t || m) + (1-β) KL(s || m)` with `m = (1-β) s + β t`, which tends to 0 at both ends.
-    """
-    s, t = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
-    if beta == 0:
-        return (t.exp() * (t - s)).sum(-1)
-    if beta == 1:
-        return (s.exp() * (s - t)).sum(-1)
-    m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
-    return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)

@@ -30,7 +30,6 @@ from common.command_line import launch
 from common.data import BadRow, Row, Tokenizer, as_chat, as_prompt, load_prompts, prompt_format, tokenize_chat, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
-from common.losses import generalized_jsd
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_frozen
 from common.processes import gather_lists, on_each_process
@@ -117,6 +116,21 @@ def check_vocabulary(args: Args, tokenizer: Tokenizer) -> None:
             f"--teacher_model_name_or_path {name}: its tokenizer is another one, {len(other)} tokens differ ({other[0]!r} "
             "for one): student and teacher need the same vocabulary"
         )
+
+
+def generalized_jsd(logits: torch.Tensor, teacher_logits: torch.Tensor, beta: float) -> torch.Tensor:
+    """Divergence of two distributions over a vocabulary: (n, V), (n, V) -> (n,). Agarwal et al. 2024, arXiv 2306.13649.
+
+    With student s and teacher t: beta 0 is the forward `KL(t || s)`, 1 the reverse `KL(s || t)`, values between
+    `β KL(t || m) + (1-β) KL(s || m)` with `m = (1-β) s + β t`, which tends to 0 at both ends.
+    """
+    s, t = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    if beta == 0:
+        return (t.exp() * (t - s)).sum(-1)
+    if beta == 1:
+        return (s.exp() * (s - t)).sum(-1)
+    m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
+    return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
 
 
 def divergence(

@@ -17,7 +17,7 @@ loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens,
 one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
-load-balancing loss of a mixture of experts (common/model/experts.py).
+load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
 import math
@@ -27,15 +27,18 @@ from typing import Literal
 from common.args import CommonArgs, arg
 from common.collators import Batch, Window, Windows, eval_batches
 from common.command_line import launch
-from common.data import Row, Sequence, Tokenizer, as_labelled, labelled_format, load_data, mismatched, pack, tokenize_chat
+from common.data import Row, Sequence, Tokenizer, load_data, pack, tokenize_chat
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
-from common.losses import KTO_LOSS_TYPES, kto_loss, segment_sum
+from common.losses import segment_sum
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.run import Run
+from experiments.labelled import as_labelled, labelled_format, mismatched
 
 import torch  # after common, which sets how CPU threads wait
+
+LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Args(CommonArgs):
     packing: bool = arg(False, help="fill rows of max_length with several answers (best fit)")
     max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
     beta: float = arg(0.1, help="how strongly the model is kept close to the reference", within="(0, inf)")
-    loss_type: Literal[KTO_LOSS_TYPES] = arg("kto", help="apo_zero_unpaired has no KL term")
+    loss_type: Literal[LOSS_TYPES] = arg("kto", help="apo_zero_unpaired has no KL term")
     desirable_weight: float = arg(1.0, help="weight of good answers; higher if they are fewer", within="[0, inf)")
     undesirable_weight: float = arg(1.0, help="weight of bad answers", within="[0, inf)")
 
@@ -57,6 +60,37 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     A row that raises BadRow is left out, counted and reported."""
     chat = as_labelled(row)
     return [tokenize_chat(chat, tokenizer, max_length=args.max_length) | {"label": chat["label"]}]
+
+
+def kto_loss(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    labels: torch.Tensor,
+    kl: torch.Tensor | float = 0.0,
+    *,
+    beta: float,
+    loss_type: str = "kto",
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One loss per answer with a label, and its implicit reward.
+
+    logps, ref_logps (B,): summed over the answer; labels (B,): 1 for a good answer, 0 for a bad one; kl (): the policy's KL
+    divergence from the reference, without gradient. Returns losses (B,), weighted by label, and rewards (B,): `r = β (logps
+    - ref)`.
+
+    - kto: `1 - σ(r - β kl)` for a good answer, `1 - σ(β kl - r)` for a bad one (Ethayarajh et al. 2024, arXiv 2402.01306).
+    - apo_zero_unpaired: `1 - σ(r)` and `σ(r)`, without kl (D'Oosterlinck et al. 2024, 2408.06266).
+
+    Raises ValueError for an unknown type.
+    """
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(LOSS_TYPES)}")
+    good = labels.bool()
+    rewards = beta * (logps - ref_logps)
+    gain = rewards - beta * kl if loss_type == "kto" else rewards
+    losses = torch.where(good, -gain, gain).sigmoid()  # 1 - σ(x) = σ(-x)
+    return torch.where(good, desirable_weight * losses, undesirable_weight * losses), rewards
 
 
 def main(args: Args) -> None:

@@ -35,7 +35,7 @@ from common.command_line import launch
 from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
-from common.losses import combine_rewards, gae, grpo_loss, value_loss
+from common.losses import combine_rewards, grpo_loss
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.processes import gather_lists
@@ -220,6 +220,33 @@ def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict
         whitened = (sequence["advantage"] - advantages.mean()) / (advantages.std() + 1e-8)
         sequence["advantage"] = (whitened * (sequence["loss_mask"] > 0)).astype(np.float32)
     return {"explained_variance": 1 - advantages.var() / returns.var()} if returns.var() > 0 else {}
+
+
+def gae(rewards: torch.Tensor, values: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> torch.Tensor:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16) of a completion: (n,), (n,) -> (n,).
+
+    `A_t = δ_t + γλ A_{t+1}` with `δ_t = rewards[t] + γ values[t+1] - values[t]`; after the last token both are 0. values[t]
+    is the critic's value of the text before token t. `A_t + values[t]` is the return that it should have predicted.
+    """
+    advantages, advantage, next_value = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
+        advantage = reward + gamma * next_value - value + gamma * lam * advantage
+        advantages.append(advantage)
+        next_value = value
+    return values.new_tensor(advantages[::-1])
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, cliprange_value: float = 0.2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²)`, and whether the clip takes effect, (T,) each, of (T,) each.
+
+    The critic's loss of PPO as in OpenAI's code (2005.12729, section 3): a value that has moved more than c towards the
+    return since the rollout gets no gradient.
+    """
+    clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    plain, limited = (values - returns) ** 2, (clipped - returns) ** 2
+    return 0.5 * torch.max(plain, limited), (limited > plain).float().detach()
 
 
 def main(args: Args) -> None:

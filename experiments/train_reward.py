@@ -16,7 +16,7 @@ loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens,
 one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
-load-balancing loss of a mixture of experts (common/model/experts.py).
+load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
 import math
@@ -28,14 +28,13 @@ from common.collators import Batch, Window, Windows
 from common.command_line import launch
 from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, preference_format, tokenize_pair
 from common.data.formats import as_chat, chat_format
-from common.data.scored import number_of, up_to_the_score
 from common.data.tokens import tokenize_chat
 from common.errors import UserError
 from common.evaluate import evaluate_means
-from common.losses import bradley_terry_loss
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
-from common.model.classifier import save_classifier, score_head
 from common.run import Run
+from experiments.classifier import save_classifier, score_head
+from experiments.scored import number_of, up_to_the_score
 
 import torch  # after common, which sets how CPU threads wait
 
@@ -66,6 +65,19 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     sides = tokenize_pair(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer, 10**9)
     is_text, margin = isinstance(pair["prompt"], str), {"margin": number_of(row, "margin", 0.0)}
     return [up_to_the_score(side, tokenizer, args.max_length, is_text) | margin for side in sides]
+
+
+def bradley_terry_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float = 0.0, center_rewards_coefficient: float = 0.0
+) -> torch.Tensor:
+    """`-log σ(chosen - rejected - margin) + c (chosen + rejected)²` of the rewards of pairs: (B,), (B,) -> (B,).
+
+    The first term is that of Bradley and Terry (Ouyang et al. 2022, arXiv 2203.02155, eq. 1), with a margin as in Llama 2
+    (2307.09288, eq. 2); the second one, off by default, keeps rewards near 0 (Eisenstein et al. 2023, 2312.09244).
+    """
+    return (
+        -torch.nn.functional.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
+    )
 
 
 def main(args: Args) -> None:

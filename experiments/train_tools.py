@@ -48,8 +48,6 @@ from common.collators import Batch, Window
 from common.command_line import launch
 from common.data import BadRow, Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
 from common.data.chat import end_of_turn
-from common.data.tokens import tokenize_reply
-from common.data.tool_calls import Tools, describe_tools, read_calls
 from common.errors import UserError, quoted, say
 from common.evaluate import load_eval_prompts, summarise
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
@@ -61,6 +59,7 @@ from common.sampling import Reward, RolloutSchedule, Sampled, Sampler, load_rewa
 from common.sampling.guard import call, from_file, must
 from common.sampling.rollout import far_from_sampler, keep_high_entropy
 from common.time_limit import TimeLimitReached
+from experiments.tool_calls import Tools, describe_tools, read_calls, tokenize_reply
 
 import numpy as np
 import torch  # after common, which sets how CPU threads wait

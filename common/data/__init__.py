@@ -10,7 +10,6 @@ from common.data.formats import (
     prompt_format,
     text_format,
 )
-from common.data.labelled import as_labelled, labelled_format, mismatched
 from common.data.load import load_data, load_prompts
 from common.data.order import Shuffled, drop_turns
 from common.data.packing import chunk, pack
@@ -18,8 +17,8 @@ from common.data.tokens import tokenize_chat, tokenize_completion, tokenize_mess
 from common.data.train_tokenizer import train_tokenizer
 from common.data.types import BadRow, Example, Row, Sequence, Tokenizer, whole
 
-__all__ = ["BadRow", "Example", "Row", "Sequence", "Shuffled", "Tokenizer", "as_chat", "as_labelled", "as_preference"]
-__all__ += ["as_prompt", "as_text", "chat_format", "chunk", "drop_turns", "labelled_format", "load_data", "load_prompts"]
-__all__ += ["mismatched", "pack", "preference_format", "prompt_format", "text_format", "tokenize_chat"]
+__all__ = ["BadRow", "Example", "Row", "Sequence", "Shuffled", "Tokenizer", "as_chat", "as_preference"]
+__all__ += ["as_prompt", "as_text", "chat_format", "chunk", "drop_turns", "load_data", "load_prompts"]
+__all__ += ["pack", "preference_format", "prompt_format", "text_format", "tokenize_chat"]
 __all__ += ["tokenize_completion", "tokenize_messages", "tokenize_pair", "tokenize_row", "train_tokenizer", "truncate"]
 __all__ += ["whole"]

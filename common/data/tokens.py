@@ -5,13 +5,12 @@ own formatting. In chats it does not (see chat.py, which also decides what is tr
 trained and untrained text.
 """
 
-import json
 import sys
 from collections.abc import Iterable
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.data.chat import PLACEHOLDER, assistant_spans, end_of_turn, hidden_texts, per_tokenizer, render, special_tokens
+from common.data.chat import PLACEHOLDER, assistant_spans, hidden_texts, per_tokenizer, render, special_tokens
 from common.data.types import BadRow, Message, Sequence, Tokenizer, whole
 from common.errors import UserError, printable
 
@@ -138,31 +137,7 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: li
     answers = [message["content"] for message in prompt if message["role"] == "assistant"]
     seam = seams(text, [len(text)]) or any(answer[:1].isspace() for answer in answers)
     starts = answer_starts(text, prompt, tokenizer, tools) if answers and seam else []
-    return _encode(text, tokenizer, cuts=seams(text, starts))[0]
-
-
-def tokenize_reply(messages: list[Message], tokenizer: Tokenizer, calls: list[dict[str, Any]] | None = None) -> list[int]:
-    """The ids between the end-of-turn token of one assistant turn and the next one: the tool or user messages that answer
-    it, in the template's own framing, and the header of the next turn.
-
-    They continue a chat after sampled tokens, without encoding those again. calls: the tool calls of the answered turn,
-    which some templates look up. Raises UserError if the template rejects a message or leaves it out.
-    """
-    word, mark = "plainloop", end_of_turn(tokenizer)
-    turn = {"role": "assistant", "content": word} | ({"tool_calls": calls} if calls else {})
-    try:
-        text = render([{"role": "user", "content": "a"}, turn, *messages], tokenizer, add_generation_prompt=True)
-    except BadRow as error:
-        raise UserError(str(error)) from None
-    if mark is None or (end := text.find(mark, text.find(word))) < 0:
-        raise UserError("the chat template ends answers with no special token (try --chat_template chatml)")
-    at, literal = end + len(mark), hidden_texts(tokenizer)
-    for said in (message["content"].strip() for message in messages):
-        as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # some templates write tool output like this
-        if not (said in text[at:] or as_json in text[at:] or any(hidden in said for hidden in literal)):
-            raise UserError(f"the chat template leaves out a {messages[0]['role']} message (try --chat_template chatml)")
-    ids, characters = _encode(text, tokenizer, cuts=[at])
-    return [token for token, (start, _) in zip(ids, characters.tolist(), strict=True) if start >= at]
+    return encode_text(text, tokenizer, cuts=seams(text, starts))[0]
 
 
 def answer_starts(text: str, messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None) -> list[int]:
@@ -211,9 +186,9 @@ def tokenize_spans(
     cross the boundary of a span, it is tokenised piece by piece instead.
     """
     spans = sorted(spans)
-    ids, offsets = _encode(text, tokenizer, cuts=seams(text, starts))
+    ids, offsets = encode_text(text, tokenizer, cuts=seams(text, starts))
     if (mask := _mask(offsets, spans)) is None:
-        ids, offsets = _encode(text, tokenizer, cuts=[border for span in spans for border in span])
+        ids, offsets = encode_text(text, tokenizer, cuts=[border for span in spans for border in span])
         mask = _mask(offsets, spans)
     if mask is None:
         raise BadRow("a token crosses the border of an answer")
@@ -297,7 +272,7 @@ def _ids_and_characters(
     return encoding["input_ids"], encoding["offset_mapping"]
 
 
-def _encode(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tuple[list[int], np.ndarray]:
+def encode_text(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tuple[list[int], np.ndarray]:
     """Text of `render` as ids and their characters [start, end); no token crosses a cut. Placeholders become text."""
     traits = _traits(tokenizer)
     if not cuts and "\ufdd0" not in text:

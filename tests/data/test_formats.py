@@ -14,10 +14,10 @@ from common.data.formats import (
     prompt_format,
     text_format,
 )
-from common.data.labelled import as_labelled, labelled_format, mismatched
-from common.data.scored import number_of
 from common.data.types import BadRow, Row
 from common.errors import UserError
+from experiments.labelled import as_labelled, labelled_format, mismatched
+from experiments.scored import number_of
 
 import numpy as np
 import pytest

@@ -15,7 +15,6 @@ from common.data.tokens import (
     tokenize_messages,
     tokenize_pair,
     tokenize_prompt,
-    tokenize_reply,
     tokenize_row,
     tokenize_spans,
     tokenize_text,
@@ -718,24 +717,3 @@ def test_a_system_prompt_makes_a_chat_of_a_string_and_leaves_chats_alone():
     chat = [{"role": "user", "content": "1+1?"}]
     assert tokenize_row({"prompt": chat}, tokenizer, system_prompt="Be brief.")["prompt"] == chat
     assert tokenize_row({"prompt": "1+1?"}, tokenizer)["prompt"] == "1+1?"
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_chat_goes_on_after_its_own_tokens_as_the_template_writes_it_whole(name):
-    """What was sampled stays; what follows it are the tokens that the whole chat has there."""
-    template, end, _ = ALL[name]
-    tokenizer = make_tokenizer(template)
-    reply = [{"role": "user", "content": "Are you sure?\n Say so. <|im_end|>"}]
-    found = tokenize_reply(reply, tokenizer)
-    whole = tokenize_prompt([*CHAT[:2], *reply], tokenizer)
-    assert whole[-len(found) :] == found and whole[-len(found) - 1] == tokenizer.convert_tokens_to_ids(end.strip())
-    assert decode(found, tokenizer).count("Are you sure") == 1
-
-
-def test_a_reply_that_the_template_leaves_out_or_refuses_is_named():
-    silent = "{% for m in messages if m.role != 'tool' %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
-    strict = silent + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
-    cases = ((silent, "leaves out a tool message"), (strict, "refuses it: no"), ("{{ 'x' }}", "no special token"))
-    for template, line in cases:
-        with pytest.raises(UserError, match=line):
-            tokenize_reply([{"role": "tool", "name": "add", "content": "7"}], make_tokenizer(template))

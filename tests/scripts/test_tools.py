@@ -8,12 +8,11 @@ import sys
 import time
 from types import SimpleNamespace
 
-from common.data.tool_calls import describe_tools
 from common.errors import UserError
 from common.sampling import Sampled, sample
 from experiments.environments import Calculator, HigherOrLower
+from experiments.tool_calls import describe_tools
 from tests.conftest import read_metrics, run_script, train_metrics, words_of
-from tests.data.test_tool_calls import HERMES
 from tests.run.test_resume import Stop, stop_after_save
 from tests.scripts.one_step import (
     assert_gradient,
@@ -27,6 +26,7 @@ from tests.scripts.one_step import (
     write_rows,
 )
 from tests.scripts.test_equivalence import COMMON, assert_same, free_port, losses
+from tests.scripts.test_tool_calls import HERMES
 
 import numpy as np
 import pytest

@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from common.data.chat import render
-from common.data.tokens import tokenize_reply
-from common.data.types import BadRow, Tokenizer
+from common.data.chat import end_of_turn, hidden_texts, render
+from common.data.tokens import encode_text
+from common.data.types import BadRow, Message, Tokenizer
 from common.errors import UserError
 
 JSON_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -72,3 +72,27 @@ def read_calls(text: str, tools: Tools) -> list[dict[str, Any]]:
             problem = 'a call is {"name": ..., "arguments": {...}} in JSON'
             calls.append({"name": "unknown", "arguments": {}, "error": problem})
     return calls
+
+
+def tokenize_reply(messages: list[Message], tokenizer: Tokenizer, calls: list[dict[str, Any]] | None = None) -> list[int]:
+    """The ids between the end-of-turn token of one assistant turn and the next one: the tool or user messages that answer
+    it, in the template's own framing, and the header of the next turn.
+
+    They continue a chat after sampled tokens, without encoding those again. calls: the tool calls of the answered turn,
+    which some templates look up. Raises UserError if the template rejects a message or leaves it out.
+    """
+    word, mark = "plainloop", end_of_turn(tokenizer)
+    turn = {"role": "assistant", "content": word} | ({"tool_calls": calls} if calls else {})
+    try:
+        text = render([{"role": "user", "content": "a"}, turn, *messages], tokenizer, add_generation_prompt=True)
+    except BadRow as error:
+        raise UserError(str(error)) from None
+    if mark is None or (end := text.find(mark, text.find(word))) < 0:
+        raise UserError("the chat template ends answers with no special token (try --chat_template chatml)")
+    at, literal = end + len(mark), hidden_texts(tokenizer)
+    for said in (message["content"].strip() for message in messages):
+        as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # some templates write tool output like this
+        if not (said in text[at:] or as_json in text[at:] or any(hidden in said for hidden in literal)):
+            raise UserError(f"the chat template leaves out a {messages[0]['role']} message (try --chat_template chatml)")
+    ids, characters = encode_text(text, tokenizer, cuts=[at])
+    return [token for token, (start, _) in zip(ids, characters.tolist(), strict=True) if start >= at]

@@ -1,7 +1,9 @@
 """Tools: what a template says of them decides how calls are read; what cannot be read says so."""
 
-from common.data.tool_calls import Tools, describe_tools, read_calls
+from common.data.tokens import tokenize_prompt
 from common.errors import UserError
+from experiments.tool_calls import Tools, describe_tools, read_calls, tokenize_reply
+from tests.data.test_tokens import ALL, CHAT, decode, make_tokenizer
 from tests.scripts.one_step import tokenizer
 
 import pytest
@@ -76,3 +78,24 @@ def test_short_calls_are_those_of_tools():
         {"name": "add", "arguments": {"a": "12+3"}},
         {"name": "add", "arguments": {"a": " x"}},
     ]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_chat_goes_on_after_its_own_tokens_as_the_template_writes_it_whole(name):
+    """What was sampled stays; what follows it are the tokens that the whole chat has there."""
+    template, end, _ = ALL[name]
+    tokenizer = make_tokenizer(template)
+    reply = [{"role": "user", "content": "Are you sure?\n Say so. <|im_end|>"}]
+    found = tokenize_reply(reply, tokenizer)
+    whole = tokenize_prompt([*CHAT[:2], *reply], tokenizer)
+    assert whole[-len(found) :] == found and whole[-len(found) - 1] == tokenizer.convert_tokens_to_ids(end.strip())
+    assert decode(found, tokenizer).count("Are you sure") == 1
+
+
+def test_a_reply_that_the_template_leaves_out_or_refuses_is_named():
+    silent = "{% for m in messages if m.role != 'tool' %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+    strict = silent + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    cases = ((silent, "leaves out a tool message"), (strict, "refuses it: no"), ("{{ 'x' }}", "no special token"))
+    for template, line in cases:
+        with pytest.raises(UserError, match=line):
+            tokenize_reply([{"role": "tool", "name": "add", "content": "7"}], make_tokenizer(template))
