@@ -7,7 +7,7 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
-    "report": "every run, when report.html is written",
+    "report": "every run, when report.html is written (report_data: its contents)",
     "experts": "a mixture of experts",
     "fused_layers": "norms and MLPs of Llama's form",
 }

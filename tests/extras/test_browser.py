@@ -8,7 +8,8 @@ import subprocess
 import threading
 from pathlib import Path
 
-from common.extras.report import describe_run, page, write_report
+from common.extras.report import page, write_report
+from common.extras.report_data import describe_run
 from tests.extras.test_report import EVIL, a_run, data_of, write_lines
 
 import pytest

@@ -8,19 +8,8 @@ import signal
 
 from common.args import CommonArgs
 from common.errors import UserError
-from common.extras.report import (
-    Report,
-    defaults_of,
-    describe_run,
-    difference,
-    embedded,
-    frames_of,
-    is_logarithmic,
-    page,
-    spread,
-    thinned,
-    write_report,
-)
+from common.extras.report import Report, difference, page, write_report
+from common.extras.report_data import defaults_of, describe_run, embedded, frames_of, is_logarithmic, spread, thinned
 from common.run.metrics import Metrics
 from common.run.output_dir import _lock
 from tests.conftest import ROOT
