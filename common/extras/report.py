@@ -14,7 +14,8 @@ from typing import Any
 
 from common.errors import quoted, say
 from common.extras.report_data import Row, asked, attempt, describe_run, embedded, groups, lines, scores_of
-from common.run.output_dir import is_held, is_over, replace_text
+from common.files import replace_text
+from common.run.folder import is_held, is_over
 from common.sampling.counts import fall_p_value, wilson
 
 PAGE = Path(__file__).parent / "page"

@@ -10,10 +10,9 @@ from common.args import CommonArgs
 from common.errors import UserError
 from common.extras.report import Report, difference, page, write_report
 from common.extras.report_data import defaults_of, describe_run, embedded, frames_of, is_logarithmic, spread, thinned
+from common.run.folder import lock as take_lock
 from common.run.metrics import Metrics
-from common.run.output_dir import _lock
-from tests.conftest import ROOT
-from tests.run.test_folder import SFT
+from tests.conftest import ROOT, SFT
 from tools import report
 
 import numpy as np
@@ -169,7 +168,7 @@ def test_a_killed_run_is_shown_as_killed(tmp_path):
     assert state() == "running", "who knows: it left no lock"
     told, tells = os.pipe()
     if not (child := os.fork()):
-        os.write(tells, str(_lock(folder)).encode())
+        os.write(tells, str(take_lock(folder)).encode())
         signal.pause()
     assert os.read(told, 99) == b"None" and state() == "running"
     os.kill(child, signal.SIGKILL)
