@@ -322,7 +322,8 @@ class Metrics:
     def finish(
         self, text: str, best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
-        """Write what `also` makes of the summary, summary.json, which marks a complete run, and report.html. text: of the event "finished". best: facts about the best evaluation."""
+        """Write what `also` makes of the summary, summary.json, which marks a complete run, and report.html. text: of the
+        event "finished". best: facts about the best evaluation."""
         if not self.accelerator.is_main_process:
             return
         self.event("finished", int(self.last.get("step", 0)), text)
