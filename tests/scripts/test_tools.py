@@ -281,7 +281,7 @@ def test_a_mistake_is_one_line_that_names_it(launch, model, flags, tmp_path):
     text = write_rows(tmp_path / "texts.jsonl", [{"prompt": "What is 3+4?", "answer": "7"}])
     for words, named in (
         ("--environment_factory missing.py:A", "missing.py"),
-        ("--environment_factory FILE", "environments.py:Counter"),
+        ("--environment_factory FILE", "environments.py"),
         ("--environment_factory FILE:Bare", "Bare.helper"),
         ("--environment_factory FILE:Missing", "Missing"),
         ("--environment_factory FILE:Idle", "reset"),
