@@ -7,9 +7,11 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
-    "report": "every run, when report.html is written (report_data: its contents)",
+    "report": "every run, when report.html is written",
+    "report_data": "what report.html shows",
     "experts": "a mixture of experts",
     "fused_layers": "norms and MLPs of Llama's form",
+    "regression": "--regression_suite",
 }
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import quoted, say
+from common.extras.regression import fall_p_value, wilson
 from common.extras.report_data import Row, asked, attempt, describe_run, embedded, groups, lines, scores_of
 from common.files import replace_text
 from common.run.folder import is_held, is_over
-from common.sampling.counts import fall_p_value, wilson
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("chart", "switches", "top", "curves", "samples", "completions", "facts", "compare", "page")  # in this order
