@@ -208,7 +208,7 @@ def test_a_page_that_fails_costs_one_line(tmp_path, capsys):
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     for step in (1, 2):
         metrics.log_eval(step, {"eval_loss": 1.0}, [], show=0)
-    metrics.finish()
+    metrics.finish("2 steps")
     assert (tmp_path / "summary.json").exists() and capsys.readouterr().err.count("report.html was not written") == 1
 
 
