@@ -23,7 +23,7 @@ GRPO += "--per_device_train_batch_size 8 --num_generations 4 --max_completion_le
 
 FIXED = {
     "common": "model_name_or_path model_revision tokenizer_name chat_template dtype use_peft lora_r lora_alpha lora_dropout "
-    "lora_target_modules use_dora use_rslora init_lora_weights load_in_4bit load_in_8bit dataset_name dataset_config dataset_train_split dataset_weights dataset_format columns eval_fraction "
+    "lora_target_modules use_dora use_rslora load_in_4bit load_in_8bit dataset_name dataset_config dataset_train_split dataset_weights dataset_format columns eval_fraction "
     "max_train_samples dataset_streaming streaming_buffer_size curriculum_column curriculum_fraction seed optim",
     "pretrain": "dataset_text_field max_length max_tokens_per_batch packing_strategy vocab_size config_name hidden_size "
     "num_layers num_heads num_kv_heads intermediate_size initializer_range tie_word_embeddings "
@@ -49,7 +49,7 @@ EXECUTION = (  # and precompute_ref_log_probs of DPO, generation_batch_size, rol
     "eval_steps per_device_eval_batch_size num_samples logging_steps save_steps save_total_limit report_to run_name output_dir "
     "sharded_checkpoints overwrite_output_dir dry_run resume_from_checkpoint dataset_cache_dir dataset_num_proc strict_data trust_remote_code "
     "auto_micro_batch max_bad_steps max_hours save_minutes reward_timeout merge_lora gradient_checkpointing "
-    "activation_offloading torch_compile accept_changes export_dtype regression_steps empty_cache_above "
+    "torch_compile accept_changes export_dtype regression_steps empty_cache_above "
     "alert_webhook alert_memory_above alert_stall_minutes push_to_hub hub_model_id hub_private_repo hub_strategy"
 )
 

@@ -65,7 +65,6 @@ def test_flags_and_keys_are_checked(launch, tmp_path):
     refused(launch, "sft", [*SFT, "--train_on", "some"], "train_on", "all_turns")
     refused(launch, "sft", [*SFT, "--lr_scheduler_type", "up"], "lr_scheduler_type", "cosine")
     refused(launch, "sft", [*SFT, "--dtype", "int8"], "dtype", "bfloat16")
-    refused(launch, "sft", [*SFT, "--activation_offloading"], "--activation_offloading", "CUDA", "cpu")
     refused(launch, "dpo", [*SFT[2:], "--dataset_name", "data/dpo", "--loss_type", "kto"], "loss_type", "sigmoid")
     refused(
         launch,

@@ -159,7 +159,7 @@ def test_the_choices_are_those_that_common_knows():
     import train_sft
     from common.data.tokens import TRAIN_ON
     from common.losses import DPO_LOSS_TYPES, GRPO_LOSS_TYPES
-    from common.model.create import DTYPES
+    from common.model.load import DTYPES
     from common.model.optimizer import SCHEDULES
 
     def choices(args_class, name):
