@@ -13,6 +13,8 @@ EXTRAS: dict[str, str] = {
     "hybrids": "recurrent layers, positions that depend on the length",
     "padded": "sampling where attention cannot be replaced, or layers keep a state",
     "regression": "--regression_suite",
+    "report": "every run, when report.html is written",
+    "report_data": "what report.html shows",
 }
 
 
