@@ -9,6 +9,7 @@ from types import ModuleType
 EXTRAS: dict[str, str] = {
     "experts": "a mixture of experts",
     "fused_layers": "norms and MLPs of Llama's form",
+    "quantised": "--load_in_4bit, --load_in_8bit",
     "regression": "--regression_suite",
 }
 
