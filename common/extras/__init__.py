@@ -7,6 +7,8 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
+    "report": "every run, when report.html is written",
+    "report_data": "what report.html shows",
     "experts": "a mixture of experts",
     "fused_layers": "norms and MLPs of Llama's form",
     "quantised": "--load_in_4bit, --load_in_8bit",
