@@ -9,7 +9,7 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.collators import Batch
@@ -18,7 +18,6 @@ from common.extras import extra
 from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import FlatRow, first_occurrences, plan_flat_row
-from common.model.quantised import sizes
 
 import torch
 from torch import Tensor, nn
@@ -365,6 +364,11 @@ def disable_dropout(model: FlatModel) -> FlatModel:
     return model.train(model.training)
 
 
+def is_quantised(lm: nn.Module) -> bool:
+    """Whether a model's frozen weights are in 4 or 8 bits (extras/quantised.py)."""
+    return getattr(base_lm(lm), "is_quantized", False)
+
+
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +377,11 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     parameters = list(model.parameters())
     counts = sizes(parameters)
     return sum(n for n, p in zip(counts, parameters, strict=True) if p.requires_grad), sum(counts)
+
+
+def sizes(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """The number of elements of each parameter; two in 4 bits share a byte."""
+    return [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
 
 
 def flops_per_token(model: FlatModel, T: int) -> float:

@@ -14,9 +14,8 @@ from common.errors import UserError, say
 from common.extras import extra
 from common.memory import SHARDED, is_oom
 from common.model import attention
-from common.model.flat_model import FlatModel, base_lm, routes_tokens
+from common.model.flat_model import FlatModel, base_lm, is_quantised, routes_tokens
 from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
-from common.model.quantised import is_quantised, quantisation, use_plain_arithmetic
 from common.model.shards import empty_model, holds_shards, read_record, refuse_shards
 from common.model.wrap import wrap
 
@@ -110,7 +109,7 @@ def load_model(
         model = _load_frame(args, checkpoint)
     elif name:
         model = load_pretrained(args, name, len(tokenizer))
-        if is_quantised(model):
+        if is_quantised(model.lm):
             raise UserError(f"the weights of {name} are quantised and cannot be trained, adapters on them can: --use_peft")
     elif config is not None:
         model = create_model(config, dtype=args.dtype, seed=args.seed)
@@ -189,8 +188,8 @@ def load_pretrained(
     name = str(name)
     revision = args.model_revision if name == args.model_name_or_path else revision
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
-    if (quantised := quantisation(args)) is not None:
-        options |= {"quantization_config": quantised, "device_map": {"": str(device or "cpu")}}
+    if args.load_in_4bit or args.load_in_8bit:
+        options |= extra("quantised").loading_options(args, device)
     with hub_errors("model", name):
         if is_adapter(name, revision):  # merged: it is the starting point and, in DPO and GRPO, the reference
             auto_peft = import_peft(f"the adapter {name}").AutoPeftModelForCausalLM
@@ -212,11 +211,9 @@ def load_pretrained(
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
         lm.left_out = f"what {config.model_type} has beside its text model (it is exported as {lm.config.model_type})"
     _freeze_all_but_text(lm)
-    if quantised is not None and (lm.config.model_type in ("mamba", "falcon_mamba") or not is_quantised(lm)):
-        flag = "--load_in_4bit" if args.load_in_4bit else "--load_in_8bit"
-        raise UserError(f"{flag}: {type(lm).__name__} has no layers that can be quantised here")
     grow_embedding(lm, vocab_size)
-    use_plain_arithmetic(lm)
+    if is_quantised(lm):
+        extra("quantised").use_plain_arithmetic(args, lm)
     return wrap(lm)
 
 
