@@ -6,7 +6,9 @@ The table is the whole list: module -> what asks for it.
 import importlib
 from types import ModuleType
 
-EXTRAS: dict[str, str] = {}
+EXTRAS: dict[str, str] = {
+    "vllm": "--rollout_server",
+}
 
 
 def extra(name: str) -> ModuleType:

@@ -2,18 +2,15 @@
 
 from common.sampling.generate import Sampled, sample
 from common.sampling.rewards import Reward, Scorer, load_rewards, score, scorer
-from common.sampling.sampler import Sampler, make_sampler
-from common.sampling.schedule import RolloutSchedule
+from common.sampling.rollout import RolloutSchedule
 from common.sampling.whole import why_no_cache
 
 __all__ = [
     "Reward",
     "RolloutSchedule",
     "Sampled",
-    "Sampler",
     "Scorer",
     "load_rewards",
-    "make_sampler",
     "sample",
     "score",
     "scorer",
