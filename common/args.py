@@ -175,10 +175,6 @@ class OptimizerArgs:
     router_aux_loss_coef: float | None = arg(
         help="weight of the experts' load-balancing loss; unset: as in the model's config", within="[0, inf)"
     )
-    router_z_loss_coef: float = arg(0.0, help="weight of the z-loss of the routers (ST-MoE: 0.001)", within="[0, inf)")
-    router_bias_update_rate: float = arg(
-        0.0, help="step of the biases that balance DeepSeek-V3, GLM-4-MoE, ... without a loss (0.001)", within="[0, 1]"
-    )
     max_bad_steps: int = arg(
         3,
         help="end the run after this many steps in a row with a NaN or an infinity; each of them is skipped",

@@ -16,7 +16,7 @@ holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or 
 common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
 modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
-the load-balancing loss of a mixture of experts (common/model/experts.py).
+the load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
 import math

@@ -16,7 +16,7 @@ loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens,
 one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
-load-balancing loss of a mixture of experts (common/model/experts.py).
+load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
 import math

@@ -8,6 +8,8 @@ from types import ModuleType
 
 EXTRAS: dict[str, str] = {
     "vllm": "--rollout_server",
+    "experts": "a mixture of experts",
+    "fused_layers": "norms and MLPs of Llama's form",
 }
 
 

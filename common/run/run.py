@@ -243,8 +243,6 @@ class Run:
 
     def log(self, step: int, window: Window, **values: float | Tensor | None) -> None:
         """End the window; every logging_steps write the means of what was added to `metrics`, together with `values`."""
-        if self.retry.experts:
-            self.retry.experts.update_biases(skip=self.metrics.window_is_bad)
         self.nonfinite.count_skipped(step)
         self.metrics.close_window(window.num_tokens)
         if self._due(step, self.args.logging_steps, self.resumed_at, self.last_step):

@@ -40,7 +40,7 @@ FIXED = {
 MAY_CHANGE = {
     "course": "learning_rate lr_scheduler_type warmup_steps lr_decay_fraction min_lr_ratio weight_decay adam_beta1 adam_beta2 "
     "adam_epsilon max_grad_norm save_best early_stopping_delta per_device_train_batch_size gradient_accumulation_steps "
-    "router_aux_loss_coef router_z_loss_coef router_bias_update_rate",
+    "router_aux_loss_coef",
     "length": "max_steps num_train_epochs early_stopping_patience",
     "evaluation": "dataset_eval_split eval_dataset_name max_eval_samples eval_prompts eval_reward_funcs eval_temperatures "
     "eval_max_new_tokens regression_suite regression_samples regression_pass_at regression_temperature",
