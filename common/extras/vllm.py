@@ -172,7 +172,7 @@ class RolloutServers:
         failed = dict(gather_lists(self.accelerator, list(self.failed.items())))
         path, self.version, self.synced = self.folder / f"step-{step}", f"{step}-{self.run}", step
         self._write(path)
-        prompt = (3 + np.random.default_rng(0).integers(253, size=PROBE_PROMPT)).tolist()
+        prompt = np.random.default_rng(0).integers(3, min(256, self.vocabulary), size=PROBE_PROMPT).tolist()
         found = on_main_process(self.accelerator, lambda: self._load_all(path, prompt))
         answers = {url: answer for url, answer in found.items() if isinstance(answer, Sampled)}
         ours = {url: self._score(prompt, answer.ids) for url, answer in answers.items()}
@@ -217,7 +217,7 @@ class RolloutServers:
             ask(url, "/resume", {})
             return self._complete(url, prompt, request_seed((0,)), PROBE_TOKENS, {"temperature": self.how["temperature"]})
         except UserError as problem:
-            return str(problem)
+            return str(problem).removeprefix(f"--rollout_server {url}: ")
 
     def _score(self, prompt: list[int], ids: list[int]) -> np.ndarray:
         """The trained model's log-probabilities of the tokens after a prompt. Called on every process."""
