@@ -9,7 +9,7 @@ import time
 
 from common.errors import UserError
 from common.model import FlatModel
-from common.run.output_dir import checkpoints
+from common.run.folder import checkpoints
 from tests.conftest import ROOT, read_metrics, run_script, train_metrics
 from tests.run.test_fsdp import sharded  # noqa: F401
 from tests.scripts.one_step import LLAMA, assert_gradient, gradient_of, nll_window, tokenizer, watched, write_rows

@@ -9,7 +9,7 @@ import time
 
 from common.errors import UserError
 from common.extras.vllm import request_seed
-from common.run.output_dir import checkpoints
+from common.run.folder import checkpoints
 from tests.conftest import ROOT, read_metrics, run_script, teacher, train_metrics, words_of
 from tests.run.test_fsdp import LAUNCHER
 from tests.sampling.fake_vllm import FakeVLLM
