@@ -246,7 +246,7 @@ def main(args: Args) -> None:
     )
 
     # --- model and reference -----------------------------------------------------------------------------------------
-    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(rollouts))
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
