@@ -191,7 +191,6 @@ class EvalArgs:
     eval_reward_funcs: list[str] | None = arg(
         help="scores of the completions, named as GRPO's reward_funcs", may_change="evaluation", is_path=True
     )
-    reward_timeout: float = arg(600.0, help="time limit for a reward function call, in seconds; 0: none", within="[0, 1e9]")
     eval_temperatures: list[float] = arg(
         [0.0], help="their temperatures; 0: greedy", within="[0, inf)", may_change="evaluation"
     )
@@ -205,19 +204,6 @@ class EvalArgs:
         help="run the suite every N steps; 0: only before the first and after the last; unset: eval_steps",
         within="[0, 1e12]",
         needs="regression_suite",
-    )
-    regression_samples: int = arg(
-        1,
-        help="answers per case, sampled at regression_temperature",
-        within="[1, 1e4]",
-        may_change="evaluation",
-        needs="regression_suite",
-    )
-    regression_pass_at: int = arg(
-        1, help="k of pass@k over these answers", within="[1, 1e4]", may_change="evaluation", needs="regression_suite"
-    )
-    regression_temperature: float = arg(
-        0.0, help="0 is greedy", within="[0, inf)", may_change="evaluation", needs="regression_suite"
     )
     num_samples: int = arg(3, help="completions shown at each evaluation; samples.jsonl has all", within="[0, 1e6]")
     logging_steps: int = arg(10, help="write metrics every N steps", within="[0, 1e12]")

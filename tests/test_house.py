@@ -25,7 +25,7 @@ CORE = [path for path in MODULES if path.parent.name != "extras"]
 SHARED = {field.name for field in dataclasses.fields(CommonArgs)}
 # From the ground up: a module imports what stands below it, and modules of its own wing. `extras` may import all.
 FLOORS = [
-    {"errors", "losses", "time_limit", "extras"},  # of extras only the table, whose modules are loaded by name
+    {"errors", "losses", "extras"},  # of extras only the table, whose modules are loaded by name
     {"memory", "processes"},
     {"args"},
     {"command_line"},

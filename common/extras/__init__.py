@@ -10,6 +10,7 @@ EXTRAS: dict[str, str] = {
     "vllm": "--rollout_server",
     "experts": "a mixture of experts",
     "fused_layers": "norms and MLPs of Llama's form",
+    "regression": "--regression_suite",
 }
 
 
