@@ -71,9 +71,6 @@ class ModelArgs:
         may_change="execution",
     )
     gradient_checkpointing: bool = arg(False, help="recompute activations: less memory, 30 % slower", may_change="execution")
-    activation_offloading: bool = arg(
-        False, help="also keep the inputs of the recomputation in host memory (CUDA)", may_change="execution"
-    )
     torch_compile: bool = arg(False, help="compile the model's layers", may_change="execution")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
     lora_r: int = arg(16, help="rank of the adapters", within="[1, 1e5]", needs="use_peft")
@@ -84,9 +81,6 @@ class ModelArgs:
     )
     use_dora: bool = arg(False, help="DoRA: train each row's magnitude and direction separately (slower)", needs="use_peft")
     use_rslora: bool = arg(False, help="scale the adapters by alpha / sqrt(r), for large r", needs="use_peft")
-    init_lora_weights: Literal["true", "gaussian", "pissa", "olora"] = arg(
-        "true", help="initialisation of A; B is 0. pissa and olora are refused: they change the base", needs="use_peft"
-    )
     load_in_4bit: bool = arg(False, help="QLoRA: the frozen base in NF4, under --use_peft (needs bitsandbytes)")
     load_in_8bit: bool = arg(False, help="the same in 8 bits")
     merge_lora: bool = arg(

@@ -123,7 +123,7 @@ def test_no_circle_and_nothing_below_the_ground():
 
 
 def test_the_table_of_extras_is_complete():
-    there = {path.stem if path.is_file() else path.name for path in (COMMON / "extras").iterdir() if path.name[0] != "_"}
+    there = {path.stem for path in (COMMON / "extras").glob("[!_]*.py")}
     assert there == EXTRAS.keys()
     code = "".join(path.read_text() for path in [*MODULES, *map(path_of, SCRIPTS), *(ROOT / "tools").glob("*.py")])
     for name, asked_by in EXTRAS.items():

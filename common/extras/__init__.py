@@ -8,8 +8,11 @@ from types import ModuleType
 
 EXTRAS: dict[str, str] = {
     "vllm": "--rollout_server",
+    "report": "every run, when report.html is written",
+    "report_data": "what report.html shows",
     "experts": "a mixture of experts",
     "fused_layers": "norms and MLPs of Llama's form",
+    "quantised": "--load_in_4bit, --load_in_8bit",
     "regression": "--regression_suite",
 }
 

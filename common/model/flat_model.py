@@ -7,7 +7,7 @@ row, and applies the LM head (lm_head.py) only at the trained positions.
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.collators import Batch
@@ -17,7 +17,6 @@ from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import first_occurrences, plan_flat_row
 from common.model.mixers import dealing
-from common.model.quantised import sizes
 from common.model.rope import following, knowing, one_for_all
 
 import torch
@@ -67,7 +66,6 @@ class FlatModel(nn.Module):
         self.extra = nn.ModuleDict()  # a script's own modules, added before `make_optimizer` and `run.prepare`
         self.padded = padded
         self.rotaries = following(lm)  # modules that need to know each sequence's length
-        self.offload = False  # keep the body's saved activations in host memory
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
         self.experts: Any = None  # of a mixture of experts, an extras.experts.Experts; set by load_model
@@ -184,8 +182,7 @@ class FlatModel(nn.Module):
             batch, first = _written_out(batch)  # a shared prefix has different states in each sequence
             previous = None if previous is None else first[batch["targets"]] - 1
         listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
-        offload = torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext()
-        with offload, listening as chosen, knowing(self.rotaries, batch["lengths"]):
+        with listening as chosen, knowing(self.rotaries, batch["lengths"]):
             out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
             hidden = to_row(out.last_hidden_state)
         predicting = None if previous is None else hidden.index_select(0, previous)
@@ -339,6 +336,11 @@ def disable_dropout(model: FlatModel) -> FlatModel:
     return model.train(model.training)
 
 
+def is_quantised(lm: nn.Module) -> bool:
+    """Whether a model's frozen weights are in 4 or 8 bits (extras/quantised.py)."""
+    return getattr(base_lm(lm), "is_quantized", False)
+
+
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +349,11 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     parameters = list(model.parameters())
     counts = sizes(parameters)
     return sum(n for n, p in zip(counts, parameters, strict=True) if p.requires_grad), sum(counts)
+
+
+def sizes(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """The number of elements of each parameter; two in 4 bits share a byte."""
+    return [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
 
 
 def flops_per_token(model: FlatModel, T: int) -> float:

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+from common.extras import extra
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model import mixers
-from common.model.flat_model import FlatModel, base_lm
+from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.lm_head import head_bytes, weight_of
 from common.model.optimizer import moments_bytes
-from common.model.quantised import scales
 from common.run.gpu_memory import BUCKET, gathered_layers, kept, sharing, varlen_workspace, whole_gradients
 
 import torch
@@ -79,7 +79,7 @@ def estimate(
     device = device or next(model.parameters()).device
     lengths = lengths or [tokens]
     trained = [p for p in model.parameters() if p.requires_grad]
-    tensors = [*model.parameters(), *model.buffers(), *scales(model.parameters())]
+    tensors = [*model.parameters(), *model.buffers(), *(extra("quantised").scales(model) if is_quantised(model.lm) else [])]
     autocast = _autocast_dtype(mixed_precision)
     moments = moments_bytes(model, optim)  # in the parameters' dtype; fused kernels need no temporaries
     weights, gradients, optimizer, stepping = kept(

@@ -33,7 +33,6 @@ for module in (
     "experiments.train_grpo_ahead",
     "transformers",
     "peft",
-    "matplotlib.pyplot",
     "torch.distributed.fsdp",
 ):
     try:
@@ -99,7 +98,7 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
             moments.around(owner, name, "save")
     for module in ("checkpoint", "run"):
         moments.around(importlib.import_module(f"common.run.{module}"), "prune", "prune")
-    moments.around(importlib.import_module("common.run.metrics"), "draw_curves", "curves")
+    moments.around(importlib.import_module("common.extras.report"), "write_page", "page")
 
     append, seed_dropout = Metrics.append, Retry._seed_dropout
 

@@ -130,7 +130,6 @@ def calling(monkeypatch):
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
     """Of a run over four chats with Counter: two of them are told where it starts."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # no curves.png: it takes longer than the run
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
     rows = [{"prompt": [{"role": "user", "content": text}], "kind": ("told", "any")[i % 2]} for i, text in enumerate(CHATS)]
     found = ["--dataset_name", write_rows(tmp_path / "prompts.jsonl", rows), "--num_generations", 4]
