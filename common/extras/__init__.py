@@ -16,6 +16,7 @@ EXTRAS: dict[str, str] = {
     "regression": "--regression_suite",
     "report": "every run, when report.html is written",
     "report_data": "what report.html shows",
+    "vllm": "--rollout_server",
 }
 
 
