@@ -8,6 +8,7 @@ from types import ModuleType
 
 EXTRAS: dict[str, str] = {
     "experts": "a mixture of experts",
+    "sharded": "an accelerate config with FSDP",
     "fused_layers": "norms and MLPs of Llama's form",
 }
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, say
 from common.memory import is_oom
-from common.model.shards import refuse_shards
 
 import torch
 
@@ -22,8 +21,6 @@ TOKENIZER = ("tokenizer.json", "vocab.*", "*.model")  # files that a tokenizer c
 @contextlib.contextmanager
 def hub_errors(kind: str, name: str) -> Iterator[None]:
     """Load without progress bars and reports, and turn exceptions of transformers (often ten lines) into one line."""
-    if kind == "model":
-        refuse_shards(name)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process

@@ -15,7 +15,7 @@ from common.model.create import DTYPES, create_model
 from common.model.flat_model import FlatModel, base_lm, routes_tokens
 from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
 from common.model.quantised import is_quantised, quantisation, use_plain_arithmetic
-from common.model.shards import empty_model, holds_shards, read_record
+from common.model.save import SHARDS
 from common.model.wrap import wrap
 
 import torch
@@ -71,15 +71,15 @@ def load_model(
     """The model to train: from the checkpoint, else args.model_name_or_path, else new from the configuration.
 
     With LoRA the checkpoint holds only the adapters; the base is args.model_name_or_path, or the base of that adapter. The
-    weights of a sharded checkpoint follow in `run.prepare` (common/run/sharded.py). Gradient checkpointing, compilation and
-    the dtype of the weights follow args. The model is on the accelerator's device, except for a dry run or sharded weights,
-    which `accelerator.prepare` moves piece by piece.
+    weights of a sharded checkpoint follow in `run.prepare` (extras/sharded.py): until then they are those of the start.
+    Gradient checkpointing, compilation and the dtype of the weights follow args. The model is on the accelerator's device,
+    except for a dry run or sharded weights, which `accelerator.prepare` moves piece by piece.
     """
+    if checkpoint and Path(checkpoint, SHARDS).is_dir():
+        checkpoint = None
     name = checkpoint or args.model_name_or_path
     if args.use_peft:
         model = _load_adapted(args, tokenizer, checkpoint, torch.device("cpu") if args.dry_run else accelerator.device)
-    elif checkpoint and holds_shards(checkpoint):
-        model = _load_frame(args, checkpoint)
     elif name:
         model = load_pretrained(args, name, len(tokenizer))
         if is_quantised(model):
@@ -99,16 +99,6 @@ def load_model(
     if not args.dry_run and accelerator.distributed_type not in SHARDED:
         align(model.to(accelerator.device))
     return model
-
-
-def _load_frame(args: CommonArgs, checkpoint: str | Path) -> FlatModel:
-    """The model of a sharded checkpoint, with its weights still uninitialised."""
-    with hub_errors("sharded checkpoint", str(checkpoint)):
-        lm = empty_model(checkpoint, trust_remote_code=args.trust_remote_code)
-        check_numbers(str(checkpoint), lm)
-    lm.base_dtype, lm.left_out = _dtype_of(lm.config), ""
-    _freeze_all_but_text(lm)
-    return wrap(lm, read_record(checkpoint))
 
 
 def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:
