@@ -82,7 +82,7 @@ def save_checkpoint(
             accelerator.save_state(str(temporary / "state"))
 
     def complete() -> None:
-        known = {"step": step, "processes": accelerator.num_processes, **state, "best": best.state()}
+        known = {"step": step, "processes": accelerator.num_processes, **state}
         (temporary / "trainer_state.json").write_text(json.dumps(known))
         copy_settings(output_dir, temporary)
         write_manifest(temporary)

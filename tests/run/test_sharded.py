@@ -95,7 +95,8 @@ def tensors(folder):
     found = {}
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         state = {}
-        dcp._load_state_dict(state, FileSystemReader(folder / part), dcp._EmptyStateDictLoadPlanner(), no_dist=True)
+        reader, planner = FileSystemReader(folder / part), dcp._EmptyStateDictLoadPlanner()
+        dcp._load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
         waiting = [(part, state)]
         while waiting:
             name, value = waiting.pop()
