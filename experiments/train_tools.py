@@ -53,12 +53,11 @@ from common.evaluate import load_eval_prompts, summarise
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import gather_lists, on_each_process
+from common.processes import TimeLimitReached, gather_lists, on_each_process
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, Sampled, Sampler, load_rewards, make_sampler, score
-from common.sampling.guard import call, from_file, must
+from common.sampling.rewards import call, from_file, must
 from common.sampling.rollout import far_from_sampler, keep_high_entropy
-from common.time_limit import TimeLimitReached
 from experiments.tool_calls import Tools, describe_tools, read_calls, tokenize_reply
 
 import numpy as np
@@ -171,7 +170,7 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
     """The class named by --environment_factory. One object is created to inspect its methods."""
     where = f"--environment_factory {args.environment_factory}"
     try:
-        make = from_file(args.environment_factory, args.tool_timeout, "class")
+        make = from_file(args.environment_factory, args.tool_timeout)
         made = must("making one", make, args.tool_timeout)
         # Including static and class methods, but not those inherited from a built-in base.
         members = inspect.getmembers(type(made), callable)
@@ -188,7 +187,7 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
     def get_reward(environments: list[Any], **columns: Any) -> list[float | None]:
         return [environment.get_reward() for environment in environments]
 
-    own = Reward(getattr(make, "__name__", "environment"), get_reward, args.reward_timeout)
+    own = Reward(getattr(make, "__name__", "environment"), get_reward)
     return Environment(make, tools, [own] if "get_reward" in methods else [])
 
 
@@ -374,7 +373,7 @@ def main(args: Args) -> None:
     environment = load_environment(args, tokenizer)
     to_prompt = partial(encode, tools=environment.tools)
     prompts, held_out = load_prompts(args, to_prompt, tokenizer, recognise=prompt_format)
-    rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout) + environment.rewards
+    rewards = load_rewards(args.reward_funcs, accelerator.device) + environment.rewards
     weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=to_prompt).rows
     rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run

@@ -7,9 +7,12 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
+    "report": "every run, when report.html is written",
+    "report_data": "what report.html shows",
     "experts": "a mixture of experts",
     "sharded": "an accelerate config with FSDP",
     "fused_layers": "norms and MLPs of Llama's form",
+    "regression": "--regression_suite",
 }
 
 

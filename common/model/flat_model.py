@@ -67,7 +67,6 @@ class FlatModel(nn.Module):
         self.extra = nn.ModuleDict()  # a script's own modules, added before `make_optimizer` and `run.prepare`
         self.padded = padded
         self.rotaries = following(lm)  # modules that need to know each sequence's length
-        self.offload = False  # keep the body's saved activations in host memory
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
         self.experts: Any = None  # of a mixture of experts, an extras.experts.Experts; set by load_model
@@ -184,8 +183,7 @@ class FlatModel(nn.Module):
             batch, first = _written_out(batch)  # a shared prefix has different states in each sequence
             previous = None if previous is None else first[batch["targets"]] - 1
         listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
-        offload = torch.autograd.graph.save_on_cpu(pin_memory=True) if self.offload else contextlib.nullcontext()
-        with offload, listening as chosen, knowing(self.rotaries, batch["lengths"]):
+        with listening as chosen, knowing(self.rotaries, batch["lengths"]):
             out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
             hidden = to_row(out.last_hidden_state)
         predicting = None if previous is None else hidden.index_select(0, previous)

@@ -147,11 +147,6 @@ def _compare(args: CommonArgs, config: "LoraConfig", start: str | Path) -> None:
 def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":
     """The settings of a new adapter, excluding vision towers and, unless they are named, the routers of experts."""
     peft = import_peft("--use_peft")
-    if args.init_lora_weights in ("pissa", "olora"):
-        raise UserError(
-            f"--init_lora_weights {args.init_lora_weights} changes the weights of the base, to which the adapter that is "
-            "saved would no longer belong: true or gaussian"
-        )
     wanted = args.lora_target_modules
     everything = wanted is None or [name.lower() for name in wanted] == ["all-linear"]
     left_out = []
@@ -176,7 +171,6 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
         lora_dropout=args.lora_dropout,
         use_dora=args.use_dora,
         use_rslora=args.use_rslora,
-        init_lora_weights=True if args.init_lora_weights == "true" else args.init_lora_weights,
         target_modules="all-linear" if everything else wanted,
         exclude_modules="|".join(left_out) or None,
         trainable_token_indices=_rows_to_train(lm, new_tokens) if new_tokens else None,

@@ -60,7 +60,7 @@ def wrap(lm: nn.Module) -> FlatModel:
             lm.set_attn_implementation(implementation)
             model.padded = True
             if not _close(logits_of(lm, model.hidden(row)).float(), alone, rough):
-                raise UserError(f"{type(lm).__name__}: its head does more than scale or cap the logits: unsupported")
+                raise UserError(f"the model ({type(lm).__name__}): its head does not give its logits")
             say(f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead")
         elif mixers:
             kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers}))

@@ -74,8 +74,6 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     _refuse_false_launches(accelerator)
     check_quantisation(args, accelerator.distributed_type in SHARDED)
     check_optimizer(args, accelerator.distributed_type)
-    if args.activation_offloading and accelerator.device.type != "cuda":
-        raise UserError(f"--activation_offloading is for a CUDA GPU's memory; this run is on {accelerator.device.type}")
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
         plugin = accelerator.state.fsdp_plugin  # it would round loss weights, log-probabilities and gradient sums
         plugin.mixed_precision_policy = dataclasses.replace(

@@ -32,7 +32,6 @@ for module in (
     "train_grpo",
     "transformers",
     "peft",
-    "matplotlib.pyplot",
     "torch.distributed.fsdp",
 ):
     try:
@@ -98,7 +97,7 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
             moments.around(owner, name, "save")
     for module in ("checkpoint", "run"):
         moments.around(importlib.import_module(f"common.run.{module}"), "prune", "prune")
-    moments.around(importlib.import_module("common.run.metrics"), "draw_curves", "curves")
+    moments.around(importlib.import_module("common.extras.report"), "write_page", "page")
 
     append, seed_dropout = Metrics.append, Retry._seed_dropout
 

@@ -1,6 +1,5 @@
 """A run that was stopped goes on exactly where it was, and a broken checkpoint is never taken for a whole one."""
 
-import json
 import os
 import re
 import signal
