@@ -10,10 +10,10 @@ from pathlib import Path
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, say
+from common.extras import extra
 from common.memory import SHARDED
-from common.model.flat_model import FlatModel, base_lm
+from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.lora import TRAINED, import_peft
-from common.model.quantised import dequantised_layers
 
 import torch
 from accelerate import Accelerator
@@ -127,7 +127,9 @@ def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype
         lm, part = wrapper.lm, _part(wrapper, weights, "lm.")
         if hasattr(lm, "peft_config"):
             every = {name.removeprefix("lm."): w for name, w in weights.items() if name.startswith("lm.")}
-            lm = _merged(lm, every | dequantised_layers(lm))
+            if is_quantised(lm):
+                every |= extra("quantised").dequantised_layers(lm)
+            lm = _merged(lm, every)
             part = _part(lm, lm.state_dict(), "")
         save_rounded(lm, folder, part, dtype and str(dtype).removeprefix("torch."))
 
