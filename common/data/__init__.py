@@ -10,11 +10,11 @@ from common.data.formats import (
     prompt_format,
     text_format,
 )
+from common.data.examples import chunk, pack
 from common.data.load import load_data, load_prompts
 from common.data.order import Shuffled, drop_turns
-from common.data.packing import chunk, pack
 from common.data.tokens import tokenize_chat, tokenize_completion, tokenize_messages, tokenize_pair, tokenize_row, truncate
-from common.data.train_tokenizer import train_tokenizer
+from common.data.tokenizer import train_tokenizer
 from common.data.types import BadRow, Example, Row, Sequence, Tokenizer, whole
 
 __all__ = ["BadRow", "Example", "Row", "Sequence", "Shuffled", "Tokenizer", "as_chat", "as_preference"]
