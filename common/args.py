@@ -5,6 +5,7 @@ A script extends `CommonArgs` with its own fields, of the types str, int, float,
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -69,9 +70,7 @@ class ModelArgs:
         help="dtype of the final model; auto: its base's. Checkpoints keep the training dtype",
         may_change="execution",
     )
-    gradient_checkpointing: bool = arg(
-        False, help="recompute activations: less memory, 30 %% slower", may_change="execution"
-    )
+    gradient_checkpointing: bool = arg(False, help="recompute activations: less memory, 30 % slower", may_change="execution")
     activation_offloading: bool = arg(
         False, help="also keep the inputs of the recomputation in host memory (CUDA)", may_change="execution"
     )
@@ -106,7 +105,6 @@ class DataArgs:
     dataset_weights: list[float] | None = arg(
         help="shares of the sources; unset: each row once per epoch", within="(0, inf)"
     )
-    dataset_format: str | None = arg(help="require a format, by name (docs/data.md); unset: recognised by the columns")
     columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
     eval_dataset_name: list[str] | None = arg(help="datasets for evaluation", may_change="evaluation", is_path=True)
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row", within="[0, 1)")
@@ -114,7 +112,6 @@ class DataArgs:
     max_eval_samples: int | None = arg(
         help="evaluate on the first N rows of each source", within="[1, inf)", may_change="evaluation"
     )
-    strict_data: bool = arg(False, help="end the run at an unusable row", may_change="execution")
     dataset_cache_dir: str = arg(
         "outputs/token_cache", help="cache of tokenised datasets", may_change="execution", is_path=True
     )
@@ -122,19 +119,7 @@ class DataArgs:
         help="processes that tokenise; unset: one per core", within="[1, 1e3]", may_change="execution"
     )
     dataset_streaming: bool = arg(False, help="read and tokenise while training; needs max_steps")
-    streaming_buffer_size: int = arg(
-        10_000,
-        help="rows that are packed and shuffled together when streaming",
-        within="[1, 1e9]",
-        needs="dataset_streaming",
-    )
     curriculum_column: str | None = arg(help="column with each row's difficulty, or length: start the run from easy to hard")
-    curriculum_fraction: float = arg(
-        0.5,
-        help="share of the first epoch ordered from easy to hard; the rest is shuffled",
-        within="(0, 1]",
-        needs="curriculum_column",
-    )
     dry_run: bool = arg(False, help="show what would be trained, and how; writes no output_dir", may_change="execution")
 
 
@@ -174,16 +159,6 @@ class OptimizerArgs:
     max_grad_norm: float = arg(1.0, help="clip the window's gradient to this norm; 0: never", within="[0, inf)")
     router_aux_loss_coef: float | None = arg(
         help="weight of the experts' load-balancing loss; unset: as in the model's config", within="[0, inf)"
-    )
-    router_z_loss_coef: float = arg(0.0, help="weight of the z-loss of the routers (ST-MoE: 0.001)", within="[0, inf)")
-    router_bias_update_rate: float = arg(
-        0.0, help="step of the biases that balance DeepSeek-V3, GLM-4-MoE, ... without a loss (0.001)", within="[0, 1]"
-    )
-    max_bad_steps: int = arg(
-        3,
-        help="end the run after this many steps in a row with a NaN or an infinity; each of them is skipped",
-        within="[1, 1e12]",
-        may_change="execution",
     )
 
 
@@ -315,6 +290,16 @@ def is_within(number: float, within: str) -> bool:
         if (low <= number if part[0] != "(" else low < number) and (number <= high if part[-1] != ")" else number < high):
             return True
     return False
+
+
+def defaults(args_class: type[CommonArgs]) -> dict[str, Any]:
+    fields = dataclasses.fields(args_class)
+    return {f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default for f in fields}
+
+
+def declared(args_class: type[CommonArgs], name: str) -> Mapping[str, Any]:
+    """What `arg` says of an argument where it is first defined; without `arg`, None for all of it."""
+    return first_definition(args_class, name)[1].metadata or arg().metadata
 
 
 def first_definition(args_class: type, name: str) -> tuple[type, dataclasses.Field]:

@@ -91,7 +91,8 @@ def _build(source: Source, job: Job, folder: Path) -> None:
     facts["dropped"] = dropped
     facts["args"] = {name: digest([getattr(job.args, name)]) for name in sorted(read)}
     facts["code"] = code | loaded_code(inspect.getsourcefile(job.encode))
-    names = ["ids.bin", "mask.bin", *(f"{name}.npy" for name in ARRAYS), *(f"field-{i}.bin" for i in range(len(facts["fields"])))]
+    names = ["ids.bin", "mask.bin", *(f"{name}.npy" for name in ARRAYS)]
+    names += [f"field-{number}.bin" for number in range(len(facts["fields"]))]
     hashes = "".join(file_hash(folder / name) for name in names if (folder / name).exists())
     facts["digest"] = hashlib.sha256(hashes.encode()).hexdigest()[:16]
     (folder / "facts.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")

@@ -151,8 +151,8 @@ def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
     return checked
 
 
-def layout_of(example: Example, where: str) -> Layout:
-    """The layout of checked sequences. Raises UserError, naming the field, if they differ."""
+def layout_of(example: Example, where: str) -> Layout | None:
+    """The layout of checked sequences; None: there are none. Raises UserError, naming the field, if they differ."""
     layouts = [
         Layout(len(example), {name: (array.ndim == 1, str(array.dtype)) for name, array in sequence.items()}, where)
         for sequence in example
@@ -160,7 +160,7 @@ def layout_of(example: Example, where: str) -> Layout:
     for layout in layouts:
         del layout.fields["input_ids"], layout.fields["loss_mask"]
         agree(layouts[0], layout)
-    return layouts[0]
+    return layouts[0] if layouts else None
 
 
 def agree(layout: Layout | None, other: Layout | None) -> Layout | None:

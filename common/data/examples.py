@@ -97,10 +97,11 @@ class Examples:
     def facts(self) -> list[dict[str, Any]]:
         """For each source: its description, rows, examples, tokens, and what was left out and why."""
         names = ("rows", "examples", "tokens", "trained_tokens")
-        return [
-            source.facts() | {name: file.facts[name] for name in names} | {"dropped": Dropped(file.facts["dropped"]).ranked()}
-            for source, file in zip(self.sources, self.files, strict=True)
-        ]
+        described = []
+        for source, file in zip(self.sources, self.files, strict=True):
+            found = source.facts() | {"dropped": Dropped(file.facts["dropped"]).ranked()}
+            described.append(found | {name: file.facts[name] for name in names})
+        return described
 
 
 class Packs(Examples):

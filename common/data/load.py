@@ -55,7 +55,9 @@ def load_data(
 class Rows:
     """Rows of several sources, converted by a function and kept in memory, one source after another."""
 
-    def __init__(self, sources: list[Source], function: Callable[[Row], dict[str, Any]], curriculum_column: str | None = None):
+    def __init__(
+        self, sources: list[Source], function: Callable[[Row], dict[str, Any]], curriculum_column: str | None = None
+    ):
         """function(row): a dict with token ids under prompt_ids; may raise BadRow."""
         self.sources, self.counts, self._facts = sources, [], []
         self.rows: list[dict[str, Any]] = []

@@ -49,7 +49,7 @@ def read_file(path: Path, at: int, number: int) -> Iterator[Position]:
             yield from _read_paragraphs(path, at, number)
         elif suffix not in (".json", ".jsonl"):
             raise UserError(f"{path}: unknown kind of file; expected {', '.join(SUFFIXES)}")
-        elif next((text.lstrip()[:1] for *_, text in _lines(path, 0, 0) if text.strip()), "") == "[":
+        elif _starts_a_list(path):
             yield from _read_json_array(path, at)
         else:
             yield from _read_json_lines(path, at, number)
@@ -61,10 +61,16 @@ def read_file(path: Path, at: int, number: int) -> Iterator[Position]:
         raise UserError(f"{path}: cannot be read: {error}") from None
 
 
+def _starts_a_list(path: Path) -> bool:
+    with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
+        starts = (line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] for line in file)
+        return next(filter(None, starts), b"") == b"["
+
+
 def _read_json_lines(path: Path, at: int, number: int) -> Iterator[Position]:
-    for at, number, text in _lines(path, at, number):
+    for end, line, text in _lines(path, at, number):
         if text.strip():
-            yield _parsed(f"{path}:{number}", text), at, number
+            yield _parsed(f"{path}:{line}", text), end, line
 
 
 def _parsed(where: str, text: str) -> Row:
@@ -105,18 +111,18 @@ def _object(where: str, value: Any) -> Row:
 def _read_paragraphs(path: Path, at: int, number: int) -> Iterator[Position]:
     """Blocks between blank lines. One of more than MAX_BLOCK bytes ends at a line break."""
     block: list[str] = []
-    first, start = number, at
-    for end, number, text in _lines(path, at, number):
+    first = start = line = 0
+    for end, line, text in _lines(path, at, number):
         if text.strip():
             if not block:
-                first, start = number, at
+                first, start = line, at
             block.append(text.rstrip("\r\n"))
         at = end
         if block and (not text.strip() or at - start >= MAX_BLOCK):
-            yield Row({"text": "\n".join(block)}, f"{path}:{first}"), at, number
+            yield Row({"text": "\n".join(block)}, f"{path}:{first}"), at, line
             block = []
     if block:
-        yield Row({"text": "\n".join(block)}, f"{path}:{first}"), at, number
+        yield Row({"text": "\n".join(block)}, f"{path}:{first}"), at, line
 
 
 def _read_csv(path: Path, at: int, delimiter: str) -> Iterator[Position]:
@@ -131,6 +137,7 @@ def _read_csv(path: Path, at: int, delimiter: str) -> Iterator[Position]:
         for row, columns in enumerate(table, 1):
             if None in columns:
                 raise csv.Error(f"more than {len(names)} fields; one with {delimiter!r} inside stands in quotes")
+            first = table.line_num - sum(text.count("\n") for text in columns.values() if text)
             if row > at:
                 yield Row(columns, f"{path}:{first}"), row, row
             first = table.line_num + 1
@@ -155,8 +162,8 @@ def _lines(path: Path, at: int, number: int) -> Iterator[tuple[int, int, str]]:
     """From byte `at` on, decompressed: (bytes up to the line's end, its number, its text)."""
     with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
         file.seek(at)
-        for number, line in enumerate(file, number + 1):
-            at += len(line)
+        for line in file:
+            at, number = at + len(line), number + 1
             try:
                 yield at, number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte order mark at the start
             except UnicodeDecodeError as error:

@@ -4,8 +4,7 @@ import os
 
 from common.args import CommonArgs
 from common.errors import say
-from common.model.experts import routing_size
-from common.model.flat_model import FlatModel, base_lm
+from common.model.flat_model import FlatModel, routes_tokens
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +15,7 @@ def advise(args: CommonArgs, accelerator: Accelerator, model: FlatModel) -> None
     if accelerator.device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(accelerator.device)
-    experts = routing_size(base_lm(model.lm)) is not None
+    experts = routes_tokens(model.lm)
     lines = slow_settings(capability, accelerator.mixed_precision, args.dtype, experts)
     lines += idle_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
     for line in lines:
