@@ -28,7 +28,6 @@ from common.data.sources import Source, identity, read_rows
 from common.data.types import Tokenizer
 from common.errors import UserError, printable
 from common.files import file_hash, flush, loaded_code
-from common.processes import on_main_process
 
 import numpy as np
 from tqdm import tqdm
@@ -178,6 +177,8 @@ def make_job(
     """Called on every process, which all get the main process's key: a script's constants may depend on the process."""
     if not inspect.isfunction(encode) or "<locals>" in encode.__qualname__:
         raise UserError(f"encode is {encode!r}; expected a function of (row, tokenizer, args) at the script's top level")
+    from common.processes import on_main_process  # it takes a second, and workers need it not
+
     return Job(encode, tokenizer, args, column, on_main_process(accelerator, lambda: key_of(encode, tokenizer)))
 
 
@@ -188,7 +189,10 @@ def key_of(encode: Encode, tokenizer: Tokenizer) -> str:
     own = loaded_code(script)
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in own]
     tables = {module.__name__: vars(module) for module in modules} | {encode.__module__: encode.__globals__}
-    values = [_plain(_public(tables[name]), set(tables), {}) for name in sorted(tables)]
+    values, seen = {}, {}
+    for module, table in sorted(tables.items()):
+        plain = {name: _plain(value, set(tables), seen) for name, value in _public(table).items()}
+        values[module] = {name: value for name, value in plain.items() if isinstance(value, str) or len(value) > 1}
     return digest([_code(Path(script)), sorted(own.values()), values, fingerprint(tokenizer), *versions()])
 
 
@@ -250,10 +254,8 @@ def _public(names: Mapping[str, Any], but: Iterable[str] = ()) -> dict[str, Any]
 
 
 def _plain(value: Any, own: set[str], seen: dict[int, Any]) -> Any:
-    """A value of a module as JSON, the same in every process; of code its defaults and the attributes of classes.
-
-    own: the names of the user's modules: of objects of other classes only the class counts. seen: values by id, to stop at
-    circles.
+    """A value of a module as JSON, the same in every process; of code its defaults and the attributes of classes; of objects
+    of other modules than `own` only the class. seen: values by id, to stop at circles.
     """
     if isinstance(value, str | bytes | int | float | complex | None | np.generic | Path):
         return repr(value)
@@ -274,7 +276,7 @@ def _plain(value: Any, own: set[str], seen: dict[int, Any]) -> Any:
         parts = [part for pair in value.items() for part in pair]
     elif isinstance(value, list | tuple):
         parts = value
-    elif inspect.isfunction(value):
+    elif inspect.isfunction(value) and value.__module__ in own:
         parts = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     elif kind.__module__ in own and hasattr(value, "__dict__"):
         parts = [_public(vars(value), getattr(value, "__dataclass_fields__", ()) if value is kind else ())]

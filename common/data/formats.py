@@ -129,7 +129,12 @@ def _format_of(columns: Columns, formats: Formats, recognise: Callable[[Columns]
     columns. Raises BadRow for a row that lacks what the format needs."""
     name = columns.format if isinstance(columns, Row) else None
     if name not in dict(formats):
-        return recognise(columns)
+        try:
+            return recognise(columns)
+        except UserError as error:
+            if None in columns.values():  # of this row alone
+                raise BadRow(str(error)) from None
+            raise
     ways = [needed for known, needed in formats if known == name]
     if not any(all(columns.get(column) is not None for column in needed) for needed in ways):
         raise BadRow(f"no {' + '.join(ways[0])}")

@@ -53,7 +53,9 @@ def read_file(path: Path, at: int, number: int) -> Iterator[Position]:
             yield from _read_json_array(path, at)
         else:
             yield from _read_json_lines(path, at, number)
-    except (GeneratorExit, UserError):  # the first: a stream left unread when Python ends
+    except GeneratorExit:  # a stream left unread when Python ends, and UserError may be gone
+        raise
+    except UserError:
         raise
     except ImportError:
         raise UserError(f"{path}: to read it: pip install datasets") from None

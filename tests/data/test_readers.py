@@ -140,9 +140,7 @@ def folder_of(folder, kind):
     return Source(str(folder))
 
 
-@pytest.mark.parametrize(
-    "kind", ["jsonl", "json", "txt", "csv", "parquet", "jsonl.gz", "txt.bz2", "csv.xz"]
-)
+@pytest.mark.parametrize("kind", ["jsonl", "json", "txt", "csv", "parquet", "jsonl.gz", "txt.bz2", "csv.xz"])
 @pytest.mark.parametrize("change", [{}, {"max_samples": 7, "held_out": 0.2, "part": "train"}])
 def test_reading_goes_on_from_every_cursor(tmp_path, kind, change):
     source = replace(folder_of(tmp_path, kind), **change)

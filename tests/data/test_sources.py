@@ -96,7 +96,11 @@ def test_an_evaluation_dataset_is_read_at_its_split_or_whole(tmp_path):
 
 
 def test_an_eval_fraction_divides_each_source_in_two(tmp_path, capsys):
-    paths = [numbered(tmp_path / "a.jsonl", 100), numbered(tmp_path / "b.jsonl", 100, 100), numbered(tmp_path / "c.jsonl", 1)]
+    paths = [
+        numbered(tmp_path / "a.jsonl", 100),
+        numbered(tmp_path / "b.jsonl", 100, 100),
+        numbered(tmp_path / "c.jsonl", 1),
+    ]
     train, evaluation = found(*paths, dataset_weights=[2, 1, 1], eval_fraction=0.2, max_eval_samples=4)
     assert [(s.label, s.part, s.held_out, s.format) for s in train] == [(n, "train", 0.2, "text") for n in "abc"]
     assert [(s.label, s.max_samples, s.weight) for s in evaluation] == [("a", 4, 2), ("b", 4, 1)]

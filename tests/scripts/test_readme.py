@@ -170,10 +170,10 @@ def test_rows_with_tools_can_be_trained_without_them(every, launch, tmp_path, ca
     rows = [chat | ({"tools": TOOLS} if i % every == 0 else {}) for i in range(8)]
     words = ["--model_name_or_path", "data/base_model", "--dataset_name", write(tmp_path / "tools.jsonl", rows), *SMALL]
     with pytest.raises(UserError, match="leaves out the tools") as error:
-        launch("sft", *words, "--strict_data")
+        launch("sft", *words)
     flags = advised(error.value)
     assert flags == ["--columns", "unused=tools"]
-    launch("sft", *words, "--strict_data", *flags)
+    launch("sft", *words, *flags)
 
 
 def test_a_pair_with_tools_can_be_trained_without_them(launch, tmp_path):
@@ -182,8 +182,8 @@ def test_a_pair_with_tools_can_be_trained_without_them(launch, tmp_path):
     rows = [{"prompt": prompt, **sides, "tools": TOOLS} for _ in range(8)]
     words = ["--model_name_or_path", "data/base_model", "--dataset_name", write(tmp_path / "tools.jsonl", rows), *SMALL]
     with pytest.raises(UserError, match="a pair with tools") as error:
-        launch("dpo", *words, "--strict_data")
-    launch("dpo", *words, "--strict_data", *advised(error.value))
+        launch("dpo", *words)
+    launch("dpo", *words, *advised(error.value))
 
 
 PLAIN = (
@@ -200,7 +200,7 @@ REFUSED = {
 def test_a_template_that_is_refused_can_be_replaced_as_the_message_says(kind, launch, tmp_path):
     (tmp_path / "mine.jinja").write_text(REFUSED[kind])
     chat = [{"role": role, "content": f"{role} {i}"} for i in range(2) for role in ("user", "assistant")]
-    words = ["--model_name_or_path", "data/base_model", "--strict_data", *SMALL]
+    words = ["--model_name_or_path", "data/base_model", *SMALL]
     words += ["--dataset_name", write(tmp_path / "chats.jsonl", [{"messages": chat}] * 8)]
     with pytest.raises(UserError, match=kind) as error:
         launch("sft", *words, "--chat_template", str(tmp_path / "mine.jinja"))
@@ -270,7 +270,7 @@ def test_what_an_error_advises_works(name, launch, tmp_path):
     if name == "nothing held out":
         rows = [row for i in range(8) for row in chats(("user", f"a {i}"), ("assistant", "b"), count=1)]
     data = write(tmp_path / "rows.jsonl", rows)
-    words = ["--dataset_name", data, "--strict_data", *SMALL, "--output_dir", str(tmp_path / "out"), "--eval_steps", "1"]
+    words = ["--dataset_name", data, *SMALL, "--output_dir", str(tmp_path / "out"), "--eval_steps", "1"]
     words += ["--eval_dataset_name", data] if "--eval_fraction" not in flags else []
     words += [] if stage == "pretrain" else ["--model_name_or_path", "data/base_model"]
     if template:

@@ -438,7 +438,7 @@ def test_mistakes_are_one_line(launch, model, flags, tmp_path):
         (["--environment_factory", f"{file}:Lazy"], "get_reward() or else --reward_funcs"),
         (["--environment_factory", f"{file}:Broken"], "reset raised RuntimeError: no server"),
         (["--max_prompt_length", 20], "with what the environment's reset has added"),
-        (["--dataset_name", text, "--strict_data"], "tools need chats"),
+        (["--dataset_name", text], "tools need chats"),
         (["--eval_reward_funcs", "length:9"], "played and scored as in training"),
     ):
         with pytest.raises(UserError) as error:
