@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, as_command, printable, quoted
 from common.memory import is_oom
-from common.model.checks import hub_errors
+from common.model.load import hub_errors
 from common.model.lora import import_peft
 from common.model.shards import refuse_shards
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.data.types import Tokenizer
 from common.errors import UserError, say
-from common.model.checks import hub_errors, make_savable
-from common.model.load import grow_embedding
+from common.model.load import grow_embedding, hub_errors, make_savable
 from common.model.lora import adapter_config, check_mergeable, import_peft, is_adapter
 
 if TYPE_CHECKING:

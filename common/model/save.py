@@ -7,10 +7,10 @@ from pathlib import Path
 
 from common.data.types import Tokenizer
 from common.errors import UserError
+from common.extras import extra
 from common.memory import SHARDED
-from common.model.flat_model import base_lm
+from common.model.flat_model import base_lm, is_quantised
 from common.model.lora import TRAINED, import_peft
-from common.model.quantised import dequantised_layers
 
 import torch
 from accelerate import Accelerator
@@ -77,7 +77,9 @@ def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype
         written, found = lm, None if weights is None else _part(wrapper, weights, "lm.")
         if is_adapted:
             every = {name.removeprefix("lm."): w for name, w in weights.items() if name.startswith("lm.")}
-            written = _merged(lm, every | dequantised_layers(lm))
+            if is_quantised(lm):
+                every |= extra("quantised").dequantised_layers(lm)
+            written = _merged(lm, every)
             found = _part(written, written.state_dict(), "")
         if dtype is not None:
             small = {name for name, w in found.items() if not w.is_floating_point() or w.dim() < 2}

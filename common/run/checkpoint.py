@@ -21,9 +21,8 @@ from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
 from common.files import find_damage, flush, write_manifest
 from common.memory import SHARDED
-from common.model.flat_model import FlatModel, gathered
+from common.model.flat_model import FlatModel, gathered, is_quantised
 from common.model.merge import write_merged
-from common.model.quantised import is_quantised
 from common.model.save import EXTRA, model_writer
 from common.model.shards import FOLDER, holds_shards
 from common.processes import on_main_process
@@ -116,7 +115,7 @@ def export(
     if best is not None and (problem := on_main_process(accelerator, lambda: find_damage(best))) is not None:
         say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
         best = None
-    if args.merge_lora and is_quantised(wrapper):
+    if args.merge_lora and is_quantised(wrapper.lm):
         write_model = _merger_into_the_base(
             args, model_copier(best) if best else model_writer(accelerator, model, tokenizer)
         )

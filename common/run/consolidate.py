@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.args import CommonArgs
 from common.data.types import Tokenizer
-from common.model.checks import hub_errors
+from common.model.load import hub_errors
 from common.model.save import EXTRA, model_writer, save_model
 from common.model.shards import RECORD, empty_model, write_frame
 from common.run.folder import CARD, read_json

@@ -11,9 +11,9 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, say
+from common.extras import extra
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
-from common.model.quantised import check_quantisation
 from common.processes import gather_lists
 from common.run.folder import open_folder
 from common.run.hub import check_push
@@ -73,10 +73,9 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
             "look for ACCELERATE_*, WORLD_SIZE, RANK and MASTER_ADDR in the environment"
         ) from None
     _refuse_false_launches(accelerator)
-    check_quantisation(args, accelerator.distributed_type in SHARDED)
+    if args.load_in_4bit or args.load_in_8bit:
+        extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
     check_optimizer(args, accelerator.distributed_type)
-    if args.activation_offloading and accelerator.device.type != "cuda":
-        raise UserError(f"--activation_offloading is for a CUDA GPU's memory; this run is on {accelerator.device.type}")
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
         plugin = accelerator.state.fsdp_plugin  # it would round loss weights, log-probabilities and gradient sums
         plugin.mixed_precision_policy = dataclasses.replace(

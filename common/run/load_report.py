@@ -5,8 +5,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.data.types import Tokenizer
-from common.model.flat_model import FlatModel, base_lm, count_parameters
-from common.model.quantised import sizes
+from common.model.flat_model import FlatModel, base_lm, count_parameters, sizes
 from common.run.export_dtype import base_dtype, export_dtype
 
 import torch

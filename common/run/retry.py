@@ -10,7 +10,6 @@ agree whether memory sufficed, and one reduction of all gradients follows. The p
 computation.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,6 @@ from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError, say
 from common.memory import SHARDED, empty_caches, is_oom, tokens_at_once
-from common.run.estimate import needs, show_size
 from common.run.launch import KEPT
 from common.run.metrics import Metrics
 
@@ -46,7 +44,7 @@ class Retry:
                 "--auto_micro_batch: with sharded weights a process that runs out of memory leaves the others waiting; "
                 "choose per_device_train_batch_size by hand (--dry_run estimates what is needed)"
             )
-        self.accelerator, self.model, self.metrics, self.seed = accelerator, model, metrics, args.seed
+        self.args, self.accelerator, self.model, self.metrics = args, accelerator, model, metrics
         self.splits = 1  # parts into which each micro-batch is split
         self.experts = accelerator.unwrap_model(model).experts
         # DeepSpeed's engine divides by the number of micro-batches it was given, and keeps what it has accumulated: its
@@ -108,30 +106,24 @@ class Retry:
 
     def _seed(self, step: int) -> int:
         """Random numbers of a window are a pure function of its place in the run."""
-        return (self.seed * 1_000_003 + step) * 10_007
+        return (self.args.seed * 1_000_003 + step) * 10_007
 
     def _start_again(self, step: int, window: Window, reason: str | None) -> None:
         """Discard the current window's gradients, and split the micro-batches once more."""
         self._forget()
-        if reason and not self._recovers:
-            others = [] if self.accelerator.distributed_type in SHARDED else ["--auto_micro_batch"]
-            raise UserError(f"step {step + 1}: out of memory ({reason}); {self._what_helps(window, *others)}")
-        if reason and self.splits >= window.most_parts:
-            raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {self._what_helps(window)}")
+        if reason and (not self._recovers or self.splits >= window.most_parts):
+            raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {self._what_helps()}")
         self.splits *= 2
         shape = _shape(window.split(self.splits, self.tokens))
         say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
         self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
 
-    def _what_helps(self, window: Window, *others: str) -> str:
-        """Text that says which changes would reduce memory, and by how much."""
-        helps = []
-        if self.accelerator.distributed_type not in SHARDED:
-            model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-            with contextlib.suppress(Exception):  # the estimate needs some memory itself
-                _, helps = needs(self.accelerator, model, window.largest(), window.trained_share(), always_help=True)
-        found = [*others, *(f"{what}: about {show_size(gain)} less" for what, gain in helps)]
-        return f"what helps: {', or '.join(found)}" if found else "what helps: shorter sequences, or LoRA (--use_peft)"
+    def _what_helps(self) -> str:
+        flags = ["gradient_checkpointing", "use_peft"]
+        if not self._recovers and self.accelerator.distributed_type not in SHARDED:
+            flags.insert(0, "auto_micro_batch")
+        unset = [f"--{flag}" for flag in flags if not getattr(self.args, flag)]
+        return f"what helps: {', '.join([*unset, 'a smaller --max_length'])} (--dry_run says what a run needs)"
 
     def _forget(self) -> None:
         self.model.zero_grad(set_to_none=True)

@@ -35,7 +35,7 @@ from common.data.types import whole
 from common.losses import nll
 from common.run.estimate import estimate
 from common.memory import memory
-from common.model.create import create_model
+from common.model.load import create_model
 from common.model.load import enable_gradient_checkpointing, load_pretrained
 from common.model.optimizer import make_optimizer
 import numpy as np, torch, transformers
