@@ -13,7 +13,7 @@ from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.extras import extra
 from common.memory import SHARDED, is_oom
-from common.model import attention, mixers
+from common.model import attention
 from common.model.flat_model import FlatModel, base_lm, is_quantised, routes_tokens
 from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
 from common.model.shards import empty_model, holds_shards, read_record, refuse_shards
@@ -283,7 +283,7 @@ def align(model: nn.Module) -> None:
 
 def enable_gradient_checkpointing(model: FlatModel) -> None:
     """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need."""
-    recomputed = {"context_fn": mixers.recompute_contexts} if mixers.recurrent_mixers(model.lm) else {}
+    recomputed = {"context_fn": extra("hybrids").recompute_contexts} if model.hybrid else {}
     base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False} | recomputed)
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()
@@ -292,7 +292,8 @@ def enable_gradient_checkpointing(model: FlatModel) -> None:
 def compile_layers(model: FlatModel) -> None:
     """torch.compile each transformer block: one small graph for all of them, with unchanged weight names."""
     attention.exclude_from_compilation()
-    mixers.exclude_from_compilation()
+    if model.hybrid:
+        extra("hybrids").exclude_from_compilation()
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile(dynamic=True)

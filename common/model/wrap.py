@@ -12,8 +12,6 @@ from common.model import attention
 from common.model.attention import FLAT, first_occurrences
 from common.model.flat_model import FlatModel
 from common.model.lm_head import logits_of
-from common.model.mixers import deal_out
-from common.model.rope import follow_lengths
 
 import numpy as np
 import torch
@@ -31,11 +29,9 @@ def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
     row. A model that fails is called on padded batches. Raises UserError if that fails, too.
     """
     attention.register()
-    mixers = deal_out(lm)
     lm.config.use_cache = True  # the saved model must generate quickly; training disables the cache per call
     if lm.get_output_embeddings() is None:
         raise UserError(f"{type(lm).__name__} has no LM head (get_output_embeddings): it cannot be trained here")
-    follow_lengths(lm)
     model = FlatModel(lm)
     implementation = lm.stock_attention = lm.config._attn_implementation
     if known is not None:
@@ -71,7 +67,7 @@ def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
             if not _close(logits_of(lm, model.hidden(row)).float(), alone, rough):
                 raise UserError(f"the model ({type(lm).__name__}): its head does not give its logits")
             say(f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead")
-        elif mixers:
+        elif model.hybrid and (mixers := model.hybrid.mixers):
             kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers}))
             say(f"model: {type(lm).__name__} on flat rows, packed mixers: {len(mixers)} {kinds}")
     lm.train(was_training)

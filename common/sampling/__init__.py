@@ -1,9 +1,8 @@
 """From prompts to completions, and scoring them."""
 
-from common.sampling.generate import Sampled, sample
+from common.sampling.generate import Sampled, sample, why_no_cache
 from common.sampling.rewards import Reward, Scorer, load_rewards, score, scorer
 from common.sampling.rollout import RolloutSchedule
-from common.sampling.whole import why_no_cache
 
 __all__ = [
     "Reward",
