@@ -9,6 +9,7 @@ from types import ModuleType
 EXTRAS: dict[str, str] = {
     "cuda_graph": "sampling on a CUDA device",
     "experts": "a mixture of experts",
+    "sharded": "an accelerate config with FSDP",
     "fused_layers": "norms and MLPs of Llama's form",
     "hybrids": "recurrent layers, positions that depend on the length",
     "padded": "sampling where attention cannot be replaced, or layers keep a state",

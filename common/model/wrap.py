@@ -3,7 +3,6 @@
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from common.collators import Batch
 from common.errors import UserError, say
@@ -20,10 +19,8 @@ from torch import Tensor, nn
 WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|attention_chunk_size")  # attributes with its size
 
 
-def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
+def wrap(lm: nn.Module) -> FlatModel:
     """Make a causal language model of transformers callable on flat rows.
-
-    known: results of an earlier check, if the weights are loaded later (shards.read_record).
 
     On a few tokens the logits must equal those for each sequence alone, and must not depend on the other sequences of the
     row. A model that fails is called on padded batches. Raises UserError if that fails, too.
@@ -34,12 +31,6 @@ def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
         raise UserError(f"{type(lm).__name__} has no LM head (get_output_embeddings): it cannot be trained here")
     model = FlatModel(lm)
     implementation = lm.stock_attention = lm.config._attn_implementation
-    if known is not None:
-        extra("fused_layers").fuse_again(lm, known["fused"])
-        model.padded = known["padded"]
-        if not model.padded:
-            lm.set_attn_implementation(FLAT)
-        return model
     if any(p.is_meta for p in lm.parameters()):
         lm.set_attn_implementation(FLAT)  # weights are loaded later (FSDP's efficient loading): nothing to check with
         return model

@@ -18,7 +18,6 @@ from common.processes import gather_lists
 from common.run.folder import open_folder
 from common.run.hub import check_push
 from common.run.metrics import check_tracker
-from common.run.sharded import check_sharded
 
 import torch
 from accelerate import Accelerator
@@ -90,7 +89,6 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # a checkpoint of another run
         seen = checkpoint if named else output_dir / (checkpoint.name if checkpoint else "args.yaml")
         refuse_a_disk_of_its_own(accelerator, seen, needed=checkpoint is not None)
-    check_sharded(args, accelerator)
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")

@@ -1,6 +1,5 @@
 """A run that was stopped goes on exactly where it was, and a broken checkpoint is never taken for a whole one."""
 
-import json
 import os
 import re
 import signal
@@ -106,8 +105,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
     resumed = launch(stage, *arguments, output="stopped")
     assert len(places) == ("--dataset_streaming" in arguments)  # a stream is not read again from its start
     assert read_metrics(resumed) == read_metrics(whole)
-    states = [json.loads((checkpoints(run)[-1] / "trainer_state.json").read_text()) for run in (whole, resumed)]
-    assert states[0]["weight_norms"] == states[1]["weight_norms"]  # of the start of the run
     weights = "adapter_model.safetensors" if "--use_peft" in arguments else "model.safetensors"
     for file in [weights, "extra.safetensors"] if (whole / "extra.safetensors").exists() else [weights]:
         one, other = load_file(whole / file), load_file(resumed / file)
