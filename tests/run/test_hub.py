@@ -177,7 +177,7 @@ def test_what_is_private_is_not_told_by_the_way(tmp_path, monkeypatch):
     monkeypatch.setattr(getpass, "getuser", lambda: "annette")
     words = ["--model_name_or_path", "a/b", "--dataset_name", "data/sft/acme.jsonl", "/srv/meetings.jsonl", "data/sft"]
     words += ["--save_best", "min:eval_meetings_loss", "--eval_reward_funcs", "/srv/acme_judge", "exact_number"]
-    words += ["--dataset_format", "Annette's own", "--dataset_train_split", "hunter2hunter2"]
+    words += ["--dataset_train_split", "hunter2hunter2"]
     args = sft_args(tmp_path, *words, "--lora_target_modules", "sk-proj-abcdefgh")
     public = public_names(args)
     assert public == {"a/b", "data/sft", "exact_number"}
