@@ -7,6 +7,7 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
+    "hub": "every run, when its model card is written; --push_to_hub",
     "report": "every run, when report.html is written",
     "report_data": "what report.html shows",
     "experts": "a mixture of experts",

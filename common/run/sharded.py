@@ -55,8 +55,6 @@ def check_sharded(args: CommonArgs, accelerator: Accelerator) -> None:
         return
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UserError("--sharded_checkpoints: not with DeepSpeed, whose checkpoints have a form of their own: FSDP2")
-    if args.push_to_hub and args.hub_strategy == "every_save" and not args.use_peft:
-        raise UserError("--hub_strategy every_save sends checkpoints, which --sharded_checkpoints leaves in shards: end")
     if accelerator.num_processes > 1 and not args.dry_run:
         check_shared(accelerator, Path(args.output_dir), "--sharded_checkpoints: every process writes to --output_dir")
 

@@ -285,9 +285,6 @@ def test_what_cannot_be_had_is_refused(tmp_path):
     run = SimpleNamespace(num_processes=2, distributed_type=DistributedType.DEEPSPEED)
     with pytest.raises(UserError, match="--sharded_checkpoints: not with DeepSpeed"):
         check_sharded(args, run)
-    args.push_to_hub, args.hub_strategy, run.distributed_type = True, "every_save", DistributedType.FSDP
-    with pytest.raises(UserError, match="--hub_strategy every_save"):
-        check_sharded(args, run)
 
 
 def test_a_disk_that_is_not_shared_is_refused(tmp_path, monkeypatch):
