@@ -40,7 +40,8 @@ FLOORS = [
 LONGEST = 320  # of a module
 LIGHT = {"common without extras": (13_000, 102), "common": (13_400, 110), "tests": (23_000, 200)}
 SCRIPT_LINES = {
-    "train_grpo": 300,
+    "train_grpo": 240,
+    "experiments.train_grpo_ahead": 300,
     "experiments.train_tools": 420,
     "experiments.train_ppo": 300,
     "experiments.train_distill": 300,

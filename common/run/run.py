@@ -30,11 +30,11 @@ from common.extras import extra
 from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
+from common.model.save import base_dtype, final_dtype
 from common.run.alerts import Alerts
 from common.run.best import Best
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
-from common.run.export_dtype import base_dtype, export_dtype
 from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.launch import KEPT, start
 from common.run.metrics import Metrics, versions
@@ -275,7 +275,7 @@ class Run:
         args, best, metrics = self.args, self.best, self.metrics
         self.nonfinite.check_weights(self.model, self.step)
         refuse_deleted_folder(self.accelerator, Path(args.output_dir))
-        dtype = export_dtype(args, self.base_dtype)
+        dtype = final_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)

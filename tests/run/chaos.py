@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tests.conftest  # noqa: F401, I001  (before torch: threads, folder)
+from tests.conftest import demo, module_of  # isort: skip  (before torch: threads, folder)
 from common.command_line import launch
 from common.model import FlatModel
 from common.run.metrics import Metrics
@@ -30,6 +30,7 @@ for module in (
     "train_sft",
     "train_dpo",
     "train_grpo",
+    "experiments.train_grpo_ahead",
     "transformers",
     "peft",
     "torch.distributed.fsdp",
@@ -121,12 +122,12 @@ def _attempt(stage: str, words: list[str], log: str, epoch: int, kind: str | Non
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(out, descriptor)
-    script = importlib.import_module(f"train_{stage}")
+    script = importlib.import_module(module_of(stage))
     sys.argv = [f"train_{stage}.py", *words]
     moments = Moments(kind, at)
     watch(moments, script, epoch)
     try:
-        launch(script.main, script.Args, f"data/configs/{stage}.yaml")
+        launch(script.main, script.Args, demo(stage))
     finally:
         Path(log).with_suffix(".json").write_text(json.dumps(moments.passed))
 

@@ -221,7 +221,7 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     keys = []
     with monkeypatch.context() as patch:
         kept = lambda model, prompts, k, **options: keys.extend(k) or sample(model, prompts, k, **options)  # noqa: E731
-        patch.setattr("common.sampling.sampler.sample", kept)
+        patch.setattr("experiments.train_tools.sample", kept)
         launch("tools", *words, output="whole")
     assert keys[:16] == [(0, 0, i, 0) for i in range(16)] and len({*keys}) == len(keys) > 16  # no turn draws as another does
     whole = list(completions)
@@ -248,7 +248,7 @@ def test_calls_in_json_where_the_template_asks_for_them(launch, flags, monkeypat
         turns = [ids_of(text + "<|im_end|>") for text in texts]
         return [Sampled(ids, [-1.0] * len(ids), True) for ids in turns]
 
-    monkeypatch.setattr("common.sampling.sampler.sample", sample)
+    monkeypatch.setattr("experiments.train_tools.sample", sample)
     model = make_model(tmp_path / "model", max_position_embeddings=1024)
     words = ["--model_name_or_path", model, "--max_prompt_length", 500, "--max_completion_length", 500, "--max_steps", 1]
     launch("tools", *flags, *words, "--chat_template", tmp_path / "hermes.jinja", "--eval_steps", 0, "--save_steps", 0)
