@@ -19,13 +19,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--base", help="base model, if not the one that the adapter names")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     args = parser.parse_args(argv)
-<<<<<<< HEAD
-
-    def write_card(folder: Path, dtype: str) -> None:
-        merged_card(args.adapter, folder, args.base, dtype)
-
-    merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code, also=write_card)
-=======
     dtype = merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code)
     merged_card(args.adapter, Path(args.out), args.base, dtype)
 
