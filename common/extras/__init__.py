@@ -18,6 +18,7 @@ EXTRAS: dict[str, str] = {
     "regression": "--regression_suite",
     "report": "every run, when report.html is written",
     "report_data": "what report.html shows",
+    "stream": "--dataset_streaming",
     "vllm": "--rollout_server",
 }
 
