@@ -229,10 +229,6 @@ class RunArgs:
     seed: int = arg(0, help="seed of the order, initial weights, dropout, sampling", within="[0, 1e9]", may_change="no")
     push_to_hub: bool = arg(False, help="push the final model and its card to the Hub")
     hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", needs="push_to_hub")
-    hub_private_repo: bool = arg(False, help="make a new repository private", needs="push_to_hub")
-    hub_strategy: Literal["end", "every_save"] = arg(
-        "end", help="every_save: also push each checkpoint's model during training", needs="push_to_hub"
-    )
 
 
 @dataclass
