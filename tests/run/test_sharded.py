@@ -22,12 +22,15 @@ pytestmark = pytest.mark.slow
 
 SHARDED = 'os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"\n'
 RESAVE = """
-import copy
+import copy, pathlib
+from common.args import save_args
 from common.run.checkpoint import save_checkpoint
 from common.run.run import Run
 def steps(self, *args, **kwargs):
     args = copy.copy(self.args)
     args.output_dir = os.environ["AGAIN"]
+    pathlib.Path(args.output_dir).mkdir(exist_ok=True)
+    save_args(self.args, pathlib.Path(args.output_dir, f"args.yaml{self.accelerator.process_index or ''}"))
     assert save_checkpoint(args, self.accelerator, self.model, self.optimizer, self.tokenizer, 2, {}, self.best)
     self.accelerator.wait_for_everyone()
     os._exit(0)
