@@ -10,7 +10,6 @@ agree whether memory sufficed, and one reduction of all gradients follows. The p
 computation.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,8 +17,7 @@ from typing import Any
 from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError, say
-from common.memory import SHARDED, empty_caches, is_oom, tokens_at_once
-from common.run.estimate import needs, show_size
+from common.memory import SHARDED, WHAT_HELPS, empty_caches, is_oom, tokens_at_once
 from common.run.launch import KEPT
 from common.run.metrics import Metrics
 
@@ -114,25 +112,15 @@ class Retry:
         """Discard the current window's gradients, and split the micro-batches once more."""
         self._forget()
         if reason and not self._recovers:
-            others = [] if self.accelerator.distributed_type in SHARDED else ["--auto_micro_batch"]
-            raise UserError(f"step {step + 1}: out of memory ({reason}); {self._what_helps(window, *others)}")
+            first = "" if self.accelerator.distributed_type in SHARDED else "--auto_micro_batch, "
+            raise UserError(f"step {step + 1}: out of memory ({reason}); what helps: {first}{WHAT_HELPS}")
         if reason and self.splits >= window.most_parts:
-            raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {self._what_helps(window)}")
+            raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); what helps: {WHAT_HELPS}")
         self.splits *= 2
         shape = _shape(window.split(self.splits, self.tokens))
         say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
         self.metrics.alert("memory", f"step {step + 1}: out of memory; from here on {shape}")
         self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
-
-    def _what_helps(self, window: Window, *others: str) -> str:
-        """Text that says which changes would reduce memory, and by how much."""
-        helps = []
-        if self.accelerator.distributed_type not in SHARDED:
-            model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-            with contextlib.suppress(Exception):  # the estimate needs some memory itself
-                _, helps = needs(self.accelerator, model, window.largest(), window.trained_share(), always_help=True)
-        found = [*others, *(f"{what}: about {show_size(gain)} less" for what, gain in helps)]
-        return f"what helps: {', or '.join(found)}" if found else "what helps: shorter sequences, or LoRA (--use_peft)"
 
     def _forget(self) -> None:
         self.model.zero_grad(set_to_none=True)
