@@ -17,7 +17,7 @@ holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or 
 common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
 modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
-the load-balancing loss of a mixture of experts (common/model/experts.py).
+the load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
 import math
@@ -32,8 +32,6 @@ from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts, unigram_perplexity
 from common.model import llama_config, load_config, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
-
-import torch  # after common, which sets how CPU threads wait
 
 NEW = "no model_name_or_path, no config_name"  # what the sizes of a new model need, and of a new tokenizer:
 NEW_TOKENIZER = f"no tokenizer_name, {NEW}"
@@ -108,7 +106,7 @@ def main(args: Args) -> None:
     accelerator = run.accelerator
 
     # --- data --------------------------------------------------------------------------------------------------------
-    tokenizer_source = run.checkpoint or args.tokenizer_name or args.model_name_or_path or args.config_name
+    tokenizer_source = run.resume_from or args.tokenizer_name or args.model_name_or_path or args.config_name
     if tokenizer_source:
         tokenizer = load_tokenizer(args, tokenizer_source)
     else:
@@ -132,16 +130,16 @@ def main(args: Args) -> None:
 
     # --- model -------------------------------------------------------------------------------------------------------
     config = None if args.model_name_or_path else new_model_config(args, tokenizer)
-    model = load_model(args, accelerator, tokenizer, run.checkpoint, config)  # LoRA, compilation, ... as the flags say
+    model = load_model(args, accelerator, tokenizer, run.resume_from, config)  # LoRA, compilation, ... as the flags say
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="document")
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
+    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
-    def gradients(window: Window) -> torch.Tensor:
+    def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
@@ -151,26 +149,23 @@ def main(args: Args) -> None:
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
+    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             if baseline:
                 values["eval_times_below_unigram"] = baseline / values["eval_perplexity"]
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
-        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
-            run.save(step)
-        if run.ends(step):  # the last step, early stopping, or a signal
+        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        loss = run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -5,6 +5,7 @@ A script extends `CommonArgs` with its own fields, of the types str, int, float,
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -69,9 +70,7 @@ class ModelArgs:
         help="dtype of the final model; auto: its base's. Checkpoints keep the training dtype",
         may_change="execution",
     )
-    gradient_checkpointing: bool = arg(
-        False, help="recompute activations: less memory, 30 %% slower", may_change="execution"
-    )
+    gradient_checkpointing: bool = arg(False, help="recompute activations: less memory, 30 % slower", may_change="execution")
     activation_offloading: bool = arg(
         False, help="also keep the inputs of the recomputation in host memory (CUDA)", may_change="execution"
     )
@@ -174,16 +173,6 @@ class OptimizerArgs:
     max_grad_norm: float = arg(1.0, help="clip the window's gradient to this norm; 0: never", within="[0, inf)")
     router_aux_loss_coef: float | None = arg(
         help="weight of the experts' load-balancing loss; unset: as in the model's config", within="[0, inf)"
-    )
-    router_z_loss_coef: float = arg(0.0, help="weight of the z-loss of the routers (ST-MoE: 0.001)", within="[0, inf)")
-    router_bias_update_rate: float = arg(
-        0.0, help="step of the biases that balance DeepSeek-V3, GLM-4-MoE, ... without a loss (0.001)", within="[0, 1]"
-    )
-    max_bad_steps: int = arg(
-        3,
-        help="end the run after this many steps in a row with a NaN or an infinity; each of them is skipped",
-        within="[1, 1e12]",
-        may_change="execution",
     )
 
 
@@ -315,6 +304,16 @@ def is_within(number: float, within: str) -> bool:
         if (low <= number if part[0] != "(" else low < number) and (number <= high if part[-1] != ")" else number < high):
             return True
     return False
+
+
+def defaults(args_class: type[CommonArgs]) -> dict[str, Any]:
+    fields = dataclasses.fields(args_class)
+    return {f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default for f in fields}
+
+
+def declared(args_class: type[CommonArgs], name: str) -> Mapping[str, Any]:
+    """What `arg` says of an argument where it is first defined; without `arg`, None for all of it."""
+    return first_definition(args_class, name)[1].metadata or arg().metadata
 
 
 def first_definition(args_class: type, name: str) -> tuple[type, dataclasses.Field]:

@@ -4,28 +4,45 @@ All values go through the same conversion and checks; an unknown flag, key or va
 """
 
 import argparse
-import dataclasses
 import difflib
+import functools
 import json
 import os
 import re
-import shlex
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from common.args import CommonArgs, first_definition, is_within
-from common.errors import UserError, keep_talking, last_words, say, show_and_exit
-from common.flags import ELSEWHERE, other_name, without_effect
+from common.args import CommonArgs, declared, defaults, first_definition, is_within
+from common.errors import UserError, last_words, say, show_and_exit
 from common.memory import is_oom
 
 import yaml
 
 Args = TypeVar("Args", bound=CommonArgs)
+Values = dict[str, Any]  # by the names of arguments
+types_of = functools.cache(get_type_hints)
+
+PREFIX = "PLAINLOOP_"
+OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
+# What other tools call our flags, where the spelling is too far from ours to be found by itself.
+ELSEWHERE = {
+    "bf16": "accelerate launch --mixed_precision bf16",
+    "fp16": "accelerate launch --mixed_precision fp16",
+    "deepspeed": "accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml",
+    "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
+    "num_gpus": "accelerate launch --num_processes N",
+    "lr": "--learning_rate",
+    "batch_size": "--per_device_train_batch_size",
+    "max_seq_length": "--max_length",
+    "warmup_ratio": "--warmup_steps, where a value below 1 is a share of the run",
+    "use_lora": "--use_peft",
+    "use_vllm": "--rollout_server of train_grpo.py",
+    "load_best_model_at_end": "--save_best eval_loss, or another metric of the evaluations",
+}
 
 
 def parse_args(args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None) -> Args:
@@ -36,27 +53,33 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
     named, only its dataset applies. default_model: the output folder of the previous stage, the default of
     --model_name_or_path; None: a new model. With --dry_run, prints each value that is not a default and where it comes from.
     """
-    variables = _environment(args_class)
-    flags = [_spelled(word) for word in (sys.argv[1:] if argv is None else argv)]
-    config, flags = _split_config(flags)
-    config = config or os.environ.get(f"{PREFIX}CONFIG")
-    layers = {f"{PREFIX}{name.upper()}": words for name, words in variables.items()}
-    layers |= {f"--config {config}": _yaml_as_flags(config, args_class) if config else [], "command line": flags}
-    words = sum(layers.values(), [])
-    values = _parse(words, args_class)
-    if values["dataset_name"] is None and not Path(demo).exists():
-        raise UserError(f"no --dataset_name, and the embedded demo, {demo}, is not here: name one, or start where it lies")
-    if values["dataset_name"] is None and values["model_name_or_path"] is None:
-        say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
-        layers = {f"the demo, {demo}": _yaml_as_flags(demo, args_class, beneath=words)} | layers
-        values = _parse(sum(layers.values(), []), args_class)
-    if values["dataset_name"] is None:
-        values["dataset_name"] = _parse(_yaml_as_flags(demo, args_class), args_class)["dataset_name"]
+    flags = _parse([_spelled(word) for word in (sys.argv[1:] if argv is None else argv)], args_class)
+    config = flags.pop("config", None) or os.environ.get(f"{PREFIX}CONFIG")
+    # By origin, the lowest priority first.
+    layers = _environment(args_class)
+    layers |= {f"--config {config}": _file(config, args_class) if config else {}, "command line": flags}
+    given: Values = {}
+    for found in layers.values():
+        given |= found
+    demonstrated: Values = {}
+    if given.get("dataset_name") is None:
+        if not Path(demo).exists():
+            raise UserError(f"no --dataset_name, and the demo, {demo}, is not here: name one, or start where it lies")
+        demonstrated = _file(demo, args_class)
+        if given.get("model_name_or_path") is None:
+            say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
+            demonstrated = {
+                name: demonstrated[name] for name in demonstrated if declared(args_class, name)["goes_with"] not in given
+            }
+        else:
+            demonstrated = {"dataset_name": demonstrated["dataset_name"]}
+    layers = {f"the demo, {demo}": demonstrated} | layers
+    values = defaults(args_class) | demonstrated | given
     if values["model_name_or_path"] is None and default_model is not None:
         values["model_name_or_path"] = _last_stage(default_model)
     if values["dry_run"]:
         _say_origins(values, layers, args_class)
-    for line in without_effect(values, args_class):
+    for line in _without_effect(values, args_class):
         say(line)
     return args_class(**values)  # combinations are checked once all of it is known
 
@@ -66,7 +89,9 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
 
     A UserError becomes one line and exit code 1; so does running out of memory outside of the training steps.
     """
-    keep_talking()
+    for stream in (sys.stdout, sys.stderr):  # a character missing in the terminal's encoding ends no run
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     if not sys.warnoptions:  # libraries' warnings about each other, which no user can act on
         warnings.simplefilter("ignore", FutureWarning)
     code: str | int | None = 0
@@ -74,44 +99,22 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
         main(parse_args(args_class, demo, default_model))
     except UserError as error:
         show_and_exit(error)
-    except (RuntimeError, MemoryError) as error:
-        if not is_oom(error):
-            last_words(error)
-            raise
-        reason = " ".join(str(error).split())[:160] or "MemoryError"
-        where = (
-            "outside of the training steps: lower --per_device_eval_batch_size or --eval_max_new_tokens, "
-            "or what the script samples at a time"
-        )
-        show_and_exit(
-            UserError(f"out of memory {where} ({reason}); what was saved is kept, the same command goes on from it")
-        )
     except KeyboardInterrupt:  # while data and model are loaded; during training common/run/signals.py handles it
         say("stopped before the first step: there is nothing to save")
         code = 130
     except SystemExit as stop:
         code = stop.code or 0
     except Exception as error:
+        if is_oom(error):
+            remedy = "lower --per_device_eval_batch_size or --eval_max_new_tokens, or what the script samples at a time"
+            reason = " ".join(str(error).split())[:160] or "MemoryError"
+            show_and_exit(UserError(f"out of memory outside of the training steps: {remedy} ({reason})"))
         last_words(error)
         raise
     sys.stdout.flush()
     sys.stderr.flush()
     if code or os.environ.get("WORLD_SIZE", "1") != "1":  # without destroying anything: see KEPT in common/run/launch.py
         os._exit(int(code))
-    if main.__module__ == "__main__" and not hasattr(sys, "ps1"):  # a script that ends here, not a notebook
-        _leave_within(60)
-
-
-def _leave_within(seconds: float) -> None:
-    """Limit Python's wait for threads at exit: one of a reward function may never end."""
-
-    def leave() -> None:
-        say(f"a thread of this process still runs after {seconds:g} s: it is not waited for")
-        os._exit(0)
-
-    timer = threading.Timer(seconds, leave)
-    timer.daemon = True
-    timer.start()
 
 
 def _last_stage(output_dir: str) -> str:
@@ -122,77 +125,115 @@ def _last_stage(output_dir: str) -> str:
         return output_dir
     if not Path(base, "config.json").exists():
         raise UserError(f"no --model_name_or_path, and neither {output_dir} nor {base} is here: name a model")
-    script = f"train_{Path(output_dir).name}.py"
-    say(f"model: {base} (it ships here; there is no finished run in {output_dir}, which {script} would make)")
+    say(f"model: {base} (it ships here; there is no finished run in {output_dir})")
     return base
 
 
-# --- the environment ------------------------------------------------------------------------------------------------
-
-PREFIX = "PLAINLOOP_"
-OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
+# --- where values come from -----------------------------------------------------------------------------------------
 
 
-def _environment(args_class: type[CommonArgs]) -> dict[str, list[str]]:
-    """{argument: its words} of the variables that are set. An empty one counts as not set, as is usual in containers.
+def _environment(args_class: type[CommonArgs]) -> dict[str, Values]:
+    """What each variable sets. An empty one counts as not set, as is usual in containers.
 
-    Several values are separated as in a shell, or are a JSON list. Raises UserError for a variable that matches no flag.
+    Several values have spaces between them, or are a list as in YAML.
     """
-    types, found = get_type_hints(args_class), {}
+    found = {}
     for variable, value in sorted(os.environ.items()):
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or not value or variable in OF_THE_TESTS or name == "config":
             continue
-        if name not in types or variable != variable.upper():
-            near = difflib.get_close_matches(name, types, n=1)
-            raise UserError(
-                f"unknown variable {variable} in the environment: "
-                + (f"did you mean {PREFIX}{near[0].upper()}?" if near else "it is no flag of this script (--help): unset it")
-            )
-        if get_origin(_without_none(types[name])) is list:
-            found[name] = [f"--{name}", *_several(variable, value)]
-        else:
-            found[name] = [f"--{name}={value}"]
-        try:
-            _parse(found[name], args_class)
-        except UserError as error:
-            raise UserError(f"{variable}: {error}") from None
+        several: Any = value
+        if name in types_of(args_class) and _kind(args_class, name)[1]:
+            several = _read(value, variable) if value[0] in "[{" else value.split()
+        found[variable] = _checked({name: several}, variable, args_class)
     return found
 
 
-def _several(variable: str, value: str) -> list[str]:
-    """The values of a variable for an argument that takes several."""
-    if value.lstrip().startswith("{"):  # a source with settings
-        return [value]
+class _NoKeyTwice(yaml.SafeLoader):
+    """Refuses duplicate keys, of which YAML would silently keep the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} is repeated", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _read(text: str, origin: str) -> Any:
     try:
-        if not value.lstrip().startswith("["):
-            return shlex.split(value)
-        return [item if isinstance(item, str) else json.dumps(item) for item in json.loads(value)]
-    except ValueError as error:
-        raise UserError(f"{variable}: {error}; expected values with spaces between them, or a JSON list") from None
+        return _NoKeyTwice(text).get_single_data()
+    except yaml.YAMLError as error:  # without the line that it quotes: that may hold a secret
+        line = f"line {error.problem_mark.line + 1}: " if getattr(error, "problem_mark", None) else ""
+        raise UserError(f"{origin}: {line}{getattr(error, 'problem', 'no YAML')}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets in brackets
+        raise UserError(f"{origin}: {error}") from None
 
 
-def _say_origins(values: dict[str, Any], layers: dict[str, list[str]], args_class: type[CommonArgs]) -> None:
-    """Print each value that is not a default, with the highest layer that sets it."""
-    origins: dict[str, str] = {}
-    for origin, words in layers.items():
-        names = [word.removeprefix("--").split("=")[0] for word in words if word.startswith("--")]
-        for name in names:
-            known = name in values or not name.startswith("no_")
-            origins[name if known else name.removeprefix("no_")] = origin
+def _file(path: str, args_class: type[CommonArgs]) -> Values:
+    """The values of a YAML file."""
+    origin = f"--config {path}"
+    try:
+        values = _read(Path(path).read_text(encoding="utf-8"), origin)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{origin}: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{origin}: expected `name: value` lines")
+    return _checked(values, origin, args_class)
+
+
+def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) -> Values:
+    """Values of a file or a variable, converted and checked as on the command line."""
+    words = []
+    for name, value in values.items():
+        if name == "config" or (
+            isinstance(value, list | dict) and name in types_of(args_class) and not _kind(args_class, name)[1]
+        ):
+            raise UserError(f"{origin}: {name} takes one value, outside of a file")
+        several = value if isinstance(value, list) else [value]
+        several = [json.dumps(item, default=str) if isinstance(item, dict) else str(item) for item in several]
+        if value is not None and several:  # a list of one may begin with a minus
+            words += [f"--{name}={several[0]}"] if len(several) == 1 else [f"--{name}", *several]
+    try:
+        return _parse(words, args_class)
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from None
+
+
+def _say_origins(values: Values, layers: dict[str, Values], args_class: type[CommonArgs]) -> None:
+    """Print each value that is not a default, with the layer that sets it."""
     say("settings that are not the default, and where they come from")
-    for f in dataclasses.fields(args_class):
-        value, default = values[f.name], f.default_factory() if f.default is dataclasses.MISSING else f.default
-        if value != default:
-            is_secret = first_definition(args_class, f.name)[1].metadata.get("secret")
-            shown = "(secret)" if is_secret else value
-            shown = " ".join(map(str, shown)) if isinstance(shown, list) else str(shown)
-            origin = origins.get(f.name) or ("the demo" if f.name == "dataset_name" else "this script")
-            say(f"    {f.name:28} {shown if len(shown) <= 60 else shown[:59] + '…':28} {origin}")
+    for name, default in defaults(args_class).items():
+        if values[name] != default:
+            origin = next((origin for origin, found in reversed(layers.items()) if name in found), "this script")
+            shown = "(secret)" if declared(args_class, name)["secret"] else _shown(values[name])
+            say(f"    {name:28} {shown if len(shown) <= 60 else shown[:59] + '…':28} {origin}")
     say("")
 
 
-# --- flags and YAML -------------------------------------------------------------------------------------------------
+def _without_effect(values: Values, args_class: type[CommonArgs]) -> list[str]:
+    """A line for each argument that differs from its default but has no effect beside the others (see needs of `arg`)."""
+    lines = []
+    for name, default in defaults(args_class).items():
+        needs = declared(args_class, name)["needs"]
+        if not needs or values[name] == default:
+            continue
+        for need in needs.split(", "):
+            other, _, wanted = need.removeprefix("no ").partition("=")
+            set_to = values[other] if isinstance(values[other], list) else [values[other]]
+            is_set = wanted in set_to if wanted else any(set_to)
+            if is_set == need.startswith("no "):
+                other = f"with --{other}" if is_set else f"without --{other} {wanted}".rstrip()
+                lines.append(f"--{name} {_shown(values[name])} has no effect {other}")
+                break
+    return lines
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# --- words to values ------------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -200,92 +241,50 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def _parse(words: list[str], args_class: type[CommonArgs]) -> dict[str, Any]:
-    """The values of all arguments, each checked individually."""
-    parser = _Parser(allow_abbrev=False, usage="%(prog)s [--config FILE] [--flag value ...]")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")  # removed before parsing
+def _parse(words: list[str], args_class: type[CommonArgs]) -> Values:
+    """The values that words like ["--seed", "1"] give, each checked by itself; --config is among them."""
+    usage = "%(prog)s [--config FILE] [--flag value ...]"
+    parser = _Parser(allow_abbrev=False, usage=usage, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")
     parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")  # also -1e-3
-    own = parser.add_argument_group("This script")
-    groups = {args_class: own} | {cls: parser.add_argument_group(cls.__doc__) for cls in reversed(CommonArgs.__mro__[1:-1])}
-    types = get_type_hints(args_class)
-    for f in dataclasses.fields(args_class):
-        kind, options = types[f.name], {}
-        group = groups.get(first_definition(args_class, f.name)[0], own)
-        kind = _without_none(kind)
-        if several := get_origin(kind) is list:
-            kind, options = get_args(kind)[0], {"nargs": "+"}
-        if get_origin(kind) is Literal and isinstance(get_args(kind)[0], bool):
-            kind = bool
-        if get_origin(kind) is Literal:
-            options |= {"choices": get_args(kind), "type": type(get_args(kind)[0])}
-        elif kind in (str, int, float, bool):
-            options |= {"metavar": kind.__name__.upper(), "type": kind}
-        else:
-            raise TypeError(f"{args_class.__name__}.{f.name}: {types[f.name]}; expected one of the types in common/args.py")
-        default = f.default_factory() if f.default is dataclasses.MISSING else f.default
-        if kind is bool:
-            options |= {"metavar": "true/false", "type": _true_or_false}
-        shown = f.metadata.get("help", "").replace("%%", "%") + ("" if default is None else f" (default: {default})")
-        try:
-            if kind is bool and not several:
-                options |= {"nargs": "?", "const": True}
-                no = {"dest": f.name, "action": "store_false", "default": default}
-                group.add_argument(f"--no_{f.name}", help=argparse.SUPPRESS, **no)
-            group.add_argument(f"--{f.name}", default=default, help=shown.replace("%", "%%"), **options)
-        except argparse.ArgumentError:
-            raise TypeError(f"{args_class.__name__}.{f.name}: this name is taken by another flag") from None
+    groups = {args_class: parser.add_argument_group("This script")}
+    groups |= {cls: parser.add_argument_group(cls.__doc__) for cls in reversed(CommonArgs.__mro__[1:-1])}
+    for name, default in defaults(args_class).items():
+        group = groups.get(first_definition(args_class, name)[0], groups[args_class])
+        text = args_class.__dataclass_fields__[name].metadata.get("help", "")
+        text += "" if default is None else f" (default: {default})"
+        group.add_argument(f"--{name}", help=text.replace("%", "%%"), **_options(args_class, name))
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
-        raise UserError(_unknown("flag", unknown[0], args_class, prefix="--"))
-    values = vars(parsed)
-    del values["config"]
-    for name, value in values.items():
-        declared = first_definition(args_class, name)[1].metadata
-        _check_range(name, value, declared.get("within") or "(-inf, inf)")
-        if any(
-            "\ud800" <= letter <= "\udfff"
-            for word in (value if isinstance(value, list) else [value])
-            for letter in str(word)
-        ):
-            raise UserError(f"--{name} {value} is no UTF-8 text: rename what is called so, or start with PYTHONUTF8=1 set")
-        if declared.get("is_path"):
-            _check_path(name, value)
-    return values
+        raise UserError(_unknown(unknown[0], args_class))
+    for name, value in vars(parsed).items():
+        for part in value if isinstance(value, list) else [value]:
+            if type(part) in (int, float):
+                within = declared(args_class, name)["within"] or "(-inf, inf)"
+                if not is_within(part, within):
+                    raise UserError(f"--{name} {part} is out of range, which is {within}")
+    return vars(parsed)
 
 
-def _check_range(name: str, value: Any, within: str) -> None:
-    """Raise UserError for a number, alone or in a list, outside the argument's range (see `arg`)."""
-    for number in value if isinstance(value, list) else [value]:
-        if isinstance(number, int | float) and not isinstance(number, bool) and not is_within(number, within):
-            raise UserError(f"--{name} {number} is out of range, which is {within}")
+def _options(args_class: type[CommonArgs], name: str) -> dict[str, Any]:
+    """How argparse converts an argument."""
+    kind, several = _kind(args_class, name)
+    options: dict[str, Any] = {"nargs": "+"} if several else {}
+    if get_origin(kind) is Literal:
+        return options | {"choices": get_args(kind), "type": type(get_args(kind)[0])}
+    if kind is bool:
+        return {"nargs": "?", "const": True, "metavar": "true/false", "type": _true_or_false} | options
+    if kind not in (str, int, float):
+        raise TypeError(f"{args_class.__name__}.{name}: {kind} is none of the types in common/args.py")
+    return options | {"metavar": kind.__name__.upper(), "type": kind}
 
 
-def _check_path(name: str, value: Any) -> None:
-    """Raise UserError for an impossible file name: otherwise the system would, wherever it is first used."""
-    for word in value if isinstance(value, list) else [value]:
-        if word is None or word.startswith(("{", "regex:")):  # a source with settings; a pattern
-            continue
-        sizes = [len(part.encode("utf-8", "surrogateescape")) for part in (word, *word.split("/"))]
-        if "\0" in word or sizes[0] >= 4096 or max(sizes[1:]) > 255:
-            raise UserError(f"--{name} {word[:60]}… cannot be the name of a file or a folder: it has {len(word)} characters")
-
-
-def _without_none(kind: Any) -> Any:
-    """X of X | None."""
+def _kind(args_class: type[CommonArgs], name: str) -> tuple[Any, bool]:
+    """X of an argument of type X or list[X], and whether it is a list; with or without | None."""
+    kind = types_of(args_class)[name]
     if get_origin(kind) in (Union, UnionType):
-        return next(part for part in get_args(kind) if part is not NoneType)
-    return kind
-
-
-class _NoKeyTwice(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML would silently keep the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and keys.count(key.value) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands there twice", key.start_mark)
-        return super().construct_mapping(node, deep)
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    return (get_args(kind)[0], True) if get_origin(kind) is list else (kind, False)
 
 
 def _true_or_false(word: str) -> bool:
@@ -302,63 +301,8 @@ def _spelled(word: str) -> str:
     return "=".join([flag[:2] + flag[2:].replace("-", "_"), *value]) if word.startswith("--") else word
 
 
-def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
-    """(the file after --config, the other arguments)."""
-    for i, word in enumerate(argv):
-        if word == "--config":
-            if i + 1 == len(argv):
-                raise UserError("--config needs a YAML file")
-            return argv[i + 1], argv[:i] + argv[i + 2 :]
-        if word.startswith("--config="):
-            return word.removeprefix("--config="), argv[:i] + argv[i + 1 :]
-    return None, argv
-
-
-def _yaml_as_flags(path: str, args_class: type[CommonArgs], beneath: list[str] | None = None) -> list[str]:
-    """A YAML mapping as command-line words, so that both go through the same conversion and checks.
-
-    beneath: words of higher priority; values that depend on an argument given there are left out (see goes_with of `arg`).
-    """
-    _check_path("config", path)
-    given = {word.removeprefix("--").split("=")[0] for word in beneath or []}
-    try:
-        values = _NoKeyTwice(Path(path).read_text(encoding="utf-8")).get_single_data()
-    except FileNotFoundError:
-        raise UserError(f"--config {path}: there is no such file") from None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or 5,000 digits
-        for mark in ("context_mark", "problem_mark"):  # they would quote lines, which may contain a secret
-            if getattr(error, mark, None) is not None:
-                getattr(error, mark).buffer = None
-        raise UserError(f"--config {path}: cannot be read as YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"--config {path}: expected `name: value` lines")
-    types = get_type_hints(args_class)
-    words = []
-    for name, value in values.items():
-        if name not in types:
-            raise UserError(f"--config {path}: {_unknown('key', str(name), args_class)}")
-        if isinstance(value, dict):
-            raise UserError(f"--config {path}: {name} takes a value or a list, not a mapping")
-        if isinstance(value, list) and get_origin(_without_none(types[name])) is not list:
-            raise UserError(f"--config {path}: {name} takes one value, not a list")
-        if beneath and first_definition(args_class, name)[1].metadata.get("goes_with") in given:
-            continue
-        if isinstance(value, list):  # a mapping in a list is a source with settings
-            words += (
-                [f"--{name}", *(json.dumps(v, default=str) if isinstance(v, dict) else str(v) for v in value)]
-                if value
-                else []
-            )
-        elif value is not None:
-            words.append(f"--{name}={value}")
-    return words
-
-
-def _unknown(kind: str, word: str, args_class: type, prefix: str = "") -> str:
+def _unknown(word: str, args_class: type[CommonArgs]) -> str:
     word = re.sub(r"(https?://).*", r"\1…", word.split("=")[0])  # the rest may be a secret
-    name = word.removeprefix("--").replace("-", "_")
-    if name in ELSEWHERE:
-        return f"unknown {kind} {word}: {ELSEWHERE[name]}"
-    other = other_name(name, args_class)
-    near = [other] if other else difflib.get_close_matches(name, [f.name for f in dataclasses.fields(args_class)], n=1)
-    return f"unknown {kind} {word}" + (f": did you mean {prefix}{near[0]}?" if near else " (--help lists the flags)")
+    name = word.removeprefix("--")
+    near = difflib.get_close_matches(name, defaults(args_class), n=1)
+    return f"unknown flag {word}: " + (ELSEWHERE.get(name) or (f"did you mean --{near[0]}?" if near else "see --help"))

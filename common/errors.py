@@ -1,7 +1,6 @@
 """Messages to the user: progress lines, and the one exception for the user's mistakes."""
 
 import contextlib
-import errno
 import os
 import re
 import sys
@@ -10,11 +9,11 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-LONGEST = 2_000  # characters of a message
 # Functions called with the error that ends a run, before its process ends.
 LAST_WORDS: list[Callable[[BaseException], None]] = []
 # time.monotonic() of signals that asked this run to end: pending waits may then give up sooner.
 TOLD_TO_END: list[float] = []
+SECRETS: list[str] = []  # must not appear in any message, whoever wrote it, such as a failing reward function
 
 
 class UserError(Exception):
@@ -22,8 +21,8 @@ class UserError(Exception):
 
     def __init__(self, message: str):
         message = " ".join(message.split())  # quoted exceptions of libraries often have many lines
-        if len(message) > LONGEST:  # the remedy is at the end
-            message = f"{message[: LONGEST - 600]} … {message[-600:]}"
+        if len(message) > 2_000:  # the remedy is at the end
+            message = f"{message[:1_400]} … {message[-600:]}"
         super().__init__(message)
 
 
@@ -49,9 +48,6 @@ def is_of_the_disk(error: Exception) -> bool:
     return isinstance(error, OSError) or bool(_DISK.search(str(error)))
 
 
-SECRETS: list[str] = []  # must not appear in any message, whoever wrote it, such as a failing reward function
-
-
 def hidden(text: str) -> str:
     for secret in SECRETS:
         text = text.replace(secret, "(secret)")
@@ -73,30 +69,16 @@ def is_first() -> bool:
     return os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.environ.get("RANK", "0") == "0"
 
 
-def show_and_exit(error: UserError) -> None:
-    """Print one line without a traceback, and exit with code 1."""
-    where = "" if is_first() else f"[rank {os.environ['RANK']}] "
-    print(printable(f"{where}error: {error}"), file=sys.stderr, flush=True)
-    last_words(error)
-    # A rank that failed alone must not wait for the others at interpreter exit: leave immediately.
-    sys.stdout.flush()
-    os._exit(1)
+def say(line: str, file: TextIO | None = None, *, as_it_is: bool = False) -> None:
+    """Print a line for the user, once per run rather than once per process, above the progress bar if there is one.
 
-
-def as_command(main: Callable[[], int | None]) -> None:
-    """Call a tool's `main` and end the program: a UserError is one line, Ctrl-C a word, and a reader that has left (`|
-    head`) no error."""
-    keep_talking()
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")
-    try:
-        code = main()
-    except UserError as error:
-        show_and_exit(error)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
-        code = 130
-    sys.exit(code)
+    as_it_is: the line is already `printable`, apart from its own colours.
+    """
+    if is_first():
+        file = file or sys.stdout
+        with contextlib.suppress(OSError):  # a log on a full disk, or a reader that is gone, loses lines and ends no run
+            tqdm.write(line if as_it_is else printable(line), file=file)
+            file.flush()
 
 
 def last_words(error: BaseException) -> None:
@@ -106,57 +88,25 @@ def last_words(error: BaseException) -> None:
             LAST_WORDS.pop()(error)
 
 
-def say(line: str, file: TextIO | None = None, *, as_it_is: bool = False) -> None:
-    """Print a line for the user, once per run rather than once per process, above the progress bar if there is one.
-
-    as_it_is: the line is already `printable`, apart from its own colours.
-    """
-    if is_first():
-        file = file or sys.stdout
-        tqdm.write(line if as_it_is else printable(line), file=file)
-        file.flush()
+def show_and_exit(error: UserError) -> None:
+    """Print one line without a traceback, and exit with code 1."""
+    where = "" if is_first() else f"[rank {os.environ['RANK']}] "
+    print(printable(f"{where}error: {error}"), file=sys.stderr, flush=True)
+    last_words(error)
+    sys.stdout.flush()
+    os._exit(1)  # a rank that failed alone must not wait for the others
 
 
-class _Lasting:
-    """A stream whose disk may be full, or whose reader may leave: that loses lines, but does not end the run."""
-
-    def __init__(self, stream: TextIO):
-        self._stream, self._problem = stream, ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        if lost := self._problem:
-            self.flush()
-            if not self._problem:
-                self._try(lambda: self._stream.write(f"\n[lines are missing here: {lost}]\n"))
-        if not self._problem:
-            self._try(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, act: Any) -> None:
-        self._problem = ""
-        try:
-            act()
-        except ValueError:  # closed by a reward function
-            pass
-        except OSError as error:
-            self._problem = error.strerror or type(error).__name__
-            if error.errno in (errno.EPIPE, errno.EIO, errno.ENXIO):  # the reader is gone
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
-
-
-def keep_talking() -> None:
-    """From now on no failure to print ends the run: a full disk, a pipe or terminal that is gone, or a character missing in
-    the terminal's encoding."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")  # None: closed from the start
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, stream if isinstance(stream, _Lasting) else _Lasting(stream))
+def as_command(main: Callable[[], int | None]) -> None:
+    """Call a tool's `main` and end the program: a UserError is one line, Ctrl-C a word, `| head` no error."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except UserError as error:
+        show_and_exit(error)
+    except BrokenPipeError:
+        os._exit(0)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        code = 130
+    sys.exit(code)

@@ -222,13 +222,13 @@ def main(args: Args) -> None:
     )
 
     # --- model and reference -----------------------------------------------------------------------------------------
-    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(rollouts))
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=True)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; then resumes the run
+    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
     sampler = make_sampler(
         args.rollout_server,
@@ -248,7 +248,7 @@ def main(args: Args) -> None:
     say(f"{rollouts.window_size} completions a step; they stop at {stops}")
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
-    def gradients(window: Window) -> torch.Tensor:
+    def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
@@ -263,15 +263,12 @@ def main(args: Args) -> None:
             run.metrics.add(mask, entropy=out.entropy)
             run.metrics.add(batch["sampled"], **{"loss/sampled": losses})
             run.metrics.add(mask - batch["sampled"], **{"loss/data": losses})
-        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(rollouts)):  # updates done so far: from the checkpoint's step to the last, inclusive
+    for step in run.steps(last=len(rollouts)):  # step: updates done so far, 0 or the checkpoint's at first
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
-        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
-            run.save(step)
-        if run.ends(step):  # the last step, early stopping, or a signal
+        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
             break
 
         sampler.sync(step)  # servers get the weights
@@ -279,9 +276,9 @@ def main(args: Args) -> None:
         log_rollout(run, step + 1, completions, tokenizer)
         window = make_window(completions, args, accelerator)
         set_lr(optimizer, lr_at(step))
-        loss = run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

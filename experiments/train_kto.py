@@ -17,7 +17,7 @@ loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens,
 one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
 common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
 request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
-load-balancing loss of a mixture of experts (common/model/experts.py).
+load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
 import math
@@ -109,13 +109,13 @@ def main(args: Args) -> None:
         raise UserError("--loss_type kto: its KL term needs two rows in a step (--per_device_train_batch_size, more rows)")
 
     # --- model and reference -----------------------------------------------------------------------------------------
-    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="answer", reference=not args.use_peft)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
+    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer)
 
@@ -148,7 +148,7 @@ def main(args: Args) -> None:
         kl = kl_of([row for i in range(len(held_out)) for row in held_out[i]])
         return evaluate_means(args, accelerator, model, held_out, lambda batch: answer_losses(batch, model(batch), kl))
 
-    def gradients(window: Window) -> torch.Tensor:
+    def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         kl = kl_of([row for example in window.examples for row in example])  # of the whole window
         run.metrics.add(kl=kl)
@@ -163,24 +163,21 @@ def main(args: Args) -> None:
             run.metrics.add(mask * (1 - batch["label"]), **{"rewards/rejected": logged.pop("rewards")})
             run.metrics.add(mask, **logged)
             run.metrics.add_sum(loss=loss)
-        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
+    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
         if run.eval_due(step):
             values = evaluate()
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
-        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
-            run.save(step)
-        if run.ends(step):  # the last step, early stopping, or a signal
+        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        loss = run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -16,7 +16,7 @@ holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or 
 common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
 modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
-the load-balancing loss of a mixture of experts (common/model/experts.py).
+the load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
 import math
@@ -31,8 +31,6 @@ from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
 from common.model import load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
-
-import torch  # after common, which sets how CPU threads wait
 
 
 @dataclass
@@ -72,16 +70,16 @@ def main(args: Args) -> None:
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
 
     # --- model -------------------------------------------------------------------------------------------------------
-    model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
+    model = load_model(args, accelerator, tokenizer, run.resume_from)  # LoRA, recomputation, compilation as the flags say
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="conversation")
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
+    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
-    def gradients(window: Window) -> torch.Tensor:
+    def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
@@ -92,24 +90,21 @@ def main(args: Args) -> None:
                 loss = (1 - args.label_smoothing) * out.nll + args.label_smoothing * smooth  # <- the algorithm
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
+    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
-        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
-            run.save(step)
-        if run.ends(step):  # the last step, early stopping, or a signal
+        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        loss = run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -272,14 +272,14 @@ def main(args: Args) -> None:
     )
 
     # --- model and reference -----------------------------------------------------------------------------------------
-    model = disable_dropout(load_model(args, accelerator, tokenizer, run.checkpoint))
+    model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     model.extra["value"] = value_head(model.config.get_text_config().hidden_size)
     optimizer = make_optimizer(args, model, extra_lr_multiplier=args.vf_lr_multiplier)
     lr_at = schedule(args, len(rollouts))
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, rollouts)  # Accelerate's prepare; then resumes the run
+    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
     sampler = make_sampler(
         args.rollout_server,
@@ -304,7 +304,7 @@ def main(args: Args) -> None:
         return {"old_logps": out.logps, "old_values": values_of(out, batch)}
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
-    def gradients(window: Window) -> torch.Tensor:
+    def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
             with accelerator.accumulate(model):
@@ -339,16 +339,13 @@ def main(args: Args) -> None:
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
-        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
     # Saved between rollouts, so that a checkpoint need not hold completions.
-    for step in run.steps(len(rollouts), save_every=rollouts.updates_per_rollout):
+    for step in run.steps(last=len(rollouts), save_every=rollouts.updates_per_rollout):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
-        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
-            run.save(step)
-        if run.ends(step):  # the last step, early stopping, or a signal
+        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
             break
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> windows -> compare
@@ -366,11 +363,11 @@ def main(args: Args) -> None:
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
-        loss = run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)
         if step % rollouts.updates_per_rollout == 0:
             sampler.check(run.metrics)  # fails if the sampler has other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

@@ -17,7 +17,7 @@ holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or 
 common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
 (T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
 modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
-the load-balancing loss of a mixture of experts (common/model/experts.py).
+the load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
 import json
@@ -36,13 +36,12 @@ from common.data.load import load_prompts
 from common.data.tokens import tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
+from common.files import replace_text
 from common.model import FlatModel, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.processes import gather_lists
 from common.run import Run
-from common.run.output_dir import replace_text
 from common.sampling import load_rewards, sample, score
 
-import torch  # after common, which sets how CPU threads wait
 from accelerate import Accelerator
 
 
@@ -123,9 +122,9 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    model = load_model(args, accelerator, tokenizer, run.checkpoint)  # LoRA, recomputation, compilation as the flags say
+    model = load_model(args, accelerator, tokenizer, run.resume_from)  # LoRA, recomputation, compilation as the flags say
     file = Path(tempfile.mkdtemp() if args.dry_run else args.output_dir, "accepted.jsonl")
-    if run.checkpoint is None:  # else the file exists, with answers of the initial model
+    if run.resume_from is None:  # else the file exists, with answers of the initial model
         write_accepted(args, accelerator, model, tokenizer, file)
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
     own |= dict.fromkeys(("dataset_config", "dataset_weights", "dataset_format"))
@@ -142,10 +141,10 @@ def main(args: Args) -> None:
     run.describe(model, tokenizer, windows, held_out, example_name="conversation")
     if args.dry_run:
         return
-    model, optimizer = run.prepare(model, optimizer, tokenizer, windows)  # Accelerate's prepare; then resumes the run
+    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
-    def gradients(window: Window) -> torch.Tensor:
+    def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
         for batch in window:
@@ -159,24 +158,21 @@ def main(args: Args) -> None:
                     loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()
                 accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
-        return loss.detach()  # the last micro-batch's; a NaN in another one shows in the gradient
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(len(windows)):  # updates done so far: from the checkpoint's step to the last, inclusive
+    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
-        if run.save_due(step):  # save_steps, save_minutes, a new best, a signal, max_hours
-            run.save(step)
-        if run.ends(step):  # the last step, early stopping, or a signal
+        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        loss = run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        if run.is_finite(loss, grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
+        if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))

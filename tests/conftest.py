@@ -35,6 +35,12 @@ CLOCK = ("seconds", "tokens_per_second", "memory_gib", "peak_memory_gib")
 
 # What the scripts hand to `launch` at their end.
 DEFAULT_MODEL = {"sft": "outputs/pretrain", "dpo": "outputs/sft", "grpo": "outputs/sft"}
+# A few quick steps on the demo's data.
+SFT = "--config data/configs/sft.yaml --model_name_or_path data/base_model --max_train_samples 20 --eval_steps 0".split()
+SFT += "--per_device_train_batch_size 4 --logging_steps 1 --save_steps 3 --max_steps 8 --max_eval_samples 8".split()
+SFT += "--eval_max_new_tokens 4".split()
+GRPO = "--config data/configs/grpo.yaml --model_name_or_path data/base_model --max_train_samples 20 --eval_steps 0".split()
+GRPO += "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 4 --save_steps 1".split()
 TEMPORARY: list[tempfile.TemporaryDirectory] = []  # folders that go with the process
 EXPERIMENTS = sorted(path.stem.removeprefix("train_") for path in (ROOT / "experiments").glob("train_*.py"))
 

@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 
 from common.errors import UserError, as_command, say
+from common.files import find_damage
 from common.model.shards import holds_shards
 from common.run.consolidate import consolidate
-from common.run.output_dir import find_damage
 
 
 def main(argv: list[str] | None = None) -> None:

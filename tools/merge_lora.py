@@ -10,7 +10,7 @@ from pathlib import Path
 from common.errors import as_command
 from common.model.merge import merge_adapter
 from common.run.card import merged_card
-from common.run.output_dir import CARD
+from common.run.folder import CARD
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError, say
+from common.files import file_hash, flush
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,7 +46,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
                     shutil.rmtree(old, ignore_errors=True)  # left by a killed run
         temporary.mkdir()
         yield temporary
-        found = {file.name: [file.stat().st_size, _hash(file)] for file in sorted(temporary.iterdir())}
+        found = {file.name: [file.stat().st_size, file_hash(file)] for file in sorted(temporary.iterdir())}
         (temporary / "files.json").write_text(json.dumps(found))
         for file in temporary.iterdir():
             flush(file)
@@ -66,7 +67,7 @@ def is_complete(folder: Path) -> bool:
         damaged = [
             name
             for name, (size, digest) in json.loads((folder / "files.json").read_text()).items()
-            if (folder / name).stat().st_size != size or _hash(folder / name) != digest
+            if (folder / name).stat().st_size != size or file_hash(folder / name) != digest
         ]
     except (OSError, ValueError, TypeError, AttributeError):
         damaged = ["files.json"]
@@ -79,20 +80,3 @@ def content(folder: Path, *names: str) -> str:
     """A hash of the contents of these files of a complete folder."""
     files = json.loads((folder / "files.json").read_text())
     return hashlib.sha256("".join(files[name][1] for name in names if name in files).encode()).hexdigest()[:16]
-
-
-def _hash(file: Path) -> str:
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk now."""
-    windows = os.name == "nt"  # it cannot flush folders, and needs write access for files
-    if windows and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,10 @@ The table is the whole list: module -> what asks for it.
 import importlib
 from types import ModuleType
 
-EXTRAS: dict[str, str] = {}
+EXTRAS: dict[str, str] = {
+    "experts": "a mixture of experts",
+    "fused_layers": "norms and MLPs of Llama's form",
+}
 
 
 def extra(name: str) -> ModuleType:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.collators import Batch
 from common.errors import UserError
+from common.extras import extra
 from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import first_occurrences, plan_flat_row
-from common.model.experts import Experts, idle_parameters, routing_size
 from common.model.mixers import dealing
 from common.model.quantised import sizes
 from common.model.rope import following, knowing, one_for_all
@@ -41,7 +41,7 @@ class Output(NamedTuple):
     mapped: Tensor | None = None  # (N, ...): the result of map_logits, in the order of batch["targets"]
     router_logits: tuple[Tensor, ...] | None = None  # (T, experts) for each MoE layer
     extra: dict[str, Tensor] | None = None  # outputs of the extra modules
-    aux_loss: Tensor | float = 0.0  # (): this batch's share of the expert-balancing loss (experts.py)
+    aux_loss: Tensor | float = 0.0  # (): this batch's share of the expert-balancing loss (extras/experts.py)
 
 
 class _States(NamedTuple):
@@ -70,7 +70,7 @@ class FlatModel(nn.Module):
         self.offload = False  # keep the body's saved activations in host memory
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
-        self.experts: Experts | None = None  # for a mixture of experts: its load balancing; set by load_model
+        self.experts: Any = None  # of a mixture of experts, an extras.experts.Experts; set by load_model
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)  # read by FSDP's wrapping policy
 
     @property
@@ -176,7 +176,7 @@ class FlatModel(nn.Module):
 
     def _run_body(self, batch: Batch, router_logits: bool = False) -> "_States":
         options: dict[str, Any] = {"use_cache": False}  # a cache or any attention_mask would let sequences see each other
-        routes = hasattr(self.config.get_text_config(), "output_router_logits") or routing_size(base_lm(self.lm))
+        routes = hasattr(self.config.get_text_config(), "output_router_logits") or routes_tokens(self.lm)
         if router_logits and routes:
             options["output_router_logits"] = True
         previous, first = batch.get("previous"), None
@@ -272,6 +272,11 @@ def body(lm: nn.Module) -> nn.Module:
     return inner.model if found is inner else found  # Llama 4's class attribute misnames its body
 
 
+def routes_tokens(lm: nn.Module) -> bool:
+    """Whether a model is a mixture of experts that shows its routing (extras/experts.py)."""
+    return "router_logits" in (getattr(base_lm(lm).base_model, "_can_record_outputs", None) or {})
+
+
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
     """Context in which each process holds all weights that FSDP2 or DeepSpeed's ZeRO-3 shards, and may call the language
@@ -354,7 +359,9 @@ def flops_per_token(model: FlatModel, T: int) -> float:
     config = model.config.get_text_config()
     embedding = lm_head.weight_of(base_lm(model.lm).get_input_embeddings())
     tied = embedding is lm_head.weight_of(base_lm(model.lm).get_output_embeddings())
-    N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel()) - idle_parameters(base_lm(model.lm))
+    N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel())
+    if routes_tokens(model.lm):
+        N -= extra("experts").idle_parameters(base_lm(model.lm))
     heads, head_dim, hidden, layers = (
         size_of_all_layers(config, name) for name in ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")
     )

@@ -7,12 +7,12 @@ from common.args import CommonArgs
 from common.data.chat import read_chat_template, stop_token_ids
 from common.data.types import Tokenizer
 from common.errors import UserError, say
+from common.extras import extra
 from common.memory import SHARDED
 from common.model import attention, mixers
 from common.model.checks import check_numbers, check_weights, hub_errors, make_savable
 from common.model.create import DTYPES, create_model
-from common.model.experts import add_experts
-from common.model.flat_model import FlatModel, base_lm
+from common.model.flat_model import FlatModel, base_lm, routes_tokens
 from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
 from common.model.quantised import is_quantised, quantisation, use_plain_arithmetic
 from common.model.shards import empty_model, holds_shards, read_record
@@ -92,7 +92,8 @@ def load_model(
         enable_gradient_checkpointing(model, args.activation_offloading)
     if args.torch_compile:
         compile_layers(model)
-    model.experts = add_experts(args, model)
+    if routes_tokens(model.lm) or args.router_aux_loss_coef:
+        model.experts = extra("experts").add_experts(args, base_lm(model.lm))
     model.stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, model.stop_ids, tokenizer)
     if not args.dry_run and accelerator.distributed_type not in SHARDED:

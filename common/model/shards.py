@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from common.model.fused_layers import fused_layers
+from common.extras import extra
 
 import torch
 from torch import nn
@@ -45,7 +45,9 @@ def write_frame(lm: "PreTrainedModel", padded: bool, folder: Path) -> None:
         from transformers.dynamic_module_utils import custom_object_save
 
         custom_object_save(lm, folder, config=lm.config)
-    (folder / RECORD).write_text(json.dumps({"padded": padded, "fused": fused_layers(lm)}), encoding="utf-8")
+    (folder / RECORD).write_text(
+        json.dumps({"padded": padded, "fused": extra("fused_layers").fused_layers(lm)}), encoding="utf-8"
+    )
 
 
 def read_record(folder: str | Path) -> dict[str, Any]:

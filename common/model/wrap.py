@@ -7,10 +7,10 @@ from typing import Any
 
 from common.collators import Batch
 from common.errors import UserError, say
+from common.extras import extra
 from common.model import attention
 from common.model.attention import FLAT, first_occurrences
 from common.model.flat_model import FlatModel
-from common.model.fused_layers import fuse_again, use_fused_layers
 from common.model.lm_head import logits_of
 from common.model.mixers import deal_out
 from common.model.rope import follow_lengths
@@ -39,7 +39,7 @@ def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
     model = FlatModel(lm)
     implementation = lm.stock_attention = lm.config._attn_implementation
     if known is not None:
-        fuse_again(lm, known["fused"])
+        extra("fused_layers").fuse_again(lm, known["fused"])
         model.padded = known["padded"]
         if not model.padded:
             lm.set_attn_implementation(FLAT)
@@ -55,7 +55,8 @@ def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
         alone = _logits_alone(lm, row)  # by the unmodified model
         if alone.isnan().any():
             raise UserError(f"the model ({type(lm).__name__}): a few tokens give NaN: look at *_eps in its config.json")
-        use_fused_layers(lm)
+        if any(hasattr(module, "variance_epsilon") or hasattr(module, "gate_proj") for module in lm.modules()):
+            extra("fused_layers").use_fused_layers(lm)
         try:
             lm.set_attn_implementation(FLAT)
             flat, after_other = (logits_of(lm, model.hidden(row)).float() for row in (row, other_row))

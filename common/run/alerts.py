@@ -21,8 +21,11 @@ from urllib.parse import urlsplit
 
 from common.args import CommonArgs
 from common.errors import LAST_WORDS, SECRETS, UserError, hidden, is_first, say
+from common.memory import memory
 from common.run import post as last_will
 from common.run.post import BYE, post
+
+import torch
 
 HIDDEN = "(secret)"
 WAITING = 32  # capacity of the queue, in alerts
@@ -30,6 +33,7 @@ WAITS = (0.0, 1.0, 3.0)  # seconds before each attempt
 LAST_SECONDS = 5.0  # how long the end of a run waits for unsent alerts
 PAUSE = 300.0  # seconds between two alerts of a kind that could come at every step
 LONGEST = 1500  # characters; Discord takes 2,000
+HEEDED = ("spike", "bad", "memory", "regression", "stopped", "finished")
 LEVELS = {"finished": "info", "goes on": "info", "stopped": "info", "died": "error"}  # all others: warn
 
 
@@ -56,6 +60,8 @@ class Alerts:
         self._step, self._step_at, self._stalled = 0, 0.0, False  # step_at 0: no step is expected
         self._will: subprocess.Popen[bytes] | None = None
         self._no_will = False
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._memory_above, self._crowded = args.alert_memory_above, False
         if self._url:
             LAST_WORDS.append(self._died)
 
@@ -78,6 +84,18 @@ class Alerts:
         except Exception as error:  # no thread could be started
             self._complain(type(error).__name__)
 
+    def on_event(self, kind: str, step: int, text: str) -> None:
+        """Something happened in the run: see HEEDED."""
+        if kind in HEEDED:
+            self.send(kind, f"step {step}: {text}", PAUSE if kind in ("spike", "bad") else 0.0)
+
+    def on_log(self, step: int, values: dict[str, float]) -> None:
+        """A line of metrics.jsonl: warns once when the memory is nearly full, as a peak never falls."""
+        limit, peak = memory(self._device).limit, values.get("peak_memory_gib", 0.0)
+        if peak > self._memory_above * limit and not self._crowded:
+            self._crowded = True
+            self.send("memory", f"step {step}: {peak:.1f} GiB of {limit:.1f} have been in use (alert_memory_above)")
+
     def watch(self, step: int) -> None:
         """Note the start of a step: the next one is expected within alert_stall_minutes."""
         self._step, self._step_at = step, time.monotonic()
@@ -92,9 +110,8 @@ class Alerts:
                 self._stall, self._no_will = 0.0, True
                 self._complain(type(error).__name__)
 
-    def close(self, event: str, text: str) -> None:
-        """Send the last alert; waits briefly for it and earlier ones to go out."""
-        self.send(event, text)
+    def close(self) -> None:
+        """Waits briefly for the last alerts to go out."""
         self._closed, self._step_at = True, 0.0
         if self._will:
             self._write_will(BYE)
@@ -108,7 +125,8 @@ class Alerts:
 
     def _died(self, error: BaseException) -> None:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        self.close("died", f"at step {self._step}: {kind}{error}")
+        self.send("died", f"at step {self._step}: {kind}{error}")
+        self.close()
 
     def _alert(self, event: str, text: str) -> dict[str, Any]:
         text = hidden(text)[:LONGEST]

@@ -72,7 +72,7 @@ class Best:
     def state(self) -> dict[str, Any]:
         """The state to store in a checkpoint."""
         known = {"metric": self.name, "higher_is_better": self.sign > 0, "value": self.value, "step": self.step}
-        return known | {"mark": self._mark, "waited": self._waited}
+        return {"best": known | {"mark": self._mark, "waited": self._waited}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint. If the metric has changed, the search starts over."""

@@ -4,6 +4,7 @@ It is built from the files of the run and describes the base model, the data, th
 what is private to this machine: paths, names of local files and models, user names, anything that looks like a secret.
 """
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import say
+from common.files import replace_text
 from common.model.save import EXTRA
-from common.run.output_dir import CARD, CLASSIFIER, is_sealed, replace_text, seal
+from common.run.folder import CARD, CLASSIFIER
 from common.run.public import (
     ROOT,
     flags_of,
@@ -27,6 +29,7 @@ from common.run.public import (
 
 import yaml
 
+SEAL = "<!-- written by a run of Plainloop; one that was edited stays as it is: {} -->\n"
 STAGES = {"pretrain": "pretraining", "sft": "supervised fine-tuning", "dpo": "preference optimisation (DPO)"}
 STAGES |= {"grpo": "reinforcement learning from rewards (GRPO)"}
 
@@ -331,3 +334,19 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and "step" in row:
             rows.append(row)
     return rows
+
+
+def seal(text: str) -> str:
+    """A text with a mark appended by which `is_sealed` recognises it."""
+    text = text.rstrip() + "\n\n"
+    return text + SEAL.format(hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a file is unchanged since a run wrote it: not the user's own, and not edited."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    body = text[: text.rfind("<!-- ")]
+    return bool(body) and text == seal(body)

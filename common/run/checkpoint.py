@@ -19,28 +19,19 @@ from typing import Any
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
+from common.files import find_damage, flush, write_manifest
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, gathered
 from common.model.merge import write_merged
 from common.model.quantised import is_quantised
 from common.model.save import EXTRA, model_writer
 from common.model.shards import FOLDER, holds_shards
-from common.processes import gather_lists, on_main_process
+from common.processes import on_main_process
 from common.run.best import Best
-from common.run.consolidate import consolidate, final_writer, frame_writer, model_copier
+from common.run.consolidate import GATHERED, consolidate, final_writer, frame_writer, model_copier
 from common.run.export_dtype import cast_weights
-from common.run.inputs import copy_inputs
-from common.run.output_dir import (
-    GATHERED,
-    WEIGHTS,
-    checkpoints,
-    find_damage,
-    flush,
-    read_state,
-    step_of,
-    write_manifest,
-)
-from common.run.sharded import hash_shards, load_shards, save_shards
+from common.run.folder import WEIGHTS, checkpoints, copy_settings, read_json, step_of
+from common.run.sharded import load_shards, save_shards
 
 import torch
 from accelerate import Accelerator
@@ -69,7 +60,6 @@ def save_checkpoint(
     sharded, shards = accelerator.distributed_type in SHARDED, args.sharded_checkpoints
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
     write_model = (frame_writer if shards else model_writer)(accelerator, model, tokenizer)
-    hashes: dict[str, tuple[int, str]] = {}
 
     def write() -> None:
         for left in Path(output_dir).glob(".checkpoint-*.tmp"):  # left by a save that was killed
@@ -80,12 +70,10 @@ def save_checkpoint(
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
 
     def complete() -> None:
-        known = {"step": step, "processes": accelerator.num_processes, **state, "best": best.state()}
+        known = {"step": step, "processes": accelerator.num_processes, **state}
         (temporary / "trainer_state.json").write_text(json.dumps(known))
-        if Path(output_dir, "args.yaml").exists():
-            shutil.copy(Path(output_dir, "args.yaml"), temporary)
-        copy_inputs(Path(output_dir), temporary)
-        write_manifest(temporary, hashes)
+        copy_settings(Path(output_dir), temporary)
+        write_manifest(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
         flush(final.parent)
@@ -93,10 +81,6 @@ def save_checkpoint(
     problem = _attempt(accelerator, write)
     if shards and not problem:
         problem = _attempt(accelerator, lambda: save_shards(wrapper, optimizer, temporary), everyone=True)
-        problem = problem or _attempt(
-            accelerator, lambda: hashes.update(hash_shards(temporary, accelerator.process_index)), everyone=True
-        )
-        hashes = dict(gather_lists(accelerator, list(hashes.items())))
     elif sharded and not problem:
         problem = _attempt(accelerator, lambda: accelerator.save_state(str(temporary / "state")), everyone=True)
     problem = problem or _attempt(accelerator, complete)
@@ -202,9 +186,7 @@ def resume(
             raise UserError(f"{file} is not the optimizer of this model, or holds more than tensors: {reason}") from None
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)  # this run's settings: the weight decay may have changed
-    state = read_state(checkpoint)
-    if state is None:
-        raise UserError(f"{checkpoint / 'trainer_state.json'} cannot be read")
+    state = read_json(checkpoint / "trainer_state.json")
     say(f"resuming from {checkpoint} at step {state['step']}")
     return state
 

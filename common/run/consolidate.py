@@ -12,8 +12,7 @@ from common.data.types import Tokenizer
 from common.model.checks import hub_errors
 from common.model.save import EXTRA, model_writer, save_model
 from common.model.shards import RECORD, empty_model, write_frame
-from common.run.inputs import kept_in
-from common.run.output_dir import CARD, GATHERED
+from common.run.folder import CARD, read_json
 from common.run.sharded import gather_adapter, gather_in_file, read_in_file
 
 import torch
@@ -25,6 +24,7 @@ from torch import nn
 
 # A checkpoint's files other than the model.
 OURS = ("optimizer.pt", "trainer_state.json", "manifest.json", "args.yaml", RECORD)
+GATHERED = ".export.weights.tmp"
 FILE_SIZE = 4 * 10**9  # bytes per model file
 
 
@@ -75,7 +75,7 @@ def model_copier(checkpoint: Path) -> Callable[[Path], None]:
     """A function that copies the model (with its own code, if any) and the tokenizer out of a checkpoint."""
 
     def write(folder: Path) -> None:
-        ours = (*OURS, CARD, *kept_in(checkpoint))
+        ours = (*OURS, CARD, "inputs.json", read_json(checkpoint / "inputs.json").get("script"))
         for path in checkpoint.iterdir():
             if path.is_file() and path.name not in ours:
                 shutil.copy(path, folder)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from common.args import CommonArgs
 from common.errors import UserError, quoted, say
 from common.model.save import EXTRA
 from common.model.shards import refuse_shards
-from common.run.output_dir import CARD, CLASSIFIER, MODEL, WEIGHTS, push_command
+from common.run.folder import CARD, CLASSIFIER, MODEL, WEIGHTS
 
 TIMEOUT = 300  # seconds without an answer from the Hub
 
@@ -135,7 +136,8 @@ class Push:
     def __init__(self, args: CommonArgs):
         self.args, self.thread = args, None
         self.staged = Path(args.output_dir, ".push.tmp")
-        self.again = push_command(args)
+        private = " --hub_private_repo" * args.hub_private_repo
+        self.again = f"python -m tools.push {shlex.quote(args.output_dir)} --hub_model_id {args.hub_model_id}{private}"
 
     def save(self, checkpoint: Path, make_card: Callable[[], str]) -> None:
         """With --hub_strategy every_save: push a checkpoint's model while training continues. If an upload is still running,

@@ -9,24 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from common.args import CommonArgs, save_args
+from common.args import CommonArgs
 from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
 from common.model.quantised import check_quantisation
-from common.processes import gather_lists, on_main_process
+from common.processes import gather_lists
+from common.run.folder import open_folder
 from common.run.hub import check_push
-from common.run.inputs import compare_script, inputs_of, keep
 from common.run.metrics import check_tracker
-from common.run.output_dir import (
-    claim_output_dir,
-    delete_run,
-    earlier_args,
-    is_held,
-    lock,
-    refuse_what_is_not_ours,
-    writing,
-)
 from common.run.sharded import check_sharded
 
 import torch
@@ -35,7 +26,6 @@ from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    broadcast_object_list,
     set_seed,
 )
 
@@ -50,7 +40,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     """The Accelerator of this run, and the checkpoint to resume from (None: start from the beginning).
 
     Refuses misconfigured launches, claims the output folder, and leaves args.yaml and a copy of the script in it. If the
-    folder holds a run already, `take_over` does that later, once this run has loaded everything it needs.
+    folder holds a run already, `begin` does that later, once this run has loaded everything it needs.
     """
     check_tracker(args.report_to)
     check_push(args)
@@ -95,23 +85,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _set_up_deepspeed(accelerator.state.deepspeed_plugin, args)
     output_dir = Path(args.output_dir)
-    saved_args = earlier_args(output_dir)
-    checkpoint = None
-    if not args.dry_run:
-        refuse_what_is_not_ours(args, saved_args, script)  # before creating a lock in a folder that is not a run's
-        lock(accelerator, output_dir)
-        complete = (output_dir / "summary.json").exists() and not args.overwrite_output_dir
-        compare_script(args, script, output_dir if complete else None)
-        # On one process, as it reads whole checkpoints and another machine may have another disk.
-        checkpoint = on_main_process(accelerator, lambda: claim_output_dir(args, saved_args, accelerator.num_processes))
-        compare_script(args, script, checkpoint)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process and not args.dry_run and saved_args is None:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            take_over(args, script, inputs_of(args, script))
-        except OSError as error:
-            raise UserError(f"--output_dir {output_dir}: cannot be written: {error}") from None
+    checkpoint = None if args.dry_run else open_folder(args, accelerator, script)
     accelerator.wait_for_everyone()
     if not args.dry_run:
         named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # a checkpoint of another run
@@ -148,42 +122,6 @@ def refuse_a_disk_of_its_own(accelerator: Accelerator, path: Path, needed: bool,
     if needed or accelerator.distributed_type in SHARDED:
         raise UserError(f"{path} is not there on {machines}: --output_dir has to be on a disk that all machines share")
     say(f"{path} is not there on {machines}: to go on from a checkpoint, --output_dir has to be on a disk that all share")
-
-
-def take_over(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
-    """Write the settings of this run to the output folder; with --overwrite_output_dir, first delete the earlier run there.
-
-    Called once data and model are loaded, so that a misspelt name never costs a finished run. Raises OSError.
-    """
-    output_dir = Path(args.output_dir)
-    if args.overwrite_output_dir and earlier_args(output_dir) is not None:
-        delete_run(output_dir)
-    (output_dir / "summary.json").unlink(missing_ok=True)  # it marks a complete run
-    leave_settings(args, script, inputs)
-
-
-def leave_settings(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
-    """Write args.yaml, inputs.json and a copy of the script to the output folder."""
-    output_dir = Path(args.output_dir)
-    save_args(args, output_dir / ".args.yaml.tmp")
-    os.replace(output_dir / ".args.yaml.tmp", output_dir / "args.yaml")
-    keep(output_dir, script, inputs)
-
-
-def hold_on(accelerator: Accelerator, args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
-    """Recreate the output folder before a save if it has been deleted. Called on every process.
-
-    Raises UserError if another run has taken it in the meantime.
-    """
-    output_dir = Path(args.output_dir)
-    gone = accelerator.is_main_process and not is_held(output_dir)
-    if not broadcast_object_list([gone])[0]:
-        return
-    lock(accelerator, output_dir)
-    say(f"{output_dir} was deleted: it is made anew, without what lay in it")
-    if accelerator.is_main_process:
-        with writing(output_dir):
-            leave_settings(args, script, inputs)
 
 
 def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:

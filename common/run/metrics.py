@@ -18,12 +18,12 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, hidden, quoted, say
+from common.files import replace_text
 from common.memory import finest_dtype, memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
-from common.run.alerts import PAUSE
 from common.run.curves import draw_curves
-from common.run.output_dir import LINES, is_held, replace_text, writing
+from common.run.folder import LINES, is_held, writing
 from common.run.report import Report
 
 import torch
@@ -76,11 +76,10 @@ class Metrics:
         self.window: dict[str, list[Tensor]] = {}  # the same for the current window
         self.maxima: dict[str, Tensor] = {}  # metrics logged as a maximum, not as a mean
         self.window_maxima: dict[str, Tensor] = {}
-        self.window_is_bad: Tensor | None = None  # bool: not trained on, so its values do not count
+        self.window_is_bad = False  # not trained on, so its values do not count
         self.bad_steps: list[int] = []  # steps that were skipped
-        self.flush: Callable[[], None] = lambda: None  # brings bad_steps up to date (see NonFinite)
-        self.alert: Callable[..., None] = lambda *_, **__: None  # see Alerts.send
-        self.args, self.crowded = args, False  # crowded: the warning about low memory has been given
+        self.tell: Callable[..., Any] = lambda *_: None  # passes events and lines on to the parts of the run
+        self.args = args
         self.losses: list[float] = []  # recent logged losses, to detect a spike
         self.spikes: list[int] = []
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
@@ -144,14 +143,16 @@ class Metrics:
 
     def close_window(self, num_tokens: int = 0) -> None:
         """End the window: its values count, unless it was bad."""
+        if self.window_is_bad:
+            self.forget_window()
         for name, pair in self.window.items():
             total = self.sums.setdefault(name, [torch.zeros_like(part) for part in pair])
             for kept, part in zip(total, pair, strict=True):
-                kept += part if self.window_is_bad is None else torch.where(self.window_is_bad, 0.0, part)
+                kept += part
         for name, value in self.window_maxima.items():
-            value = value if self.window_is_bad is None else torch.where(self.window_is_bad, -math.inf, value)
             self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
-        self.window, self.window_maxima, self.window_is_bad = {}, {}, None
+        self.forget_window()
+        self.window_is_bad = False
         self.num_tokens += num_tokens
 
     def reduce(self) -> dict[str, list[float]]:
@@ -180,7 +181,6 @@ class Metrics:
 
     def state(self) -> dict[str, Any]:
         """The state to store in a checkpoint. Called on every process."""
-        self.flush()
         self.carry, self.carry_maxima = self.reduce(), self.reduce_maxima()
         kept = ("carry", "carry_maxima", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
         return {name: getattr(self, name) for name in kept} | {"seconds": self.seconds()}
@@ -232,7 +232,6 @@ class Metrics:
 
     def log(self, step: int, bar: tqdm | None = None, **now: float | Tensor | None) -> None:
         """Write the means since the last call, and the values given here. step: updates done so far."""
-        self.flush()
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight} | self.reduce_maxima()
         seconds = time.perf_counter() - self.clock
         values |= {name: full_norm(v) for name, v in now.items() if v is not None}  # DeepSpeed does not return the norm
@@ -242,10 +241,7 @@ class Metrics:
         if self.flops_per_token and peak:
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / (peak * self.accelerator.num_processes)
         relieve(self.accelerator.device, self.args.empty_cache_above)
-        values["memory_gib"], values["peak_memory_gib"], limit = memory(self.accelerator.device)
-        if values["peak_memory_gib"] > self.args.alert_memory_above * limit and not self.crowded:
-            self.crowded, peak = True, values["peak_memory_gib"]  # warn once, as a peak never falls
-            self.alert("memory", f"step {step}: {peak:.1f} GiB of {limit:.1f} have been in use (alert_memory_above)")
+        values["memory_gib"], values["peak_memory_gib"], _ = memory(self.accelerator.device)
         if self.bad_steps:
             values["bad_steps"] = len(self.bad_steps)
         self._watch(step, values)
@@ -267,7 +263,6 @@ class Metrics:
                 jump = f"the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations"
                 say(f"[step {step}] {jump}")
                 self.event("spike", step, jump)
-                self.alert("spike", f"step {step}: {jump}", pause=PAUSE)
         self.losses = [*self.losses, values["loss"]][-50:]
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
@@ -291,6 +286,7 @@ class Metrics:
         earlier checkpoint."""
         row = {"step": step, "time": round(time.time(), 1), "kind": kind, "text": hidden(text), **more}
         self.append("events.jsonl", [row])
+        self.tell("on_event", kind, step, text)
 
     def append(self, file: str, rows: list[dict[str, Any]]) -> None:
         """Append rows to a JSON-lines file of the run (main process).
@@ -321,13 +317,14 @@ class Metrics:
         if self.report:
             self.report.write(summary)
 
-    def finish(self, best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def finish(
+        self, text: str, best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
         """Write curves.png, report.html, what `also` makes of the summary, and finally summary.json, which marks a complete
-        run. best: facts about the best evaluation."""
-        self.flush()
+        run. text: of the event "finished". best: facts about the best evaluation."""
         if not self.accelerator.is_main_process:
             return
-        self.event("finished", int(self.last.get("step", 0)), f"the final model is in {self.output_dir}")
+        self.event("finished", int(self.last.get("step", 0)), text)
         try:
             draw_curves(self.output_dir, self.run_name)
         except Exception as error:  # the disk, or matplotlib's configuration: a picture may not fail a run
@@ -358,6 +355,7 @@ class Metrics:
         values = {name: float(value) for name, value in values.items()}
         self.last = {"step": step} | {k: v for k, v in self.last.items() if k != "step"} | values
         self.append("metrics.jsonl", [{"step": step, **values, "seconds": round(self.seconds(), 2)}])
+        self.tell("on_log", step, values)
         if self.accelerator.log_with:
             self.accelerator.log(values, step=step)
 

@@ -17,7 +17,6 @@ from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.model import FlatModel
 from common.model.flat_model import check_positions
-from common.run.alerts import Alerts
 from common.run.metrics import Metrics
 from common.sampling.suite import ALPHA, counts, falls, known, load_suite, run_suite, turned
 
@@ -70,7 +69,7 @@ class Regression:
             cases, groups = len(self.suite.cases), len(self.suite.groups)
             say(f"regression suite: {cases} cases in {groups} groups ({', '.join(self.suite.groups)})")
 
-    def run(self, model: FlatModel, step: int, metrics: Metrics, alerts: Alerts) -> dict[str, float]:
+    def run(self, model: FlatModel, step: int, metrics: Metrics) -> dict[str, float]:
         """Evaluate the suite; write, print and report the outcome. Returns the metrics. Called on every process."""
         results = run_suite(self.suite, model, self.tokenizer, self.accelerator, self.args.seed)
         groups, cases = counts(results), known(results)
@@ -92,9 +91,9 @@ class Regression:
         for name, (then, p) in worse.items():
             if name not in self.fallen:
                 now, total = groups[name]["passed"], groups[name]["total"]
-                text = f"step {step}: {name} has fallen since step {then['step']}, to {now:g} of {total} (p = {p:.2g})"
-                say(f"regression: {text}")
-                alerts.send("regression", text)
+                text = f"{name} has fallen since step {then['step']}, to {now:g} of {total} (p = {p:.2g})"
+                say(f"regression: step {step}: {text}")
+                metrics.event("regression", step, text)
         self.fallen = list(worse)
         self.last = {"step": step, "cases": cases}
         self.base = self.base or self.last

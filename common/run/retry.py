@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 BUCKET = 2**23  # gradient elements per all-reduce
 
-Gradients = Callable[[Window], Tensor]
+Gradients = Callable[[Window], None]
 
 
 class Retry:
@@ -59,19 +59,19 @@ class Retry:
             KEPT.append(model)
             self.model = accelerator.unwrap_model(model)
 
-    def __call__(self, gradients: Gradients, step: int, window: Window) -> Tensor:
-        """The loss that `gradients` returns; the model then holds the gradients of the whole window, over all processes.
+    def __call__(self, gradients: Gradients, step: int, window: Window) -> None:
+        """Afterwards the model holds the gradients of the whole window, over all processes.
 
         Raises UserError if even the smallest micro-batches are too large.
         """
         while True:
             reason = None
-            self._seed_dropout(step)
+            torch.manual_seed(self._seed(step) + self.accelerator.process_index)  # of dropout
             window.split(self.splits, self.tokens)
             try:
                 if self.experts:
                     self.experts.begin(self.accelerator, self.model, window)
-                loss = gradients(window)
+                gradients(window)
             except Exception as error:
                 if not is_oom(error):
                     raise
@@ -86,7 +86,7 @@ class Retry:
             self._sum_gradients()
         if self.experts:
             self.metrics.add(**self.experts.finish())
-        return loss
+        torch.manual_seed(self._seed(step))  # the same on every process, for random numbers in the script's loop
 
     def try_largest(self, gradients: Gradients, window: Window, optimizer: torch.optim.Optimizer) -> None:
         """Before the first step: split micro-batches until the run's largest fits beside the optimizer state."""
@@ -104,9 +104,9 @@ class Retry:
     def restore(self, state: dict[str, Any]) -> None:
         self.splits = state.get("splits", 1)
 
-    def _seed_dropout(self, step: int) -> None:
-        """Make dropout of this window and process a pure function of its place in the run."""
-        torch.manual_seed((self.seed * 1_000_003 + step) * 10_007 + self.accelerator.process_index)
+    def _seed(self, step: int) -> int:
+        """Random numbers of a window are a pure function of its place in the run."""
+        return (self.seed * 1_000_003 + step) * 10_007
 
     def _start_again(self, step: int, window: Window, reason: str | None) -> None:
         """Discard the current window's gradients, and split the micro-batches once more."""
@@ -119,7 +119,6 @@ class Retry:
         self.splits *= 2
         shape = _shape(window.split(self.splits, self.tokens))
         say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
-        self.metrics.alert("memory", f"step {step + 1}: out of memory; from here on {shape}")
         self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
 
     def _forget(self) -> None:

@@ -2,6 +2,14 @@
 
 A `Run` never calls the model, holds no loop and takes no optimizer step: the script does. It calls back one function of the
 script, in one place (`retry_smaller`), to repeat a window that ran out of memory.
+
+Its parts are in one list. Each has those of these methods that it needs:
+
+    restore(state)              read what it kept in the checkpoint's trainer_state.json ({"step": 0} for a new run)
+    state() -> dict             what to keep there
+    on_event(kind, step, text)  a line of events.jsonl was written ("saved", "spike", "memory", "bad", "stopped", ...)
+    on_log(step, values)        a line of metrics.jsonl was written
+    close()                     the run ends, complete or not
 """
 
 import gc
@@ -27,12 +35,11 @@ from common.run.card import make_card, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.export_dtype import base_dtype, export_dtype
+from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.hub import Push
-from common.run.inputs import compare_rest, hub_commits, inputs_of, loaded_code
-from common.run.launch import KEPT, hold_on, start, take_over
+from common.run.launch import KEPT, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
-from common.run.output_dir import writing
 from common.run.public import public_names
 from common.run.regression import Regression
 from common.run.retry import Gradients, Retry
@@ -46,7 +53,7 @@ from tqdm import tqdm
 
 
 class Run:
-    """The plumbing of one run. `accelerator` and `checkpoint` (to resume from, or None) are available from the start."""
+    """The plumbing of one run. `accelerator` and `resume_from` (a checkpoint, or None) are available from the start."""
 
     def __init__(self, args: CommonArgs, script: str):
         """Start the processes, claim args.output_dir, and leave args.yaml and a copy of `script` there.
@@ -57,7 +64,7 @@ class Run:
         LAST_WORDS.clear()  # left by an earlier run in this process
         self.alerts = Alerts(args)  # before anything is written: the address is a secret
         self.best = Best(args)
-        self.accelerator, self.checkpoint = start(args, script)
+        self.accelerator, self.resume_from = start(args, script)
         self.regression = Regression(args, self.accelerator)
         self.said: set[str] = set()
         self.facts = ""  # for dataset.json
@@ -78,44 +85,41 @@ class Run:
         example_name: the word for one example ("pair"). reference: a second, frozen model will be loaded as well. Raises
         UserError if a sequence is longer than the model's positions.
         """
+        self.tokenizer, self.windows = tokenizer, windows
         self.regression.tokenize(tokenizer, model)
         about = self.args, self.accelerator, model, tokenizer, windows, held_out, example_name, reference
         self.facts = describe(*about)
 
-    def prepare(
-        self, model: FlatModel, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, windows: Windows | RolloutSchedule
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: FlatModel, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Accelerate's `prepare`; then restore the checkpoint's optimizer, modules in `model.extra`, metrics and place in
-        the data. Returns the model and the optimizer to train with."""
-        args, accelerator = self.args, self.accelerator
-        self.regression.tokenize(tokenizer, model)
-        self.inputs: dict[str, Any] = {}
+        the data. Returns the model and the optimizer to train with. Call it after `describe`."""
+        args, accelerator, windows = self.args, self.accelerator, self.windows
+        if self.resume_from and read_json(self.resume_from / "trainer_state.json")["step"] > len(windows):
+            raise UserError(f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end")
         if accelerator.is_main_process:
-            self.inputs = inputs_of(args, self.script) | {"data": windows.train.digests()}
-            self.inputs |= {"code": loaded_code(self.script), "hub": hub_commits(args)}
-            compare_rest(args, self.inputs, self.checkpoint)
+            inputs = known_inputs(args, self.script, accelerator.mixed_precision)
+            inputs |= loaded_inputs(args, self.script, windows.train.digests())
+            if self.resume_from:
+                refuse_changes(args, inputs, self.resume_from)
             with writing(args.output_dir):
-                take_over(args, self.script, self.inputs)
+                begin(args, self.script, inputs)
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         flops = flops_per_token(model, typical_length(windows))
-        load_extra(model, self.checkpoint)
+        load_extra(model, self.resume_from)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
-        self.tokenizer, self.windows = tokenizer, windows
-        state = resume(accelerator, self.checkpoint, self.optimizer, self.model)
+        state = resume(accelerator, self.resume_from, self.optimizer, self.model)
         self.base_dtype = state.get("base_dtype", base_dtype(model))
         self.first_step = self.saved_step = state["step"]
         # Evaluations and saves done up to here are not repeated.
-        self.resumed_at = self.first_step if self.checkpoint else -1
+        self.resumed_at = self.first_step if self.resume_from else -1
         self.metrics = Metrics(accelerator, args, flops)
-        self.metrics.alert = self.alerts.send
-        self.nonfinite = NonFinite(self.metrics, tokenizer, self.optimizer, args.max_bad_steps)
-        self.nonfinite.begun = state.get("weight_norms", [])
-        self.nonfinite.check_weights(self.model, self.first_step)
+        self.metrics.tell = self._each
+        self.nonfinite = NonFinite(self.metrics, self.tokenizer, self.optimizer)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
-        for part in (self.metrics, self.retry, self.best, self.regression):
-            part.restore(state)
+        self.parts = [self.metrics, self.retry, self.best, self.regression, self.alerts]
+        self._each("restore", state)
         self._note_start()
         windows.restore(self.first_step, state.get("windows", {}))
         if (before := state.get("step_size", windows.step_size)) != windows.step_size:
@@ -125,35 +129,35 @@ class Run:
             )
         return self.model, self.optimizer
 
+    def _each(self, method: str, *words: Any) -> list[Any]:
+        """Call a method of every part that has it."""
+        return [getattr(part, method)(*words) for part in self.parts if hasattr(part, method)]
+
     # --- the loop -------------------------------------------------------------------------------------------------------
 
-    def steps(self, last_step: int, save_every: int = 1) -> Iterator[int]:
-        """Yield the number of updates done so far, from the checkpoint's to last_step (included, for work after the last
-        update).
+    def steps(self, last: int, save_every: int = 1) -> Iterator[int]:
+        """Yield the number of updates done so far: the checkpoint's (or 0), then one more after each update, up to `last`.
 
         save_every: checkpoints are possible only at multiples of it (GRPO, between two rollouts).
         """
-        if self.first_step > last_step:
-            raise UserError(f"the checkpoint is at step {self.first_step}, and this run would end at step {last_step}")
         gc.freeze()  # loaded objects stay: exclude them from the many collections during training
         gc.set_threshold(700, 10, 10)
-        self.last_step, self.save_every, self.asked_for, self.save_wanted = last_step, save_every, "", False
+        self.last_step, self.save_every, self.save_wanted = last, save_every, False
         self.best_of_suite = bool(self.best.name) and self.regression.is_ours(self.best.name)
-        if self.best_of_suite and self.regression.every < last_step and self.regression.every % save_every:
+        if self.best_of_suite and self.regression.every < last and self.regression.every % save_every:
             raise UserError(f"--save_best {self.best.name}: --regression_steps has to be a multiple of {save_every}")
-        # GRPO waits for the GPU anyway, so signals are answered at once there.
-        self.signals = Signals(self.accelerator, self.args, late=not isinstance(self.windows, RolloutSchedule))
+        self.signals = Signals(self.accelerator, self.args)
         self.bar = tqdm(
             desc=printable(self.name),
             initial=self.first_step,
-            total=last_step,
+            total=last,
             disable=not is_first(),
             mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines if the output goes to a file
             dynamic_ncols=True,
         )
         LAST_WORDS.extend([self._note_death, self._save_before_the_end])  # the last one is called first
         with self.bar:
-            for step in range(self.first_step, last_step + 1):  # not the bar's count, which lags behind
+            for step in range(self.first_step, last + 1):  # not the bar's count, which lags behind
                 self.bar.update(step - self.bar.n)
                 self.step = step
                 self.alerts.watch(step)
@@ -168,13 +172,13 @@ class Run:
         """Save a checkpoint before an error ends the run; all processes are here. Impossible if an evaluation failed between
         the steps of one rollout: no run can resume from there."""
         if isinstance(error, OutsideError) and self.step > self.saved_step and self.step % self.save_every == 0:
-            self.save(self.step)
+            self._save(self.step)
 
     def _run_suite(self, step: int) -> None:
         """Evaluate --regression_suite if it is due, and record whether it is the best result."""
         if self._due(step, self.regression.every, self.resumed_at, self.last_step):
             model = self.accelerator.unwrap_model(self.model)
-            values = self.regression.run(model, step, self.metrics, self.alerts)
+            values = self.regression.run(model, step, self.metrics)
             if self.best_of_suite:
                 self._compare_with_best(step, values)
             self.metrics.write_report()
@@ -195,21 +199,30 @@ class Run:
             if self.best.step == step > 0:
                 self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
 
-    def save_due(self, step: int) -> bool:
-        """Due by save_steps, save_minutes, a new best evaluation, a signal or max_hours. The same on every process."""
+    def checkpoint(self, step: int) -> bool:
+        """Save if it is due: by save_steps, save_minutes, a new best evaluation, a signal or max_hours. Returns whether the
+        run ends here: after the last step, or by early stopping. A run that was told to stop exits here with code 75. The
+        same on every process."""
         can_save = step % self.save_every == 0
-        self.asked_for = self.signals.asked_for(possible=can_save and step < self.last_step)
+        asked_for = self.signals.asked_for(possible=can_save and step < self.last_step)
         due = self._due(step, self.args.save_steps, max(self.resumed_at, 0))
-        self.save_wanted |= bool(self.asked_for) or due or self.best.step == step > self.resumed_at
-        return self.save_wanted and can_save
+        self.save_wanted |= bool(asked_for) or due or self.best.step == step > self.resumed_at
+        if self.save_wanted and can_save:
+            self._save(step)
+        if asked_for == "stop":
+            self.metrics.event("stopped", step, f"by {self.signals.reason}; the same command goes on")
+            self.metrics.write_report()
+            self._each("close")
+            self.signals.leave(self.args.output_dir, step)
+        return step == self.last_step or self.best.stops(step)
 
-    def save(self, step: int) -> None:
+    def _save(self, step: int) -> None:
         """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training continues."""
         self.nonfinite.check_weights(self.model, step)
-        hold_on(self.accelerator, self.args, self.script, self.inputs)
-        state = self.metrics.state() | self.retry.state() | self.regression.state() | {"weight_norms": self.nonfinite.begun}
-        state |= {"windows": self.windows.state(step), "step_size": self.windows.step_size}
-        state |= {"base_dtype": self.base_dtype}
+        refuse_deleted_folder(self.accelerator, Path(self.args.output_dir))
+        state = {"windows": self.windows.state(step), "step_size": self.windows.step_size, "base_dtype": self.base_dtype}
+        for kept in self._each("state"):
+            state |= kept
         written = save_checkpoint(
             self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best
         )
@@ -220,31 +233,20 @@ class Run:
         self.signals.saved()
         self.save_wanted, self.saved_step = False, step
 
-    def ends(self, step: int) -> bool:
-        """True after the last step, or by early stopping. A run that was told to stop exits here with code 75."""
-        if self.asked_for == "stop":
-            why = f"by {self.signals.reason}; the same command goes on"
-            self.metrics.event("stopped", step, why)
-            self.metrics.write_report()
-            self.alerts.close("stopped", f"at step {step} {why}")
-            self.signals.leave(self.args.output_dir, step)
-        return step == self.last_step or self.best.stops(step)
-
-    def retry_smaller(self, gradients: Gradients, window: Window) -> Tensor:
+    def retry_smaller(self, gradients: Gradients, window: Window) -> None:
         """Call gradients(window), again in smaller micro-batches if memory runs out; the gradient stays the same. Dropout is
-        a function of (seed, step, process). Returns the loss of the last micro-batch."""
-        if self.args.auto_micro_batch and self.step == self.first_step and not self.checkpoint:
+        a function of (seed, step, process)."""
+        if self.args.auto_micro_batch and self.step == self.first_step and not self.resume_from:
             self.retry.try_largest(gradients, self.windows.largest() or window, self.optimizer)
-        return self.retry(gradients, self.step, window)
+        self.retry(gradients, self.step, window)
 
-    def is_finite(self, loss: Tensor, grad_norm: Tensor | None, window: Window) -> bool:
-        """Whether to take the step. A NaN or infinity is reported and counted, and the window written to bad_batches/."""
-        return self.nonfinite.check(loss, grad_norm, self.step, window)
+    def is_finite(self, grad_norm: Tensor | None, window: Window) -> bool:
+        """Whether to take the step: the gradient's norm and the window's "loss" in `metrics` are finite on every process.
+        If not, that is reported and counted, and the window written to bad_batches/."""
+        return self.nonfinite.check(grad_norm, self.step, window)
 
     def log(self, step: int, window: Window, **values: float | Tensor | None) -> None:
         """End the window; every logging_steps write the means of what was added to `metrics`, together with `values`."""
-        if self.retry.experts:
-            self.retry.experts.update_biases(skip=self.metrics.window_is_bad)
         self.nonfinite.count_skipped(step)
         self.metrics.close_window(window.num_tokens)
         if self._due(step, self.args.logging_steps, self.resumed_at, self.last_step):
@@ -279,16 +281,16 @@ class Run:
         """Write the final model, summary.json, curves.png and report.html, and print where they are and what to try next.
         also: writes further files of the final model, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
-        metrics.flush()
         self.nonfinite.check_weights(self.model, self.step)
-        hold_on(self.accelerator, args, self.script, self.inputs)
+        refuse_deleted_folder(self.accelerator, Path(args.output_dir))
         dtype = export_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
         card = partial(write_card, args.output_dir, args, self.script, self.public, best.step)
-        metrics.finish(best.state() if best.step else None, also=card)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
+        shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
+        metrics.finish(f"{self.step} steps; {shown}", best.state()["best"] if best.step else None, also=card)
         if both:
             say("\nbefore -> after, held out:")
         for name, before, after in both:
@@ -304,8 +306,7 @@ class Run:
             )
         say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
         say(f"try next: {try_next}")
-        shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
-        self.alerts.close("finished", f"{self.step} steps; {shown}")
+        self._each("close")
         self.accelerator.wait_for_everyone()  # no process exits while another still writes
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1:
@@ -327,8 +328,8 @@ class Run:
             "versions": versions(),
             "python": platform.python_version(),
         }
-        text = f"from {self.checkpoint}" if self.checkpoint else "from the beginning"
-        self.metrics.event("resumed" if self.checkpoint else "started", self.first_step, text, **known)
+        text = f"from {self.resume_from}" if self.resume_from else "from the beginning"
+        self.metrics.event("resumed" if self.resume_from else "started", self.first_step, text, **known)
 
     def _due(self, step: int, every: int, done: int, last: int = -1) -> bool:
         """Whether something that happens every N steps (0: never), and at the step `last`, happens at this one.

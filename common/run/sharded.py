@@ -22,7 +22,6 @@ from common.errors import UserError
 from common.model.flat_model import FlatModel
 from common.model.shards import FOLDER, MODEL, OPTIMIZER, holds_shards, read_metadata
 from common.processes import gather_lists
-from common.run.output_dir import file_hash
 
 import torch
 from accelerate import Accelerator
@@ -98,12 +97,6 @@ def save_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: 
     with _errors_of_one():
         writer = dcp.FileSystemWriter(checkpoint / FOLDER)  # one flushed file per process
         dcp.save(state, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
-
-
-def hash_shards(checkpoint: Path, process: int) -> dict[str, tuple[int, str]]:
-    """{name: (size, hash)} of the shard files that this process has written."""
-    files = sorted((checkpoint / FOLDER).glob(f"__{process}_*"))
-    return {file.relative_to(checkpoint).as_posix(): (file.stat().st_size, file_hash(file)) for file in files}
 
 
 def load_shards(model: FlatModel, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:

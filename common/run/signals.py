@@ -2,7 +2,7 @@
 
 SIGTERM, SIGINT (Ctrl-C) and SIGHUP (its terminal is closed) stop the run, SIGUSR1 makes it save and continue; so do
 --max_hours and --save_minutes by the clock. Once per step all processes agree on what to do, so that all of them save at the
-same step; with several GPUs, one step later.
+same step.
 """
 
 import os
@@ -14,8 +14,7 @@ from typing import Any
 from common import START
 from common.args import CommonArgs
 from common.errors import TOLD_TO_END, say
-from common.memory import AsyncScalar
-from common.run.output_dir import checkpoints
+from common.run.folder import checkpoints
 
 import torch
 from accelerate import Accelerator
@@ -38,8 +37,7 @@ class Signals:
     Before that (while data and model are loaded) signals have their usual effect. Created on every process.
     """
 
-    def __init__(self, accelerator: Accelerator, args: CommonArgs, late: bool = True):
-        """late: with several GPUs the answer may come one step later, so that nothing waits for it."""
+    def __init__(self, accelerator: Accelerator, args: CommonArgs):
         self.accelerator, self.pid = accelerator, os.getpid()
         self.noted: list[int] = []  # requests to this process since the last question
         self.agreed = 0
@@ -55,15 +53,12 @@ class Signals:
         # Agreement goes over the CPU if possible. With NCCL alone it comes from the GPU.
         nccl = accelerator.num_processes > 1 and "cpu:" not in torch.distributed.get_backend_config()
         self.device = accelerator.device if nccl else torch.device("cpu")
-        self.late = late and self.device.type == "cuda"
-        self.coming: tuple[AsyncScalar, int] | None = None  # the pending answer, and how much of `noted` it covers
         nohup = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         heeded = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
         self.before = {number: signal.signal(number, self._note) for number in heeded}
 
     def asked_for(self, possible: bool = True) -> str:
-        """What to do now: "", "save", or "stop" (after a save). The same on every process; called by all at each step. If
-        answers come late, this is the answer to the previous question.
+        """What to do now: "", "save", or "stop" (after a save). The same on every process; called by all at each step.
 
         possible: whether the run can save here at all; requests are kept until it can. The first answer of a run is always
         "": nothing has been trained yet, and a run that is stopped again and again must still make progress.
@@ -79,19 +74,12 @@ class Signals:
         asked = torch.full((), max([self._by_the_clock(now), *self.noted[:heard]]), device=self.device)
         if self.accelerator.num_processes > 1:
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
-        coming = AsyncScalar(asked), heard
-        if self.late:
-            coming, self.coming = self.coming, coming
-        if coming is None:
-            return ""
-        answer, heard = coming
-        self.agreed = int(answer.value())
+        self.agreed = int(asked)
         del self.noted[:heard]  # later requests wait for the next answer
         return "stop" if self.agreed in STOPS else "save" if self.agreed == SAVE else ""
 
     def saved(self) -> None:
         """A checkpoint has been written, for whatever reason: restart the clock of --save_minutes."""
-        self.coming = None  # its question was asked before the save; its requests are still noted
         self.saved_at = time.time()
         self.save_seconds = self.saved_at - self.asked
 
@@ -123,8 +111,7 @@ class Signals:
         if not self.accelerator.is_main_process:
             return 0
         if self.max_seconds is not None:
-            steps = 2 if self.late else 1  # until the run stops
-            needed = 1.25 * (steps * self.longest + self.save_seconds) + EXIT_SECONDS
+            needed = 1.25 * (self.longest + self.save_seconds) + EXIT_SECONDS
             if now - START + needed > self.max_seconds:
                 return 2
         return SAVE if self.save_after is not None and now - self.saved_at > self.save_after else 0

@@ -110,9 +110,9 @@ def test_what_makes_a_gpu_slow_is_said_with_what_to_do():
 def nonfinite(skipped: bool, distributed_type=DistributedType.NO):
     scaler = SimpleNamespace(get_scale=lambda: 2.0**-14)
     accelerator = SimpleNamespace(scaler=scaler, distributed_type=distributed_type, is_main_process=False, num_processes=1)
-    metrics = SimpleNamespace(accelerator=accelerator, output_dir="nowhere", bad_steps=[], window_is_bad=None)
-    metrics.event = metrics.alert = lambda *words, **more: None
-    return NonFinite(metrics, None, SimpleNamespace(step_was_skipped=skipped), 3)
+    metrics = SimpleNamespace(accelerator=accelerator, output_dir="nowhere", bad_steps=[], window_is_bad=False, window={})
+    metrics.event = lambda *words, **more: None
+    return NonFinite(metrics, None, SimpleNamespace(step_was_skipped=skipped))
 
 
 def test_fp16_whose_scale_never_recovers_ends_the_run():
@@ -134,8 +134,8 @@ def test_fp16_whose_scale_never_recovers_ends_the_run():
 def test_what_becomes_of_a_bad_step_is_said_as_it_is(kind, says, capsys, tmp_path):
     watching = nonfinite(False, kind)
     watching.metrics.output_dir = tmp_path
-    watching.check(torch.tensor(float("nan")), torch.tensor(1.0), 4, None)
-    watching.flush()
+    watching.metrics.window["loss"] = [torch.tensor(float("nan")), torch.tensor(1.0)]
+    watching.check(torch.tensor(1.0), 4, None)
     assert says in capsys.readouterr().out
 
 

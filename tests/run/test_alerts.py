@@ -297,7 +297,7 @@ def test_bad_steps_spikes_and_memory_that_runs_out_are_told(launch, monkeypatch)
     launch("sft", *words, "--alert_memory_above", "1e-6")
     assert [got["event"] for got in server.got] == ["memory", "spike", "finished"]
     with pytest.raises(UserError, match="exploded"):
-        launch("sft", *words, "--learning_rate", "1e30", "--max_bad_steps", "99", "--warmup_steps", "0", output="bad")
+        launch("sft", *words, "--learning_rate", "1e30", "--warmup_steps", "0", output="bad")
     assert [got["event"] for got in server.wait_for(4)][3:] == ["bad step"]
 
 

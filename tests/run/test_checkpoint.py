@@ -14,21 +14,16 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.errors import UserError
+from common.files import find_damage, write_manifest
 from common.model.load import load_pretrained, load_tokenizer
 from common.run.best import Best
 from common.run.checkpoint import export, resume, save_checkpoint
+from common.run.folder import checkpoints, newest_intact
 from common.run.metrics import Metrics
-from common.run.output_dir import (
-    checkpoints,
-    find_damage,
-    newest_intact,
-    replace_text,
-    write_manifest,
-)
-from tests.conftest import ROOT, demo, read_metrics
+from tests.conftest import ROOT, SFT, demo, read_metrics
 from tests.run.kills import Kill, killed_at
 from tests.run.test_best import best_by
-from tests.run.test_folder import SFT, claim
+from tests.run.test_folder import claim
 from tests.tiny import tiny_pair
 
 import pytest
@@ -235,15 +230,6 @@ def test_sigkill_at_random_moments_of_saving(tiny, tmp_path):
         assert found is not None and int(found.name.removeprefix("checkpoint-")) >= step
         step = int(found.name.removeprefix("checkpoint-"))
     assert step > 2 and save(tiny, tmp_path, step + 1, limit=1) and len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_text_is_replaced_whole(tmp_path, monkeypatch):
-    file = tmp_path / "a.json"
-    replace_text(file, "one")
-    monkeypatch.setattr(os, "replace", disk_full)
-    with pytest.raises(OSError):
-        replace_text(file, "two")
-    assert file.read_text() == "one"
 
 
 # --- loading -------------------------------------------------------------------------------------------------------------
@@ -540,7 +526,7 @@ def test_a_complete_run_that_is_made_longer_equals_one_of_that_length(launch):
     with pytest.raises(UserError, match="holds a complete run"):
         launch("sft", *constant, "--max_steps", "3", output="longer")
     (longer / "summary.json").unlink()
-    with pytest.raises(UserError, match="the checkpoint is at step 8, and this run would end at step 3"):
+    with pytest.raises(UserError, match="checkpoint-8 is at step 8, and this run would end at step 3"):
         launch("sft", *constant, "--max_steps", "3", output="longer")
     assert len(names(longer)) > 1
     launch("sft", *constant, "--save_total_limit", "1", output="longer")  # nothing is left but its end

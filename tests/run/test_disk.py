@@ -1,19 +1,13 @@
 """Disks that do not take a file for a while, folders that vanish in a run, files that no run has left."""
 
 import json
-import os
 import resource
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from common.args import CommonArgs
-from common.errors import UserError, _Lasting, say
+from common.errors import UserError, say
 from common.run.metrics import Metrics
-from common.run.retry import Retry
-from tests.conftest import ROOT, read_metrics
-from tests.run.test_folder import SFT
+from tests.conftest import ROOT, SFT, read_metrics
 
 import pytest
 import torch
@@ -99,35 +93,6 @@ def test_a_picture_is_not_worth_a_run(how, tmp_path, monkeypatch, capsys):
     assert ("curves.png was not drawn" in capsys.readouterr().err) == (how != "a line is damaged")
 
 
-TALK = "import sys, common; from common.errors import keep_talking, say; keep_talking()\n"
-TALK += "for i in range(3000): say(f'line {i} {chr(233)} {chr(20320)}'); print('err', i, file=sys.stderr, flush=True)\n"
-TALK += "open(sys.argv[1], 'w').write('done')\n"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-@pytest.mark.parametrize("how", ["| head -1", "2>&1 | head -1", ">/dev/full", "2>/dev/full", ">&- 2>&-", ">/dev/full 2>&1"])
-def test_a_log_that_cannot_be_written_does_not_end_a_run(how, tmp_path):
-    command = f'set -o pipefail; {sys.executable} -c "$TALK" {tmp_path}/done {how}'
-    env = os.environ | {"TALK": TALK, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    run = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0 and (tmp_path / "done").read_text() == "done", run.stderr[-2000:]
-    assert "Exception ignored" not in run.stderr and (how != "2>/dev/full" or "line 2 \\xe9 \\u4f60" in run.stdout)
-
-
-def test_a_log_says_where_lines_are_missing(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with open(tmp_path / "log", "w") as file:
-        log = _Lasting(file)
-        for i in range(6):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]) if 2 <= i < 4 else limits)
-            log.write(f"line {i}\n")
-            log.flush()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = (tmp_path / "log").read_text()
-    assert said.startswith("line 0\nline 1\n") and said.endswith("line 4\nline 5\n")
-    assert said.count("[lines are missing here: File too large]") == 1
-
-
 def test_who_speaks(monkeypatch, capsys):
     for world, rank, speaks in (("", "1", True), (None, "abc", True), ("2", "0", True), ("2", "1", False)):
         monkeypatch.setenv("RANK", rank)
@@ -147,50 +112,6 @@ def test_what_accelerate_would_ignore_is_one_line(kind, value, launch, monkeypat
 
 
 # --- a folder that vanishes -----------------------------------------------------------------------------------------
-
-
-def before_step(monkeypatch, step, act) -> None:
-    seed_dropout = Retry._seed_dropout
-
-    def act_and_seed(self, at):
-        if at == step:
-            act()
-        seed_dropout(self, at)
-
-    monkeypatch.setattr(Retry, "_seed_dropout", act_and_seed)
-
-
-def test_a_folder_that_is_deleted_is_made_anew_at_the_next_save(launch, tmp_path, monkeypatch, capsys):
-    words = [*SFT, "--save_steps", "4"]
-    whole = launch("sft", *words, "--max_steps", "8", output="whole")
-    with monkeypatch.context() as patch:
-        before_step(patch, 2, lambda: shutil.rmtree(tmp_path / "out"))
-        output = launch("sft", *words, "--max_steps", "6")
-    said = capsys.readouterr().out
-    assert "the folder was deleted): training goes on" in said and "was deleted: it is made anew" in said
-    assert [row["step"] for row in read_metrics(output)] == [5, 6]
-    assert json.loads((output / "summary.json").read_text())["lost_lines"] == 2
-    launch("sft", *words, "--max_steps", "8")  # it is known whose it is
-    assert read_metrics(output)[-2:] == read_metrics(whole)[-2:]
-
-
-def test_a_folder_that_another_run_has_meanwhile_is_left_to_it(launch, tmp_path, monkeypatch):
-    code = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); f.write('process 7')"
-    code += "; f.flush(); print(flush=True); sys.stdin.read()"
-    other = []
-
-    def take() -> None:
-        shutil.rmtree(tmp_path / "out")
-        (tmp_path / "out").mkdir()
-        command = [sys.executable, "-c", code, str(tmp_path / "out" / ".lock")]
-        other.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        other[0].stdout.readline()
-
-    before_step(monkeypatch, 2, take)
-    with pytest.raises(UserError, match="is in use by process 7"):
-        launch("sft", *SFT, "--save_steps", "4")
-    assert os.listdir(tmp_path / "out") == [".lock"]
-    other[0].communicate()
 
 
 @pytest.mark.parametrize("what", ["dataset.json", "inputs.json", "summary.json"])

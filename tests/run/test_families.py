@@ -1,7 +1,7 @@
 """What a family has of its own does not end a run: sizes by layer, recurrent layers in the estimate, shared weights."""
 
 from common.errors import UserError
-from common.model.experts import routing_size
+from common.extras.experts import routing_size
 from common.model.flat_model import flops_per_token
 from common.model.wrap import wrap
 from common.run.estimate import estimate, savings

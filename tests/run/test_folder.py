@@ -1,105 +1,43 @@
-"""Whose output folder it is: another run is refused, what may change is said, an unfinished run goes on."""
+"""Whose the output folder is: another run is refused with the difference, an unfinished one goes on, nothing else is lost."""
 
 import dataclasses
 import importlib
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 
 from common.args import may_change
 from common.errors import UserError
-from common.run.output_dir import checkpoints, claim_output_dir, delete_run, earlier_args, write_manifest
-from tests.conftest import read_metrics
+from common.files import replace_text, write_manifest
+from common.run import folder as module
+from common.run.folder import checkpoints, delete_run, model_hash
+from common.run.retry import Retry
+from tests.conftest import GRPO, ROOT, SFT, read_metrics
+from tests.run.test_signals import Script
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
-SFT = "--config data/configs/sft.yaml --model_name_or_path data/base_model --max_train_samples 20 --eval_steps 0".split()
-SFT += "--per_device_train_batch_size 4 --logging_steps 1 --save_steps 3 --max_steps 8 --max_eval_samples 8".split()
-SFT += "--eval_max_new_tokens 4".split()
-GRPO = "--config data/configs/grpo.yaml --model_name_or_path data/base_model --max_train_samples 20 --eval_steps 0".split()
-GRPO += "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 4 --save_steps 1".split()
-
-
-FIXED = {
-    "common": "model_name_or_path model_revision tokenizer_name chat_template dtype use_peft lora_r lora_alpha lora_dropout "
-    "lora_target_modules use_dora use_rslora init_lora_weights load_in_4bit load_in_8bit dataset_name dataset_config dataset_train_split dataset_weights dataset_format columns eval_fraction "
-    "max_train_samples dataset_streaming streaming_buffer_size curriculum_column curriculum_fraction seed optim",
-    "pretrain": "dataset_text_field max_length max_tokens_per_batch packing_strategy vocab_size config_name hidden_size "
-    "num_layers num_heads num_kv_heads intermediate_size initializer_range tie_word_embeddings "
-    "num_experts num_experts_per_tok moe_intermediate_size",
-    "sft": "max_length train_on turn_dropping packing max_tokens_per_batch loss_type",
-    "dpo": "max_length max_tokens_per_batch packing beta loss_type loss_weights label_smoothing simpo_gamma sft_weight",
-    "grpo": "reward_funcs reward_weights scale_rewards num_generations system_prompt max_prompt_length "
-    "max_completion_length temperature top_p top_k mask_truncated_completions beta epsilon epsilon_high entropy_coef "
-    "loss_type importance_sampling_level use_bias_correction_kl num_iterations steps_per_generation delta advantage_estimator "
-    "importance_correction importance_cap top_entropy_quantile rollout_ahead",
-}
-
-
-MAY_CHANGE = {
-    "course": "learning_rate lr_scheduler_type warmup_steps lr_decay_fraction min_lr_ratio weight_decay adam_beta1 adam_beta2 "
-    "adam_epsilon max_grad_norm save_best early_stopping_delta per_device_train_batch_size gradient_accumulation_steps "
-    "router_aux_loss_coef router_z_loss_coef router_bias_update_rate",
-    "length": "max_steps num_train_epochs early_stopping_patience",
-    "evaluation": "dataset_eval_split eval_dataset_name max_eval_samples eval_prompts eval_reward_funcs eval_temperatures "
-    "eval_max_new_tokens regression_suite regression_samples regression_pass_at regression_temperature",
-}
-EXECUTION = (  # and precompute_ref_log_probs of DPO, generation_batch_size, rollout_server of GRPO
-    "eval_steps per_device_eval_batch_size num_samples logging_steps save_steps save_total_limit report_to run_name output_dir "
-    "sharded_checkpoints overwrite_output_dir dry_run resume_from_checkpoint dataset_cache_dir dataset_num_proc strict_data trust_remote_code "
-    "auto_micro_batch max_bad_steps max_hours save_minutes reward_timeout merge_lora gradient_checkpointing "
-    "activation_offloading torch_compile accept_changes export_dtype regression_steps empty_cache_above "
-    "alert_webhook alert_memory_above alert_stall_minutes push_to_hub hub_model_id hub_private_repo hub_strategy"
-)
+BASE = ROOT / "data" / "base_model"
+HALF, WHOLE = ["--max_steps", "3"], ["--max_steps", "5"]
 
 
 def args_of(stage):
     return importlib.import_module(f"train_{stage}").Args
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "grpo"])
-def test_for_each_flag_it_is_decided_whether_it_may_change(stage):
-    """A new flag says it where it is defined (`may_change`), or is listed here."""
-    flags = {field.name for field in dataclasses.fields(args_of(stage))}
-    allowed = may_change(args_of(stage))
-    assert allowed.keys() == flags
-    assert {name for name in flags if allowed[name] is None} == set(f"{FIXED['common']} {FIXED[stage]}".split())
-    for kind, names in MAY_CHANGE.items():
-        assert {name for name in flags if allowed[name] == kind} == set(names.split()), kind
-    execution = {name for name in flags if allowed[name] == "execution"}
-    assert set(EXECUTION.split()) <= execution and len(execution) == len(EXECUTION.split()) + {"dpo": 1, "grpo": 2}.get(
-        stage, 0
-    )
-
-
-def test_a_value_where_several_may_stand_now_is_the_list_of_it(tmp_path, capsys):
-    """A run that was begun when a flag took one value, which takes several now, goes on."""
-    args = folder_of_a_run(tmp_path, dataset_name="data/sft", eval_temperatures=0.0)
-    now = args | {"dataset_name": ["data/sft"], "eval_temperatures": [0.0]}
-    assert claim(now).name == "checkpoint-6" and "->" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="is of another run"):
-        claim(now | {"dataset_name": ["data/sft", "data/dpo"]})
-
-
-def test_a_complete_run_that_was_to_be_sent_says_what_sends_it(tmp_path, capsys):
-    args = folder_of_a_run(tmp_path, complete=True)
-    with pytest.raises(SystemExit):
-        claim(args | {"push_to_hub": True, "hub_model_id": "a/b", "hub_private_repo": True})
-    assert f"python -m tools.push {tmp_path / 'out'} --hub_model_id a/b --hub_private_repo" in capsys.readouterr().out
-
-
 def folder_of_a_run(tmp_path, *, steps=(3, 6), complete=False, processes=1, **changed):
     """An output folder as a run leaves it, with checkpoints of one small file; returns its arguments."""
-    args = dataclasses.asdict(args_of("sft")()) | {
-        "output_dir": str(tmp_path / "out"),
-        "model_name_or_path": "data/base_model",
-        "dataset_name": ["data/sft"],
-        "max_steps": 8,
-        **changed,
-    }
+    args = dataclasses.asdict(args_of("sft")()) | {"output_dir": str(tmp_path / "out"), "max_steps": 8, **changed}
+    args |= {"model_name_or_path": "data/base_model", "dataset_name": ["data/sft"]}
     output = tmp_path / "out"
-    output.mkdir()
+    output.mkdir(parents=True)
     (output / "args.yaml").write_text(yaml.safe_dump(args))
     (output / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     for step in steps:
@@ -113,75 +51,77 @@ def folder_of_a_run(tmp_path, *, steps=(3, 6), complete=False, processes=1, **ch
     return args
 
 
-def claim(args, processes=1):
-    return claim_output_dir(args_of("sft")(**args), earlier_args(args["output_dir"]), processes)
+def claim(args, processes=1, inputs=None):
+    return module.claim(args_of("sft")(**args), "train_sft.py", inputs or {}, processes)
 
 
-@pytest.mark.parametrize(
-    ("change", "shown"),
-    [
-        ({"seed": 1}, "seed 0 -> 1"),
-        ({"dataset_name": ["data/dpo"]}, r"dataset_name \['data/sft'\] -> \['data/dpo'\]"),
-        ({"model_name_or_path": "gpt2", "dtype": "bfloat16"}, "data/base_model -> gpt2, dtype float32 -> bfloat16"),
-        ({"lora_r": 8, "learning_rate": 1.0}, "lora_r 16 -> 8"),
-    ],
-)
-def test_arguments_that_make_another_run_are_refused_with_the_difference(change, shown, tmp_path):
+# --- arguments ----------------------------------------------------------------------------------------------------------
+
+
+def test_undecided_flags_make_another_run(tmp_path):
+    """What a new value means is said where a flag is defined; otherwise it is refused."""
+    allowed = may_change(args_of("sft"))
+    assert allowed["seed"] is allowed["dataset_name"] is allowed["dtype"] is allowed["max_length"] is None
+    assert allowed["learning_rate"] == "course" and allowed["max_steps"] == "length"
+    assert allowed["eval_prompts"] == "evaluation" and allowed["save_steps"] == "execution"
+
+
+CHANGES = [
+    ({"seed": 1}, "seed 0 -> 1"),
+    ({"dataset_name": ["data/dpo"]}, r"dataset_name \['data/sft'\] -> \['data/dpo'\]"),
+    ({"model_name_or_path": "gpt2", "dtype": "bfloat16"}, "data/base_model -> gpt2, dtype float32 -> bfloat16"),
+    ({"lora_r": 8, "learning_rate": 1.0}, "lora_r 16 -> 8"),
+    ({"resume_from_checkpoint": "none"}, "holds an earlier run"),
+    ({"max_steps": 5}, "checkpoint-6 is at step 6, and this run would end at step 5"),
+]
+
+
+@pytest.mark.parametrize(("change", "shown"), CHANGES)
+def test_other_runs_are_refused_with_the_difference(change, shown, tmp_path):
     args = folder_of_a_run(tmp_path)
     with pytest.raises(UserError, match=shown) as refused:
         claim(args | change)
-    assert "learning_rate" not in str(refused.value) and "--overwrite_output_dir" in str(refused.value)
-    with pytest.raises(UserError, match=shown):
-        claim(args | change | {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-3")})
+    assert "learning_rate" not in str(refused.value)
 
 
-def test_other_changed_arguments_are_said(tmp_path, capsys):
-    args = folder_of_a_run(tmp_path)
-    changed = {"learning_rate": 0.5, "max_steps": 20, "eval_steps": 7, "gradient_checkpointing": True, "report_to": "wandb"}
-    assert claim(args | changed) == tmp_path / "out" / "checkpoint-6"
-    assert capsys.readouterr().out.splitlines() == [
-        "gradient_checkpointing: False -> True",
-        "max_steps: 8 -> 20",
-        "learning_rate: 2e-05 -> 0.5",
-        "eval_steps: 100 -> 7",
-        "report_to: None -> wandb",
-    ]
-    # args.yaml has the new values as soon as the run starts; the checkpoint is still that of the old ones
-    (tmp_path / "out" / "args.yaml").write_text(yaml.safe_dump(args | changed))
-    claim(args | changed)
-    assert "learning_rate: 2e-05 -> 0.5" in capsys.readouterr().out
-    claim(args)
-    assert capsys.readouterr().out == ""
+def test_changed_arguments_that_may_change_are_said(tmp_path, capsys):
+    args = folder_of_a_run(tmp_path, processes=2)
+    changed = {"learning_rate": 0.5, "max_steps": 20, "eval_steps": 7, "report_to": "wandb"}
+    for _ in range(2):  # args.yaml has the new values as soon as the run starts; the checkpoint is still of the old ones
+        assert claim(args | changed, processes=1) == tmp_path / "out" / "checkpoint-6"
+        said = {"learning_rate: 2e-05 -> 0.5", "max_steps: 8 -> 20", "eval_steps: 100 -> 7", "report_to: None -> wandb"}
+        assert set(capsys.readouterr().out.splitlines()) == said | {"processes: 2 -> 1"}
+        (tmp_path / "out" / "args.yaml").write_text(yaml.safe_dump(args | changed))
 
 
-def test_batch_size_accumulation_and_processes_may_change(tmp_path, capsys):
-    args = folder_of_a_run(tmp_path, per_device_train_batch_size=8, processes=2)
-    change = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-    assert claim(args | change, processes=1)
-    assert capsys.readouterr().out.splitlines() == [
-        "per_device_train_batch_size: 8 -> 4",
-        "gradient_accumulation_steps: 1 -> 4",
-        "processes: 2 -> 1",
-    ]
+def test_runs_of_older_versions_go_on(tmp_path, capsys):
+    """A flag that did not exist had its default; one that took a single value now takes several."""
+    args = folder_of_a_run(tmp_path, eval_temperatures=0.0)
+    checkpoint, old = tmp_path / "out" / "checkpoint-6", dict(args)
+    del old["loss_type"], old["save_minutes"]
+    (checkpoint / "args.yaml").write_text(yaml.safe_dump(old | {"flag_that_went": 3, "dataset_name": "data/sft"}))
+    write_manifest(checkpoint)
+    args["eval_temperatures"] = [0.0]
+    assert claim(args) == checkpoint and "->" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="loss_type nll -> dft"):
+        claim(args | {"loss_type": "dft"})
 
 
-def test_what_is_compared_by_save_best_stays(tmp_path):
+@pytest.mark.parametrize("name", ["eval_prompts", "eval_max_new_tokens", "max_eval_samples"])
+def test_evaluations_compared_by_save_best_stay(name, tmp_path):
     args = folder_of_a_run(tmp_path, save_best="eval_loss")
-    for name in MAY_CHANGE["evaluation"].split():
-        with pytest.raises(UserError, match=name):
-            claim(args | {name: "another"})
-        assert claim(args | {name: "another", "save_best": "eval_perplexity"})
-    (tmp_path / "plain").mkdir()
-    args = folder_of_a_run(tmp_path / "plain")
-    assert claim(args | {"max_eval_samples": 3})
+    with pytest.raises(UserError, match=name):
+        claim(args | {name: "another"})
+    assert claim(args | {name: "another", "save_best": "eval_perplexity"})
 
 
-def test_a_complete_run_is_left_alone_or_made_longer(tmp_path, capsys):
+def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):
     args = folder_of_a_run(tmp_path, complete=True)
-    for same in ({}, {"num_samples": 9, "eval_steps": 5, "dataset_num_proc": 1}):
+    for same in ({}, {"num_samples": 9}, {"push_to_hub": True, "hub_model_id": "a/b"}):
         with pytest.raises(SystemExit) as done:
             claim(args | same)
-        assert done.value.code == 0 and "complete" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert done.value.code == 0 and "complete" in said and ("tools.push" in said) == ("push_to_hub" in same)
     for other in ({"learning_rate": 0.5}, {"max_steps": 7}, {"max_steps": 8, "num_train_epochs": 2.0}):
         with pytest.raises(UserError, match="holds a complete run"):
             claim(args | other)
@@ -200,25 +140,25 @@ def test_a_named_checkpoint(tmp_path):
     args = folder_of_a_run(tmp_path)
     named = tmp_path / "out" / "checkpoint-3"
     assert claim(args | {"resume_from_checkpoint": str(named)}) == named
-    with pytest.raises(UserError, match="overwrite_output_dir empties"):
-        claim(args | {"resume_from_checkpoint": str(named), "overwrite_output_dir": True})
     elsewhere = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(named)}
     assert claim(args | elsewhere) == named
-    with pytest.raises(UserError, match="seed 0 -> 1.*--model_name_or_path"):
-        claim(args | elsewhere | {"seed": 1})
-    (tmp_path / "b").mkdir()
-    other = folder_of_a_run(tmp_path / "b", steps=(4,))
-    with pytest.raises(UserError, match="holds another run than that of"):
-        claim(other | {"resume_from_checkpoint": str(named)})
-    begun = other | {"resume_from_checkpoint": str(named)}  # the same command once more: where it was, not where it began
-    (tmp_path / "b" / "out" / "args.yaml").write_text(yaml.safe_dump(begun))
-    assert claim(begun) == tmp_path / "b" / "out" / "checkpoint-4"
+    other = folder_of_a_run(tmp_path / "b", steps=(4,)) | {"resume_from_checkpoint": str(named)}
+    bad = [
+        (args | {"resume_from_checkpoint": str(named), "overwrite_output_dir": True}, "overwrite_output_dir empties"),
+        (args | {"resume_from_checkpoint": "latest"}, "latest: there is no checkpoint; expected auto, none, or a folder"),
+        (args | elsewhere | {"seed": 1}, "seed 0 -> 1.*--model_name_or_path"),
+        (other, "holds another run than that of"),
+    ]
+    for words, text in bad:
+        with pytest.raises(UserError, match=text):
+            claim(words)
+    (tmp_path / "b" / "out" / "args.yaml").write_text(yaml.safe_dump(other))
+    assert claim(other) == tmp_path / "b" / "out" / "checkpoint-4"  # the same command once more: where it was
 
 
-def test_checkpoints_without_metrics_are_a_run_and_an_unreadable_one_is_not_overwritten(tmp_path):
+def test_an_unreadable_run_is_not_overwritten(tmp_path):
     args = folder_of_a_run(tmp_path)
     (tmp_path / "out" / "metrics.jsonl").unlink()
-    assert claim(args) == tmp_path / "out" / "checkpoint-6"
     (tmp_path / "out" / "args.yaml").write_text("seed: [")
     assert claim(args) == tmp_path / "out" / "checkpoint-6"  # which has the arguments, too
     for folder in checkpoints(args["output_dir"]):
@@ -227,13 +167,13 @@ def test_checkpoints_without_metrics_are_a_run_and_an_unreadable_one_is_not_over
     with pytest.raises(UserError, match="args.yaml cannot be read"):
         claim(args)
     assert claim(args | {"overwrite_output_dir": True}) is None
-    (tmp_path / "out" / ".mine.tmp").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("")
     delete_run(tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".mine.tmp"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
-def test_a_resumed_run_takes_its_optimizer_settings_from_the_arguments(launch, monkeypatch, capsys):
-    launch("sft", *SFT, "--max_steps", "3", "--weight_decay", "0.1", output="out")
+def test_optimizer_settings_are_those_of_the_arguments(launch, capsys):
+    launch("sft", *SFT, *HALF, "--weight_decay", "0.1")
     output = launch("sft", *SFT, "--max_steps", "4", "--weight_decay", "0.3", "--adam_beta2", "0.9", "--save_steps", "1")
     assert "weight_decay: 0.1 -> 0.3" in capsys.readouterr().out
     saved = torch.load(output / "checkpoint-4" / "optimizer.pt", weights_only=True)
@@ -242,24 +182,20 @@ def test_a_resumed_run_takes_its_optimizer_settings_from_the_arguments(launch, m
     assert saved["state"][0]["step"] == 4
 
 
-@pytest.mark.parametrize(
-    "stage, change, said",
-    [
-        (
-            "sft",
-            ["--per_device_train_batch_size", "2"],
-            "a step has 2 samples, and had 4 samples: the order of the samples is",
-        ),
-        (
-            "sft --max_tokens_per_batch 300",
-            ["--gradient_accumulation_steps", "2"],
-            "a step has 2 micro-batches, and had 1 micro-batches",
-        ),
-        ("sft --max_tokens_per_batch 300", ["--per_device_train_batch_size", "2"], None),
-        ("grpo", ["--gradient_accumulation_steps", "2"], "a step has 16 completions, and had 8 completions"),
-    ],
-)
-def test_a_run_that_goes_on_with_other_steps_says_so(stage, change, said, launch, capsys):
+STEPS = [
+    ("sft", ["--per_device_train_batch_size", "2"], "a step has 2 samples, and had 4 samples: the order of the samples is"),
+    (
+        "sft --max_tokens_per_batch 300",
+        ["--gradient_accumulation_steps", "2"],
+        "a step has 2 micro-batches, and had 1 micro-batches",
+    ),
+    ("sft --max_tokens_per_batch 300", ["--per_device_train_batch_size", "2"], None),
+    ("grpo", ["--gradient_accumulation_steps", "2"], "a step has 16 completions, and had 8 completions"),
+]
+
+
+@pytest.mark.parametrize(("stage", "change", "said"), STEPS)
+def test_other_steps_are_said(stage, change, said, launch, capsys):
     stage, *words = stage.split()
     words = [*(SFT if stage == "sft" else GRPO), *words, "--save_steps", "1", "--max_steps"]
     launch(stage, *words, "2")
@@ -268,14 +204,272 @@ def test_a_run_that_goes_on_with_other_steps_says_so(stage, change, said, launch
     assert (said in out) if said else "a step has" not in out
 
 
-def test_with_smaller_micro_batches_a_run_goes_on_as_before(launch, capsys):
-    whole = launch("sft", *SFT, output="whole")
-    launch("sft", *SFT, "--max_steps", "3", "--lr_scheduler_type", "constant", "--warmup_steps", "0", output="split")
-    few = ["--lr_scheduler_type", "constant", "--warmup_steps", "0"]
-    whole = launch("sft", *SFT, *few, output="constant")
+def test_smaller_micro_batches_go_on_as_before(launch, capsys):
+    constant = ["--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+    whole = launch("sft", *SFT, *constant, output="whole")
+    launch("sft", *SFT, *constant, *HALF, output="split")
     elastic = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
-    resumed = launch("sft", *SFT, *few, *elastic, output="split")
+    resumed = launch("sft", *SFT, *constant, *elastic, output="split")
     said = capsys.readouterr().out
     assert "per_device_train_batch_size: 4 -> 2" in said and "order of the samples" not in said
     for one, other in zip(read_metrics(whole), read_metrics(resumed), strict=True):
         assert one["num_tokens"] == other["num_tokens"] and one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+# --- inputs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """script(edit, name): from now on train_sft.py is this copy of itself."""
+
+    def use(edit=lambda text: text, name="train_sft.py"):
+        (tmp_path / "scripts").mkdir(exist_ok=True)
+        path = tmp_path / "scripts" / name
+        path.unlink(missing_ok=True)
+        path.write_text(edit((ROOT / "train_sft.py").read_text()))
+        path.chmod(0o444)  # as in a read-only checkout
+        monkeypatch.setattr(importlib.import_module("train_sft"), "__file__", str(path))
+
+    return use
+
+
+def edited(text):
+    assert "loss = out.nll" in text
+    return text.replace("loss = out.nll", "loss = 5 * out.nll")
+
+
+@pytest.mark.parametrize("steps", [HALF, WHOLE], ids=["complete", "made longer"])
+def test_an_edited_script_is_another_run(steps, script, launch, capsys):
+    script()
+    launch("sft", *SFT, *HALF)
+    script(edited)
+    with pytest.raises(UserError, match=r"train_sft.py has been edited: .*--accept_changes.*--overwrite_output_dir"):
+        launch("sft", *SFT, *steps)
+    script(edited, "train_idea.py")
+    with pytest.raises(UserError, match="it is a run of train_sft.py, and this is train_idea.py"):
+        launch("sft", *SFT, *steps)
+    script(lambda text: "# mine\n" + text.replace("(T,)\n", "(T,)\n\n"), "train_renamed.py")  # comments and layout
+    if steps == HALF:
+        with pytest.raises(SystemExit):
+            launch("sft", *SFT, *steps)
+        return
+    script(edited)
+    capsys.readouterr()
+    launch("sft", *SFT, *steps, "--save_steps", "1", "--accept_changes")
+    assert "train_sft.py has been edited (--accept_changes)" in capsys.readouterr().out
+    launch("sft", *SFT, "--max_steps", "7")  # its checkpoint is of the edited one
+
+
+STREAMED = pytest.param("sft", ["--dataset_streaming"], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("stage", "more"), [("sft", []), STREAMED, pytest.param("grpo", [], marks=pytest.mark.slow)])
+def test_changed_rows_are_noticed(stage, more, launch, tmp_path, capsys):
+    rows, file = (ROOT / f"data/{stage}/train.jsonl").read_text().splitlines(True)[:20], tmp_path / "mine.jsonl"
+    words = [*(SFT if stage == "sft" else GRPO), *more, "--dataset_name", str(file), "--save_steps", "1", "--max_steps"]
+    file.write_text("".join(rows))
+    whole = launch(stage, *words, "2", output="whole")
+    launch(stage, *words, "1")
+    for changed in (rows[1:] + rows[:1], [*rows[:-1], rows[0]], rows[:-1]):
+        file.write_text("".join(changed))
+        with pytest.raises(UserError, match="checkpoint-1: the rows of mine are not those that it had: .*--accept_changes"):
+            launch(stage, *words, "2")
+    file.write_text("".join(rows))  # written again, the same
+    assert read_metrics(launch(stage, *words, "2")) == read_metrics(whole)
+
+
+OTHERS = [pytest.param(how, marks=pytest.mark.slow) for how in ("base", "base, named by an adapter", "tokenizer")]
+
+
+@pytest.mark.parametrize("how", ["reference", *OTHERS])
+def test_an_edited_model_folder_is_noticed(how, launch, tmp_path, capsys):
+    """The reference of DPO, and the base under an adapter, are loaded again by a run that goes on."""
+    model = tmp_path / "model"
+    shutil.copytree(BASE, model)
+    stage, words = ("dpo", [*SFT[2:], "--config", "data/configs/dpo.yaml"]) if how == "reference" else ("sft", SFT)
+    words, lora = [*words, "--model_name_or_path", str(model), "--save_steps", "1"], ["--use_peft"]
+    if "named" in how:
+        words += ["--model_name_or_path", str(launch("sft", *words, *lora, "--max_steps", "1", output="adapter"))]
+    words += lora if how == "base" else []
+    launch(stage, *words, "--max_steps", "1")
+    file, key = model / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    if how == "tokenizer":
+        (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + " ")
+    else:
+        save_file(tensors | {key: tensors[key] + 0.1}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"{model} has been edited: .*--accept_changes"):
+        launch(stage, *words, "--max_steps", "2")
+    launch(stage, *words, "--max_steps", "2", "--accept_changes")
+    assert "has been edited (--accept_changes)" in capsys.readouterr().out
+    launch(stage, *words, "--max_steps", "3")  # its checkpoint is of the new one
+
+
+def test_another_precision_is_another_run(launch, monkeypatch):
+    launch("sft", *SFT, *HALF)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(UserError, match="launched with another mixed_precision: .*--accept_changes"):
+        launch("sft", *SFT, *WHOLE)
+
+
+def test_each_megabyte_of_weights_is_looked_at(tmp_path):
+    file = tmp_path / "model.safetensors"
+    data = np.random.default_rng(0).integers(0, 256, 70 * 2**20, dtype=np.uint8)
+    data.tofile(file)
+    before = model_hash(tmp_path)
+    for at in (5, 2**20 - 1, 33 * 2**20, 69 * 2**20 + 4000):
+        data[at] ^= 1
+        data.tofile(file)
+        assert model_hash(tmp_path) != before, at
+        data[at] ^= 1
+
+
+def test_another_commit_on_the_hub_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    args, refs = args_of("sft")(model_name_or_path="org/tiny"), tmp_path / "models--org--tiny" / "refs"
+    assert module.loaded_inputs(args, "", {})["hub"] == {}
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("a" * 40)
+    inputs = module.loaded_inputs(args, "", {})
+    (tmp_path / "inputs.json").write_text(json.dumps(inputs))
+    module.refuse_changes(args, inputs, tmp_path)
+    (refs / "main").write_text("b" * 40)
+    with pytest.raises(UserError, match="org/tiny has another commit on the Hub"):
+        module.refuse_changes(args, module.loaded_inputs(args, "", {}), tmp_path)
+
+
+@pytest.mark.slow
+def test_edited_rewards_templates_and_imports_are_noticed(launch, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    points, reward, template = (tmp_path / name for name in ("plainloop_points.py", "reward.py", "mine.jinja"))
+    points.write_text("def points(text):\n    return len(text) / 100\n")
+    reward.write_text(
+        "import plainloop_points\n"
+        "def score(completions, **columns):\n    return [plainloop_points.points(c) for c in completions]\n"
+    )
+    template.write_text((BASE / "chat_template.jinja").read_text())
+    words = [*GRPO, "--reward_funcs", f"{reward}:score", "--reward_weights", "1", "--chat_template", str(template)]
+    for file in (points, reward, template):
+        launch("grpo", *words, "--max_steps", "1", output=file.name)
+        before = file.read_text()
+        file.write_text(before + "\n# {# another #}\n")
+        with pytest.raises(UserError, match=f"{file.name} has been edited"):
+            launch("grpo", *words, "--max_steps", "2", output=file.name)
+        file.write_text(before)
+        launch("grpo", *words, "--max_steps", "2", output=file.name)
+
+
+# --- one run for a folder -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_folder_belongs_to_one_living_run(tmp_path, token_cache):
+    words = [*SFT, "--max_steps", "100000", "--dataset_cache_dir", str(token_cache)]
+    with Script(tmp_path, *words) as run:
+        run.until(lambda: run.steps() >= 2)
+        for more in ([], ["--learning_rate", "1"], ["--overwrite_output_dir"]):
+            command = [sys.executable, "train_sft.py", *words, *more, "--output_dir", str(run.output)]
+            second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+            assert second.returncode == 1, second.stdout + second.stderr
+            [said] = [line for line in second.stderr.splitlines() if "error" in line]
+            assert f"{run.output} is in use by process {run.process.pid} on " in said
+        assert run.process.poll() is None
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+    with Script(tmp_path, *words) as run:  # at once: the kernel has let go
+        reached = run.steps()
+        run.until(lambda: run.steps() != reached)
+
+
+def test_a_stale_lock_file_does_not_block(launch, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".lock").write_text("process 1 on elsewhere, since 1999-12-31 23:59:59")
+    launch("sft", *SFT, "--max_steps", "1")
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["deleted", "deleted and taken by another run"])
+def test_a_deleted_folder_ends_the_run(taken, launch, tmp_path, monkeypatch):
+    out, seed_dropout = tmp_path / "out", Retry._seed_dropout
+
+    def delete(self, step):
+        if step == 2:
+            shutil.rmtree(out)
+        if step == 2 and taken:
+            out.mkdir()
+            (out / ".lock").write_text("another run's")
+        seed_dropout(self, step)
+
+    monkeypatch.setattr(Retry, "_seed_dropout", delete)
+    with pytest.raises(UserError, match=f"{out} was deleted while this run was writing to it"):
+        launch("sft", *SFT, "--save_steps", "4")
+    assert not out.exists() or os.listdir(out) == [".lock"]
+
+
+# --- what no run has written --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "samples.jsonl", "args.yaml", "metrics.jsonl"])
+def test_foreign_files_are_not_written_over(name, launch, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(UserError, match=f"holds {name}, which no run has written|whose args.yaml cannot be read"):
+        launch("sft", *SFT, "--max_steps", "1")
+    assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+def test_what_is_read_does_not_lie_in_the_folder(launch, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(BASE, out)
+    shutil.copy(ROOT / "data/sft/train.jsonl", out / "samples.jsonl")
+    before = sorted(os.listdir(out))
+    for flag, path in (("model_name_or_path", out), ("dataset_name", out / "samples.jsonl"), ("eval_prompts", out)):
+        with pytest.raises(UserError, match=f"--output_dir {out} holds the {path} of --{flag}"):
+            launch("sft", *SFT, f"--{flag}", str(path), "--overwrite_output_dir")
+    with pytest.raises(UserError, match="--output_dir is empty"):
+        launch("sft", *SFT, "--output_dir", "")
+    assert sorted(os.listdir(out)) == before
+
+
+def test_other_files_of_the_user_stay(launch, tmp_path):
+    out = tmp_path / "out"
+    (out / "mine").mkdir(parents=True)
+    for name in ("log.txt", "mine/notes.txt"):
+        (out / name).write_text("mine")
+    quiet = ["--logging_steps", "0", "--save_steps", "0", "--max_steps", "1"]  # leaves no line and no checkpoint
+    launch("sft", *SFT, *quiet)
+    launch("sft", *SFT, *quiet, "--seed", "1", "--overwrite_output_dir")
+    assert all((out / name).read_text() == "mine" for name in ("log.txt", "mine/notes.txt"))
+
+
+def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
+    words = [*SFT, "--max_steps", "2", "--save_steps", "1"]
+    output = launch("sft", *words)
+
+    def content():
+        return {path: path.read_bytes() for path in output.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = content()
+    wrong = [
+        ["--overwrite_output_dir", "--dataset_name", tmp_path / "typo.jsonl"],
+        ["--overwrite_output_dir", "--model_name_or_path", tmp_path / "typo"],
+        ["--overwrite_output_dir", "--max_length", "2"],
+        ["--max_steps", "3", "--eval_prompts", tmp_path / "typo.jsonl"],  # would go on
+        ["--max_steps", "-1", "--num_train_epochs", "0.1"],  # would end before its checkpoint
+    ]
+    for more in wrong:
+        with pytest.raises(UserError):
+            launch("sft", *words, *more)
+        assert content() == before, more
+    launch("sft", *words, "--overwrite_output_dir", "--max_steps", "1")
+    assert json.loads((output / "dataset.json").read_text())["plan"]["steps"] == 1
+    assert not (output / "checkpoint-2").exists() and (output / "summary.json").exists()
+
+
+def test_a_text_is_replaced_whole(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    replace_text(file, "one")
+    monkeypatch.setattr(os, "replace", lambda *args: os.rmdir(tmp_path / "none"))
+    with pytest.raises(OSError):
+        replace_text(file, "two")
+    assert file.read_text() == "one"

@@ -133,13 +133,13 @@ GRADIENTS = """
 import torch
 from common.run.nonfinite import NonFinite
 check, seen = NonFinite.check, []
-def keep(self, loss, grad_norm, step, window):
+def keep(self, grad_norm, step, window):
     model = KEPT_MODEL[0]
     whole = {n: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, p in model.named_parameters() if (g := p.grad) is not None}
     shapes = {n: list(p.grad.to_local().shape) for n, p in model.named_parameters() if hasattr(p.grad, "to_local")}
     if int(os.environ.get("RANK", "0")) == 0 and not seen:
         seen.append(torch.save((whole, shapes), os.environ["SEEN"]))
-    return check(self, loss, grad_norm, step, window)
+    return check(self, grad_norm, step, window)
 NonFinite.check = keep
 KEPT_MODEL = []
 from common.run.run import Run

@@ -10,8 +10,7 @@ from common.data.chat import read_chat_template
 from common.data.sources import load_rows
 from common.data.tokens import tokenize_messages, tokenize_prompt
 from common.errors import UserError
-from tests.conftest import ROOT, read_metrics
-from tests.run.test_folder import SFT
+from tests.conftest import ROOT, SFT, read_metrics
 
 import pytest
 import torch
@@ -180,59 +179,12 @@ def test_a_name_of_a_tensor_reaches_the_terminal_spelled_out(launch, tmp_path, c
     assert "has no place for model.\\x1b[2J" in said.out and "\x1b[2J" not in said.out + said.err
 
 
-THEIRS = ["tokenizer.json", "chat_template.jinja", "args.yaml", "dataset.json", "inputs.json", "samples.jsonl", "curves.png"]
-
-
-@pytest.mark.parametrize(
-    "name", [*THEIRS, "completions.jsonl", "metrics.jsonl", "config.json", "train_sft.py", "vocab.json"]
-)
-def test_a_file_that_no_run_has_left_is_not_written_over(name, launch, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).write_text("mine")
-    for more in ([], ["--overwrite_output_dir"]) if name != "metrics.jsonl" else ([],):
-        with pytest.raises(UserError, match=f"holds {name}, which no run has left there|whose args.yaml cannot be read"):
-            launch("sft", *SFT, "--max_steps", "1", *more)
-    assert (tmp_path / "out" / name).read_text() == "mine"
-
-
 @pytest.mark.slow
 def test_a_readme_of_the_users_stays(launch, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("mine")
     output = launch("sft", *SFT, "--max_steps", "1", "--use_peft")
     assert (output / "README.md").read_text() == "mine" and (output / "adapter_config.json").exists()
-
-
-def test_the_folder_of_the_data_is_no_output_folder(launch, tmp_path):
-    data = tmp_path / "out"
-    data.mkdir()
-    shutil.copy(ROOT / "data/sft/train.jsonl", data / "samples.jsonl")
-    source = json.dumps({"path": str(data)})
-    for words in (
-        ["--dataset_name", str(data)],
-        ["--dataset_name", str(data / "samples.jsonl")],
-        ["--dataset_name", source],
-    ):
-        with pytest.raises(UserError, match=f"--output_dir {data} holds the data of --dataset_name"):
-            launch("sft", *SFT, *words, "--overwrite_output_dir")
-    with pytest.raises(UserError, match="holds the data of --eval_prompts"):
-        launch("sft", *SFT, "--eval_prompts", str(data / "samples.jsonl"))
-    assert os.listdir(data) == ["samples.jsonl"]
-    with pytest.raises(UserError, match="--output_dir is empty"):
-        launch("sft", *SFT, "--output_dir", "")
-
-
-def test_a_model_that_no_run_has_left_is_not_written_over(launch, tmp_path):
-    shutil.copytree(BASE, tmp_path / "out")
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    for more in ([], ["--overwrite_output_dir"]):
-        with pytest.raises(UserError, match="holds model.safetensors, which no run has left there"):
-            launch("sft", *SFT, "--max_steps", "1", *more)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-    quiet = ["--logging_steps", "0", "--save_steps", "0", "--max_steps", "1"]  # leaves no line and no checkpoint
-    launch("sft", *SFT, *quiet, output="quiet")
-    with pytest.raises(SystemExit):
-        launch("sft", *SFT, *quiet, output="quiet")
 
 
 # --- what never ends ------------------------------------------------------------------------------------------------

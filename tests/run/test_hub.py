@@ -14,9 +14,8 @@ import train_grpo
 import train_sft
 from common.command_line import parse_args
 from common.errors import UserError
-from common.run.card import make_card, merged_card
+from common.run.card import is_sealed, make_card, merged_card, seal
 from common.run.hub import Push, check_repo, files_to_push, reason_of, without_places
-from common.run.output_dir import is_sealed, seal
 from common.run.public import public_names
 from tests.conftest import ROOT, demo, run_script
 from tests.run.hub_stand_in import Hub

@@ -9,15 +9,14 @@ import signal
 
 from common.args import CommonArgs
 from common.run.curves import draw_curves, frame_of, frames_of, is_logarithmic
+from common.run.folder import lock as take_lock
 from common.run.metrics import Metrics, _main
-from common.run.output_dir import _lock
 from common.run.report import Report, embedded, page, write_report
 from common.run.report.compare import mcnemar, two_proportions
 from common.run.report.describe import command_of, defaults_of, describe_run
 from common.run.report.read import Folder, Lines
 from common.run.report.thin import Curve, Spread
-from tests.conftest import ROOT, events_of, read_metrics
-from tests.run.test_folder import SFT
+from tests.conftest import ROOT, SFT, events_of, read_metrics
 
 import numpy as np
 import pytest
@@ -234,7 +233,7 @@ def test_a_run_that_was_killed_is_not_said_to_go_on(tmp_path):
     assert state() == "running", "who knows: it left no lock"
     told, tells = os.pipe()
     if not (child := os.fork()):
-        os.write(tells, str(_lock(folder)).encode())
+        os.write(tells, str(take_lock(folder)).encode())
         signal.pause()
     assert os.read(told, 99) == b"None" and state() == "running"
     os.kill(child, signal.SIGKILL)

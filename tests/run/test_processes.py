@@ -111,7 +111,7 @@ sampler.sample = uneven
 
 
 READERS = """
-import common.run.output_dir as output_dir
+import common.run.folder as output_dir
 find_damage = output_dir.find_damage
 def seen(checkpoint):
     print(f"process {RANK} reads {checkpoint.name}", flush=True)
@@ -134,7 +134,7 @@ def test_one_process_reads_the_checkpoints_for_all(two):
 
 def test_one_process_reads_the_best_checkpoint_for_all(two):
     """Each would hash it, and where they do not agree whether it is whole, some would wait for the others for ever."""
-    change = READERS.replace("common.run.output_dir", "common.run.checkpoint")
+    change = READERS.replace("common.run.folder", "common.run.checkpoint")
     run, output, _ = two("sft", [*SFT, "--max_steps", 2, "--eval_steps", 1, "--save_best", "max:eval_loss"], change)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "process 0 reads checkpoint-" in run.stdout and "process 1 reads" not in run.stdout

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +10,9 @@ import time
 
 from common.data.stream import Stream
 from common.errors import UserError
+from common.files import find_damage
 from common.run import run as module
-from common.run.output_dir import checkpoints, find_damage, newest_intact
+from common.run.folder import checkpoints, newest_intact
 from tests.conftest import EXPERIMENTS, ROOT, read_metrics, teacher, words_of
 
 import pytest
@@ -202,45 +202,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_whole_one(damage, laun
         victim.write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:])
     else:
         victim.write_bytes(content[: len(content) // 2])
-    assert find_damage(newest) is not None and newest_intact(output) == whole
+    assert find_damage(newest) and newest_intact(output) == whole
     assert "passed over" in capsys.readouterr().out
-
-
-def test_a_folder_of_another_run_is_not_overwritten_unless_asked(launch, capsys):
-    arguments = [*STAGES["sft"], *COMMON, "--max_steps", "2"]
-    output = launch("sft", *arguments)
-    with pytest.raises(UserError, match="learning_rate 0.001 -> 0.5"):
-        launch("sft", *arguments, "--learning_rate", "0.5")
-    with pytest.raises(SystemExit) as done:
-        launch("sft", *arguments)
-    assert done.value.code == 0 and "complete" in capsys.readouterr().out
-    before = (output / "metrics.jsonl").read_text()
-    (output / "mine").mkdir()
-    (output / "mine" / "notes.txt").write_text("not of the run")
-    launch("sft", *arguments, "--learning_rate", "0.5", "--overwrite_output_dir")
-    assert (output / "metrics.jsonl").read_text() != before
-    assert (output / "mine" / "notes.txt").exists()
-
-
-def test_a_finished_run_is_whole_until_the_one_that_takes_its_place_has_all_that_it_needs(launch, tmp_path):
-    words = [*STAGES["sft"], "--max_steps", "2", "--save_steps", "1"]
-    output = launch("sft", *words)
-    before = {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file() and path.name != ".lock"}
-    wrong = [
-        ["--overwrite_output_dir", "--dataset_name", tmp_path / "typo.jsonl"],
-        ["--overwrite_output_dir", "--model_name_or_path", tmp_path / "typo"],
-        ["--overwrite_output_dir", "--max_length", "2"],
-        ["--overwrite_output_dir", "--early_stopping_patience", "2"],
-        ["--max_steps", "3", "--eval_prompts", tmp_path / "typo.jsonl"],  # would go on
-    ]
-    for more in wrong:
-        with pytest.raises(UserError):
-            launch("sft", *words, *more)
-        after = {path: path.read_bytes() for path in sorted(output.rglob("*")) if path.is_file() and path.name != ".lock"}
-        assert after == before, more
-    launch("sft", *words, "--overwrite_output_dir", "--max_steps", "1")
-    assert json.loads((output / "dataset.json").read_text())["plan"]["steps"] == 1
-    assert not (output / "checkpoint-2").exists() and (output / "summary.json").exists()
 
 
 @pytest.mark.parametrize("more", [["--early_stopping_patience", "2"], ["--save_best", "eval_los"]])
@@ -249,24 +212,9 @@ def test_what_cannot_be_the_best_is_said_before_anything_is_loaded(more, launch)
         launch("sft", *STAGES["sft"], *more, "--dry_run", "--dataset_name", "typo.jsonl")
 
 
-@pytest.mark.parametrize("name", ["true", "latest", "data/base_model"])
-def test_what_is_no_checkpoint_is_answered_with_what_is_expected(name, launch):
-    with pytest.raises(
-        UserError, match=f"{name}: there is no checkpoint; expected auto, none, or a folder like .*/checkpoint-500"
-    ):
-        launch("sft", *STAGES["sft"], "--resume_from_checkpoint", name)
-
-
 def test_the_bar_has_counted_what_is_done_when_a_line_is_said_above_it(launch, capfd):
     launch("sft", *STAGES["sft"], "--max_steps", "4", "--eval_steps", "2", "--logging_steps", "1")
     said = capfd.readouterr()
     after = said.err.replace("\r", "\n").split("\n")
     shown = {re.search(r"(\d+)/4", line)[1] for line in after if "/4" in line}
     assert {"0", "2", "4"} <= shown
-
-
-def test_the_model_that_is_started_from_is_never_deleted(launch, tmp_path):
-    shutil.copytree("data/base_model", tmp_path / "out")
-    with pytest.raises(UserError, match="holds the model to start from"):
-        launch("sft", *STAGES["sft"], "--model_name_or_path", tmp_path / "out", "--overwrite_output_dir")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())

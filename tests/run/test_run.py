@@ -1,186 +1,45 @@
-"""When a Run saves, evaluates and ends: step by step, with what it asks put in by hand."""
+"""When a run saves, evaluates and ends."""
 
-import math
-from types import SimpleNamespace
-
-from common.run import Run
-from common.run import run as module
-from common.run.nonfinite import _by_kind, weight_norm
+from tests.conftest import events_of, read_metrics
 
 import pytest
-import torch
+
+SFT = ["--model_name_or_path", "data/base_model", "--max_train_samples", "60", "--max_eval_samples", "8"]
+SFT += ["--per_device_train_batch_size", "2", "--max_length", "64", "--num_samples", "0", "--eval_max_new_tokens", "2"]
+GRPO = ["--model_name_or_path", "data/base_model", "--num_generations", "2", "--per_device_train_batch_size", "2"]
+GRPO += ["--max_completion_length", "2", "--num_iterations", "2", "--eval_max_new_tokens", "2", "--max_eval_samples", "2"]
 
 
-def a_run(save_steps=0, save_every=1, last_step=9, resumed_at=-1, best=None, asked=None):
-    """A Run in its loop, of which nothing was started. asked: what signals and the clock want, by step; `possible` of each
-    question is kept in run.possible."""
-    run = Run.__new__(Run)
-    run.script, run.inputs, run.base_dtype = "train_sft.py", {}, "float32"
-    run.args = SimpleNamespace(save_steps=save_steps, eval_steps=4)
-    run.save_every, run.last_step, run.resumed_at, run.first_step = save_every, last_step, resumed_at, max(resumed_at, 0)
-    run.best, run.save_wanted, run.possible = SimpleNamespace(step=best), False, []
-    run.regression = SimpleNamespace(suite=None, state=lambda: {})
-    run.told, run.public, run.push = [], {"a base"}, None
-    run.alerts = SimpleNamespace(close=lambda event, text: run.told.append(event))
-    run.events, run.metrics = [], SimpleNamespace(event=lambda *words: run.events.append(words), write_report=lambda: None)
-
-    def asked_for(possible):
-        run.possible.append(possible)
-        return (asked or {}).get(run.step, "") if possible else ""
-
-    run.signals = SimpleNamespace(asked_for=asked_for)
-    return run
-
-
-def saved_at(run):
-    saved = []
-    for step in range(run.first_step, run.last_step + 1):
-        run.step = step
-        if run.save_due(step):
-            saved.append(step)
-            run.save_wanted = False
-    return saved
+def steps_of(output, kind):
+    return [event["step"] for event in events_of(output, kind)]
 
 
 @pytest.mark.parametrize(
-    "settings, wanted",
+    "words, saved, evaluated",
     [
-        ({}, []),
-        ({"save_steps": 1, "last_step": 3}, [1, 2, 3]),  # nothing at 0, where nothing has been trained
-        ({"save_steps": 4}, [4, 8]),  # not at the last step, for the final model is written there
-        ({"save_steps": 4, "resumed_at": 4}, [8]),  # what was saved is not saved again
-        ({"save_steps": 3, "save_every": 2}, [4, 6, 10]),  # what is due between two rollouts waits
-        ({"best": 5}, [5]),
-        ({"best": 5, "resumed_at": 5}, []),
-        ({"best": 5, "save_steps": 4}, [4, 5, 8]),
-        ({"asked": {3: "save"}}, [3]),
-        ({"asked": {3: "save"}, "save_every": 2}, []),  # not asked in the middle of a rollout: the signals keep it
-        ({"asked": {9: "stop"}}, []),  # nor at the end, where there is nothing left to stop
+        (["--save_steps", "0", "--eval_steps", "4"], [], [0, 4, 8, 9]),
+        (["--save_steps", "4", "--eval_steps", "0"], [4, 8], []),  # not at the last step: the final model is written there
+        (["--save_steps", "3", "--eval_steps", "5"], [3, 6, 9], [0, 5, 9]),
+        (["--save_steps", "0", "--eval_steps", "2", "--save_best", "min:eval_loss"], [2, 4, 6, 8, 9], [0, 2, 4, 6, 8, 9]),
     ],
-    ids=str,
 )
-def test_a_checkpoint_is_saved_where_it_is_due_and_can_be(settings, wanted):
-    if settings.get("save_every"):
-        settings = settings | {"last_step": 10}
-    run = a_run(**settings)
-    assert saved_at(run) == wanted
-    steps = range(run.first_step, run.last_step + 1)
-    assert run.possible == [step % run.save_every == 0 and step < run.last_step for step in steps]
+def test_saves_and_evaluations_at_their_steps(words, saved, evaluated, launch):
+    output = launch("sft", *SFT, *words, "--max_steps", "9", "--learning_rate", "1e-4")
+    if "--save_best" in words:
+        saved = steps_of(output, "best")  # a new best one is saved at once
+        assert set(saved) <= set(evaluated) and saved
+    assert steps_of(output, "saved") == saved
+    assert [row["step"] for row in read_metrics(output) if "eval_loss" in row] == evaluated
 
 
-def test_an_evaluation_comes_before_the_first_update_and_after_the_last_and_not_twice():
-    for resumed_at, wanted in ((-1, [0, 4, 8, 9]), (4, [8, 9]), (5, [8, 9]), (9, [])):
-        run = a_run(resumed_at=resumed_at)
-        assert [step for step in range(run.first_step, 10) if run.eval_due(step)] == wanted
-    run.args.eval_steps, run.resumed_at = 0, -1
-    assert not any(run.eval_due(step) for step in range(10))
+def test_grpo_saves_between_two_rollouts(launch):
+    output = launch("grpo", *GRPO, "--max_steps", "6", "--save_steps", "3", "--eval_steps", "0")
+    assert steps_of(output, "saved") == [4, 6]  # due at 3, where a rollout has another update
 
 
-def test_a_save_keeps_what_every_part_has_and_starts_the_clock_anew(monkeypatch):
-    """The weights are looked at first: those that are lost are not saved. What was wanted is done."""
-    run, done = a_run(), []
-    run.accelerator = run.model = run.optimizer = run.tokenizer = None
-    run.nonfinite = SimpleNamespace(check_weights=lambda model, step: done.append(f"looked at {step}"), begun=[2.0])
-    run.metrics.state, run.retry = lambda: {"last": 1}, SimpleNamespace(state=lambda: {"splits": 4})
-    run.windows = SimpleNamespace(state=lambda step: {"position": 8 * step}, step_size="8 samples")
-    run.signals = SimpleNamespace(saved=lambda: done.append("the clock"))
-    run.save_wanted = True
-    states = []
-    monkeypatch.setattr(module, "hold_on", lambda *args: done.append("held on"))
-    monkeypatch.setattr(module, "save_checkpoint", lambda *args: (done.append("saved"), states.append(args[-2])))
-    run.save(3)
-    assert done == ["looked at 3", "held on", "saved", "the clock"] and not run.save_wanted
-    assert states[0].pop("base_dtype") == "float32"
-    kept = {"last": 1, "splits": 4, "weight_norms": [2.0], "windows": {"position": 24}, "step_size": "8 samples"}
-    assert states == [kept] and run.events == [("saved", 3, "checkpoint-3")]
-    monkeypatch.setattr(module, "save_checkpoint", lambda *args: False)
-    run.save(4)
-    assert run.events[1:] == [("not saved", 4, "checkpoint-4")]
-
-
-def test_a_stopped_run_leaves_and_one_without_better_evaluations_ends():
-    run, left = a_run(last_step=9), []
-    run.args.output_dir = "out"
-    run.signals = SimpleNamespace(leave=lambda folder, step: left.append((folder, step)), reason="SIGTERM")
-    run.best = SimpleNamespace(stops=lambda step: step == 4)
-    for run.asked_for in ("", "save"):
-        assert [step for step in range(10) if run.ends(step)] == [4, 9] and not left
-    run.asked_for = "stop"
-    run.ends(2)
-    assert left == [("out", 2)] and run.told == ["stopped"]
-    assert [event[:2] for event in run.events] == [("stopped", 2)]
-
-
-@pytest.mark.parametrize(
-    "use_peft, merge_lora, saved", [(False, False, "model"), (True, False, "adapter"), (True, True, "model")]
-)
-def test_the_end_of_a_run_in_its_order(use_peft, merge_lora, saved, monkeypatch, capsys):
-    """What is late is asked for and the weights are looked at before they are written; checkpoints go when the model is there."""
-    run, done = a_run(), []
-
-    def note(name, result=None):
-        return lambda *args: (done.append((name, *args)), result)[1]
-
-    run.args = SimpleNamespace(output_dir="out", save_total_limit=2, use_peft=use_peft, merge_lora=merge_lora)
-    run.args.export_dtype, run.args.dtype, run.base_dtype = "auto", "float32", "bfloat16"
-    run.model, run.tokenizer, run.step = "model", "tokenizer", 9
-    run.accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
-    run.accelerator.wait_for_everyone, run.accelerator.end_training = note("waited"), note("ended")
-    run.nonfinite = SimpleNamespace(check_weights=note("looked"))
-    run.best = SimpleNamespace(step=4, folder=note("best", "out/checkpoint-4"), state=lambda: {"step": 4})
-    first = {"eval_loss": 2.5, "eval_gone": 1.0}
-
-    def summarise(best, also):
-        done.append(("summary", best))
-        if run.accelerator.is_main_process:
-            also({"seconds": 1})
-
-    run.metrics = SimpleNamespace(
-        flush=note("asked"), finish=summarise, last={"step": 9, "eval_loss": 1.25}, first_eval=first
-    )
-    run.signals = SimpleNamespace(close=note("closed"))
-    monkeypatch.setattr(module, "hold_on", note("held on"))
-    monkeypatch.setattr(module, "export", note("written"))
-    monkeypatch.setattr(module, "prune", note("pruned"))
-    monkeypatch.setattr(module, "write_card", note("card"))
-    monkeypatch.setattr(module, "KEPT", [])
-    run.finish("more", also="a classifier")
-    assert not module.KEPT and run.told == ["finished"]
-    assert done == [
-        ("asked",),
-        ("looked", "model", 9),
-        ("held on", run.accelerator, run.args, "train_sft.py", {}),
-        ("best", "out"),
-        ("written", run.args, run.accelerator, "model", "tokenizer", "out/checkpoint-4", "bfloat16", "a classifier"),
-        ("pruned", "out", 9, 2, 4),
-        ("summary", {"step": 4}),
-        ("card", "out", run.args, "train_sft.py", {"a base"}, 4, {"seconds": 1}),
-        ("waited",),
-        ("ended",),
-        ("closed",),
-    ]
-    said = capsys.readouterr().out
-    assert "before -> after, held out:\n    loss                                2.5 -> 1.25\n\n" in said
-    assert f"saved in out: the {saved} and" in said and "try next: more" in said
-    run.accelerator.is_main_process, run.best.step, run.metrics.first_eval = False, None, {}
-    run.accelerator.num_processes = 2
-    done.clear()
-    run.finish("more")  # another process
-    assert module.KEPT == ["model"]  # it outlives the process group
-    assert ("summary", None) in done and not {"pruned", "card"} & {name for name, *_ in done}
-    assert "before -> after" not in capsys.readouterr().out
-    run.args.output_dir = "my runs"
-    run.finish("more")
-    assert "python -m tools.chat 'my runs'\n" in capsys.readouterr().out  # as a shell reads it
-
-
-def test_norms_under_zero_3_are_those_of_the_shares_without_what_fills_them_up():
-    """Seven numbers on two processes: shares of four, the last number of which is none. What is gathered is not looked at."""
-    whole = torch.arange(1.0, 8.0)
-    norms = []
-    for process, share in enumerate((whole[:4], torch.cat([whole[4:], torch.tensor([1e30])]))):
-        matrix, vector = (torch.nn.Parameter(torch.zeros(0)) for _ in range(2))
-        for p, shape in ((matrix, (7, 1)), (vector, (7,))):
-            p.ds_tensor, p.ds_shape, p.ds_numel = share, shape, 7
-        norms.append([weight_norm(kind) for kind in _by_kind(torch.nn.ParameterList([matrix, vector]), process)])
-    assert [math.hypot(*shares) for shares in zip(*norms, strict=True)] == pytest.approx([math.sqrt(140)] * 2)
+def test_a_resumed_run_repeats_no_evaluation(launch):
+    words = [*SFT, "--save_steps", "4", "--eval_steps", "4"]
+    launch("sft", *words, "--max_steps", "4", "--lr_scheduler_type", "constant")
+    output = launch("sft", *words, "--max_steps", "8", "--lr_scheduler_type", "constant")
+    assert [row["step"] for row in read_metrics(output) if "eval_loss" in row] == [0, 4, 8]
+    assert steps_of(output, "saved") == [4, 8] and steps_of(output, "finished") == [4, 8]

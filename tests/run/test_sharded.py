@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.errors import UserError
+from common.files import find_damage
 from common.model.load import load_model, load_tokenizer
 from common.model.shards import FOLDER, read_metadata
 from common.run.best import Best
 from common.run.checkpoint import export, load_extra, resume, save_checkpoint
 from common.run.consolidate import consolidate
-from common.run.output_dir import checkpoints, find_damage, newest_intact
+from common.run.folder import checkpoints, newest_intact
 from common.run.sharded import _read, check_sharded, check_shared
 from tests.conftest import read_metrics, run_script
 from tests.run.kills import killed_at

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common.errors import TOLD_TO_END
-from common.run.output_dir import checkpoints
+from common.run.folder import checkpoints
 from common.run.retry import Retry
 from common.run.signals import EXIT_CODE, EXIT_SECONDS, Signals
 from tests.conftest import ROOT, read_metrics
@@ -80,14 +80,14 @@ def same_weights(one: Path, other: Path) -> bool:
 
 def signal_in_step(monkeypatch, at: int, number: int) -> None:
     """The process sends itself a signal in the middle of the step that makes `at` updates out of at - 1."""
-    seed_dropout = Retry._seed_dropout
+    retry = Retry.__call__
 
-    def send_and_seed(self, step):
+    def send_and_retry(self, gradients, step, window):
         if step == at - 1:
             signal.raise_signal(number)
-        seed_dropout(self, step)
+        retry(self, gradients, step, window)
 
-    monkeypatch.setattr(Retry, "_seed_dropout", send_and_seed)
+    monkeypatch.setattr(Retry, "__call__", send_and_retry)
 
 
 @pytest.mark.parametrize(
@@ -232,12 +232,10 @@ def clock(monkeypatch):
         signals.close()
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("step", "evaluation", "save"), [(60, 600, 120), (1, 0, 300), (900, 0, 5), (0.1, 30, 0.1)])
-def test_a_limit_of_time_is_kept_and_used(clock, step, evaluation, save, late):
+def test_a_limit_of_time_is_kept_and_used(clock, step, evaluation, save):
     """Steps, evaluations every ten, a checkpoint every hundred: the last save ends before the limit, with a step's room."""
     signals = clock.start(4.0, None)
-    signals.late = late
     clock.now += evaluation
     for n in range(1_000_000):
         asked = signals.asked_for()
@@ -248,7 +246,7 @@ def test_a_limit_of_time_is_kept_and_used(clock, step, evaluation, save, late):
             break
         clock.now += step + (evaluation if n % 10 == 9 else 0)
     left = 900 + 4 * 3600 - clock.now
-    assert EXIT_SECONDS < left + 1e-6 and left < (2 + late) * (step + evaluation + save) + save + EXIT_SECONDS + 1
+    assert EXIT_SECONDS < left + 1e-6 and left < 2 * (step + evaluation + save) + save + EXIT_SECONDS + 1
 
 
 def test_what_was_asked_for_waits_until_it_is_possible(clock):
@@ -265,37 +263,6 @@ def test_what_was_asked_for_waits_until_it_is_possible(clock):
     assert signals.asked_for() == "stop"
     signals.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == signal.getsignal(signal.SIGUSR1)
-
-
-def test_with_several_gpus_an_answer_comes_a_step_later_and_once(clock):
-    signals = clock.start(None, 1.0)
-    signals.late = True
-    assert [signals.asked_for() for _ in range(2)] == ["", ""]
-    signal.raise_signal(signal.SIGUSR1)
-    assert [signals.asked_for(possible) for possible in (True, False, True)] == ["", "", "save"]
-    signals.saved()
-    assert [signals.asked_for() for _ in range(3)] == ["", "", ""]
-    clock.now += 61
-    assert [signals.asked_for() for _ in range(2)] == ["", "save"]
-    signals.saved()
-    assert [signals.asked_for() for _ in range(3)] == ["", "", ""]
-    signal.raise_signal(signal.SIGTERM)
-    assert signals.asked_for() == ""
-    signals.saved()  # one that was due anyway: the signal is not forgotten
-    assert [signals.asked_for() for _ in range(2)] == ["", "stop"]
-
-
-@pytest.mark.parametrize(
-    ("processes", "backend", "where", "late"),
-    [(1, None, "cpu", False), (2, "cpu:gloo,cuda:gloo", "cpu", False), (2, "cuda:nccl", "cuda", True)],
-)
-def test_only_several_gpus_answer_late_and_only_where_that_is_wanted(processes, backend, where, late, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backend)
-    accelerator = SimpleNamespace(num_processes=processes, is_main_process=True, device=torch.device("cuda"))
-    for wanted in (True, False):
-        signals = Signals(accelerator, limited(None, None), late=wanted)
-        signals.close()
-        assert (signals.device.type, signals.late) == (where, late and wanted)
 
 
 def test_what_waits_for_others_hears_of_a_signal_that_ends_the_run(clock):

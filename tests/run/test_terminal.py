@@ -13,7 +13,7 @@ from common.errors import printable
 from common.run.signals import EXIT_CODE
 from tests.conftest import ROOT, read_metrics
 from tests.run.test_folder import SFT
-from tests.run.test_signals import Script, usual_signals
+from tests.run.test_signals import Script
 
 import pytest
 
@@ -89,17 +89,3 @@ def test_a_terminal_that_is_gone_takes_no_run_with_it(heeded, tmp_path, token_ca
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (EXIT_CODE if heeded else 0)
     assert (output / "summary.json").exists() != heeded and list(output.glob("checkpoint-*"))
-
-
-@pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
-def test_ctrl_c_while_libraries_are_imported_leaves_quietly(after, tmp_path):
-    begun = "import common, runpy; print('begun', flush=True); runpy.run_path('train_sft.py', run_name='__main__')"
-    command = [sys.executable, "-c", begun, "--output_dir", str(tmp_path / "out")]
-    options = {"cwd": ROOT, "text": True, "preexec_fn": usual_signals}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
-    assert process.stdout.readline() == "begun\n"
-    time.sleep(after)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said and "stopped before the first step" in said

@@ -25,13 +25,13 @@ COMMON += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning
 KILL = """        if step == 3 and not os.path.exists(args.output_dir + "/killed"):
             open(args.output_dir + "/killed", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
-        if run.ends(step):"""
+        if run.checkpoint(step):"""
 
 
 def changed(**edits: tuple[str, str]) -> str:
     """train_sft.py with each edit (old, new) applied; its old text stands there exactly once."""
     source = (ROOT / "train_sft.py").read_text()
-    edits["killed"] = ("        if run.ends(step):", KILL)
+    edits["killed"] = ("        if run.checkpoint(step):", KILL)
     edits["imports"] = ("import math\n", "import math\nimport os\nimport signal\n")
     for name, (old, new) in edits.items():
         assert source.count(old) == 1, f"{name}: the text to change stands {source.count(old)} times in train_sft.py"

@@ -9,7 +9,7 @@ import sys
 import time
 
 from common.errors import OutsideError, UserError, last_words
-from common.run.output_dir import checkpoints
+from common.run.folder import checkpoints
 from common.sampling import server_client
 from common.sampling.sampler import OwnSampler
 from common.sampling.server_rollout import request_seed

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import quoted, say
-from common.run.output_dir import is_held, is_over
+from common.run.folder import is_held, is_over
 from common.run.report.compare import compare_runs
 from common.run.report.describe import describe_run
 from common.run.report.read import Folder

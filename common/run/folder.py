@@ -1,0 +1,419 @@
+"""The output folder: which run owns it, what a new run may do with it, and what that run was made of.
+
+A run is made of its arguments (args.yaml) and its inputs (inputs.json): the script, files and models that arguments name,
+the training data, the user's loaded code, the precision. Both are kept in each checkpoint, too, and a run that resumes is
+compared with them.
+"""
+
+import ast
+import atexit
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from common.args import CommonArgs, may_change, save_args
+from common.errors import UserError, say
+from common.files import file_hash, find_damage, loaded_code
+from common.processes import on_main_process
+
+import yaml
+from accelerate import Accelerator
+
+LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")  # an object per line, with its step
+NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "events.jsonl", "report.html")
+WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
+MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
+MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and their companions, depending on the tokenizer
+CARD = "README.md"
+CLASSIFIER = "classifier"  # a reward model
+READS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "eval_prompts", "regression_suite")
+OTHERWISE = "--overwrite_output_dir starts over, or choose another --output_dir"
+# What is said of an input that has changed, by its kind in inputs.json.
+CHANGED = {
+    "files": "{} has been edited",
+    "data": "the rows of {} are not those that it had",
+    "code": "{} has been edited",
+    "hub": "{} has another commit on the Hub",
+    "launch": "it was launched with another {}",
+}
+_LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
+
+
+# --- what is in it ----------------------------------------------------------------------------------------------------
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """The checkpoint folders, oldest first."""
+    found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=step_of)
+
+
+def newest_intact(output_dir: str | Path) -> Path | None:
+    """The newest checkpoint whose files are as they were written; prints the ones that were passed over."""
+    for checkpoint in reversed(checkpoints(output_dir)):
+        if (problem := find_damage(checkpoint)) is None:
+            return checkpoint
+        say(f"{checkpoint} is passed over: {problem}")
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if the file is missing or holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_args(folder: Path) -> dict[str, Any]:
+    """args.yaml of a run or a checkpoint; {} if missing or unreadable."""
+    try:
+        found = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def earlier_args(folder: Path) -> dict[str, Any] | None:
+    """The arguments of the run in a folder. None: there is no run; {}: they cannot be read."""
+    # A run that ended before its first metric or checkpoint left nothing worth keeping.
+    begun = (folder / "metrics.jsonl").exists() or (folder / "summary.json").exists() or checkpoints(folder)
+    return read_args(folder) if begun else None
+
+
+# --- whose it is ------------------------------------------------------------------------------------------------------
+
+
+def open_folder(args: CommonArgs, accelerator: Accelerator, script: str) -> Path | None:
+    """Lock args.output_dir for this run; returns the checkpoint to resume from, or None to begin. Called on every process.
+
+    Raises UserError if the folder is in use, or holds what no run has written, or another run; see `claim` for the rest.
+    """
+    folder, inputs = Path(args.output_dir), known_inputs(args, script, accelerator.mixed_precision)
+
+    def open_it() -> Path | None:  # by one process: it reads whole checkpoints, and another machine may have another disk
+        refuse_foreign_folder(args)  # before a lock is made there
+        lock(folder)
+        checkpoint = claim(args, script, inputs, accelerator.num_processes)
+        if earlier_args(folder) is None:
+            with writing(folder):
+                begin(args, script, inputs)
+        return checkpoint
+
+    return on_main_process(accelerator, open_it)
+
+
+def refuse_foreign_folder(args: CommonArgs) -> None:
+    """Raise UserError if the run would write over what it reads, or over files that no run has written."""
+    folder = Path(args.output_dir)
+    if not args.output_dir.strip():
+        raise UserError("--output_dir is empty: it names the folder for everything that the run writes")
+    for flag in READS:
+        named = getattr(args, flag) or []
+        for name in [named] if isinstance(named, str) else named:
+            if Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
+                raise UserError(f"--output_dir {folder} holds the {name} of --{flag}: choose another")
+    if earlier_args(folder) is None and not read_args(folder):
+        found = [file for pattern in (*WEIGHTS, *MODEL, *LINES, *NOTES) for file in folder.glob(pattern) if file.is_file()]
+        if found:
+            raise UserError(f"--output_dir {folder} holds {found[0].name}, which no run has written: choose another")
+
+
+def lock(folder: Path) -> None:
+    """Lock the folder for the lifetime of this process. Raises UserError if another run holds it.
+
+    A POSIX record lock on `.lock`: the kernel, or the server of a shared disk, releases it however the process ends. If the
+    disk does not support locks, a line says so and nothing is locked.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    path = folder.resolve() / ".lock"
+    if not is_held(folder):  # the lock of a folder that was deleted since an earlier run of this process
+        _LOCKS.pop(path).close()
+    if path not in _LOCKS:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            _LOCKS[path] = open(path, "a+", encoding="utf-8")
+        atexit.register(_LOCKS[path].close)
+    file = _LOCKS[path]
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return say(f"{folder}: its disk knows no locks ({error}): see to it that no second run uses it")
+        file.seek(0)
+        holder = file.read(200)
+        raise UserError(f"{folder} is in use by {holder}: wait for it, stop it, or choose another --output_dir") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether the folder is still the one that this process has locked, and not deleted since. True if no lock was taken."""
+    path = folder.resolve() / ".lock"
+    if path not in _LOCKS:
+        return True
+    try:
+        return os.path.samestat(os.fstat(_LOCKS[path].fileno()), path.stat())
+    except OSError:
+        return False
+
+
+def is_over(folder: Path) -> bool:
+    """Whether the last run in the folder has ended, by its lock, which was taken on this machine and is free. Locks of other
+    machines are not always visible here."""
+    path = folder.resolve() / ".lock"
+    if path in _LOCKS:  # closing another handle would release our own lock
+        return False
+    try:
+        import fcntl
+
+        with open(path, encoding="utf-8") as file:
+            here = f" on {socket.gethostname()}, since" in file.read(400)
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (ImportError, OSError, ValueError):
+        return False
+    return here
+
+
+def refuse_deleted_folder(accelerator: Accelerator, folder: Path) -> None:
+    """Raise UserError if the folder was deleted while the run was writing to it. Called on every process."""
+    if not on_main_process(accelerator, lambda: is_held(folder)):
+        raise UserError(f"{folder} was deleted while this run was writing to it")
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Wraps writes that a run cannot do without. Raises UserError if the disk refuses them."""
+    try:
+        yield
+    except OSError as error:
+        again = "make room; the same command goes on from the last checkpoint"
+        raise UserError(f"--output_dir {folder}: cannot be written ({error}): {again}") from None
+
+
+# --- what a new run does with it --------------------------------------------------------------------------------------
+
+
+def claim(args: CommonArgs, script: str, inputs: dict[str, Any], processes: int) -> Path | None:
+    """Decide what this run does with its folder; returns the checkpoint to resume from, or None to begin. Deletes nothing.
+
+    | the folder holds                    | this run                                                                 |
+    |-------------------------------------|--------------------------------------------------------------------------|
+    | no run                              | begins, or goes on from a named checkpoint of another folder             |
+    | any run, and --overwrite_output_dir | the same                                                                 |
+    | an unfinished run                   | goes on from its newest intact checkpoint, or from the one that is named |
+    | a complete run of this length       | ends with SystemExit(0)                                                  |
+    | a complete run that is to be longer | goes on like an unfinished one                                           |
+
+    inputs: see known_inputs; processes: of this run. Raises UserError if two different runs would be mixed.
+    """
+    folder, named = Path(args.output_dir), _named_checkpoint(args)
+    saved, instead = earlier_args(folder), OTHERWISE
+    is_inside = named is not None and named.resolve().is_relative_to(folder.resolve())
+    if is_inside and args.overwrite_output_dir:
+        raise UserError(f"--resume_from_checkpoint {named} lies in the folder that --overwrite_output_dir empties")
+    is_complete = False
+    if args.overwrite_output_dir or saved is None:
+        if named is None:
+            return None
+        checkpoint, before, instead = named, read_args(named), "to start from its weights, use --model_name_or_path"
+    else:
+        if args.resume_from_checkpoint == "none":
+            raise UserError(f"{folder} holds an earlier run: {OTHERWISE}")
+        if named and not is_inside and saved.get("resume_from_checkpoint") != args.resume_from_checkpoint:
+            raise UserError(f"{folder} holds another run than that of {named}: {OTHERWISE}")
+        is_complete = (folder / "summary.json").exists() and not is_inside
+        checkpoint = named if is_inside else newest_intact(folder) or named
+        before = saved if is_complete or checkpoint is None else read_args(checkpoint)
+        if not before:
+            raise UserError(f"{checkpoint or folder} is of a run whose args.yaml cannot be read: {OTHERWISE}")
+    earlier = folder if is_complete or checkpoint is None else checkpoint
+    changed = _refuse_other_run(args, before, earlier, instead)
+    if is_complete or checkpoint:
+        refuse_changes(args, inputs, earlier, script)
+    if is_complete:
+        _leave_complete_run(args, changed)
+        if checkpoint is None:
+            raise UserError(f"{folder} holds a complete run, and no checkpoint to go on from: {OTHERWISE}")
+    if checkpoint:
+        state = read_json(checkpoint / "trainer_state.json")
+        if 0 < args.max_steps < state["step"]:
+            raise UserError(f"{checkpoint} is at step {state['step']}, and this run would end at step {args.max_steps}")
+        changed |= {"processes": (state.get("processes", processes), processes)}
+        for name, (then, now) in changed.items():
+            if then != now:
+                say(f"{name}: {then} -> {now}")
+    return checkpoint
+
+
+def _named_checkpoint(args: CommonArgs) -> Path | None:
+    if args.resume_from_checkpoint in ("auto", "none"):
+        return None
+    named = Path(args.resume_from_checkpoint)
+    if not (named / "manifest.json").exists():
+        wanted = f"expected auto, none, or a folder like {args.output_dir}/checkpoint-500, with its manifest.json"
+        raise UserError(f"--resume_from_checkpoint {named}: there is no checkpoint; {wanted}")
+    if problem := find_damage(named):
+        raise UserError(f"--resume_from_checkpoint {named}: {problem}")
+    return named
+
+
+def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path, instead: str) -> dict[str, tuple[Any, Any]]:
+    """{name: (then, now)} of the arguments that have changed. Raises UserError if one of them makes it another run."""
+    defaults, changed = vars(type(args)()), {}
+    for name, now in vars(args).items():
+        then = before.get(name, defaults[name])  # a flag that did not exist yet had its default
+        if isinstance(now, list) and then is not None and not isinstance(then, list):
+            then = [then]  # it took one value then, and takes several now
+        if then != now:
+            changed[name] = (then, now)
+    allowed, fixed = may_change(type(args)), [None]
+    if args.save_best and args.save_best == before.get("save_best"):
+        fixed.append("evaluation")  # evaluations that are compared have to measure the same
+    if refused := [name for name in changed if allowed[name] in fixed]:
+        raise UserError(f"{earlier} is of another run ({_shown(changed, refused)}): {instead}")
+    return changed
+
+
+def _leave_complete_run(args: CommonArgs, changed: dict[str, tuple[Any, Any]]) -> None:
+    """Raise SystemExit(0) for the same run once more, and UserError for another course; return if it is to be longer."""
+    allowed = may_change(type(args))
+    last_step = read_json(Path(args.output_dir, "summary.json")).get("final", {}).get("step", 0)
+    if any(allowed[name] == "length" for name in changed) and not 0 < args.max_steps <= last_step:
+        return
+    if course := [name for name in changed if allowed[name] in ("course", "length")]:
+        longer = f"a larger --max_steps goes on with it; {OTHERWISE}"
+        raise UserError(f"{args.output_dir} holds a complete run ({_shown(changed, course)}): {longer}")
+    say(f"{args.output_dir} holds this very run, complete: {OTHERWISE}")
+    if args.push_to_hub:
+        say(f"to send it to the Hub: python -m tools.push {args.output_dir} --hub_model_id {args.hub_model_id}")
+    raise SystemExit(0)
+
+
+def _shown(changed: dict[str, tuple[Any, Any]], names: list[str]) -> str:
+    return ", ".join(f"{name} {changed[name][0]} -> {changed[name][1]}" for name in names)
+
+
+def begin(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
+    """Write the settings of this run to its folder; with --overwrite_output_dir, first delete the earlier run there.
+
+    Called once data and model are loaded, so that a misspelt name never costs a finished run. Raises OSError.
+    """
+    folder = Path(args.output_dir)
+    if args.overwrite_output_dir and earlier_args(folder) is not None:
+        delete_run(folder)
+    (folder / "summary.json").unlink(missing_ok=True)  # it marks a complete run
+    save_args(args, folder / ".args.yaml.tmp")
+    os.replace(folder / ".args.yaml.tmp", folder / "args.yaml")
+    copy = folder / Path(script).name
+    if not copy.exists() or not copy.samefile(script):
+        shutil.copyfile(script, copy)  # not its mode: a read-only copy could not be replaced
+    (folder / "inputs.json").write_text(json.dumps(inputs, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def copy_settings(folder: Path, checkpoint: Path) -> None:
+    """Copy what `begin` has written into a checkpoint."""
+    for name in ("args.yaml", "inputs.json", read_json(folder / "inputs.json").get("script", "args.yaml")):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, checkpoint / name)
+
+
+def delete_run(folder: Path) -> None:
+    """Delete what a run has written to its folder, and nothing else there. The card stays until the new one replaces it."""
+    for path in [*checkpoints(folder), *folder.glob(".checkpoint-*.tmp"), *folder.glob(".export.tmp")]:
+        shutil.rmtree(path)
+    for pattern in (*LINES, *NOTES, *WEIGHTS):
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
+# --- what the run was made of -----------------------------------------------------------------------------------------
+
+
+def known_inputs(args: CommonArgs, script: str, mixed_precision: str) -> dict[str, Any]:
+    """The inputs known at the start: {"script": its name, "files": {path: hash}, "launch": settings}. The files are code
+    that arguments name, and model folders: the reference, the base under an adapter, or a reward model."""
+    files, outputs = {}, (args.output_dir, args.resume_from_checkpoint)
+    words = [word for value in vars(args).values() for word in (value if isinstance(value, list) else [value])]
+    words.append(read_json(Path(str(args.model_name_or_path), "adapter_config.json")).get("base_model_name_or_path"))
+    for word in {str(word) for word in words} - {*outputs}:
+        path = Path(re.sub(r"\.py:\w+$", ".py", word))  # file.py:function
+        with contextlib.suppress(OSError):  # not a file name, or unreadable: reported elsewhere
+            if path.suffix in (".py", ".jinja") and path.is_file():
+                files[str(path)] = file_hash(path)
+            elif (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+                files[str(path)] = model_hash(path)
+    return {"script": Path(script).name, "files": files, "launch": {"mixed_precision": mixed_precision}}
+
+
+def loaded_inputs(args: CommonArgs, script: str, digests: dict[str, str]) -> dict[str, Any]:
+    """The inputs known once everything is loaded. digests: a hash for each source of training data, by its label."""
+    from huggingface_hub import constants, file_download
+
+    commits = {}
+    for name, revision in ((args.tokenizer_name, "main"), (args.model_name_or_path, args.model_revision or "main")):
+        with contextlib.suppress(OSError, ValueError):  # no Hub name, or a commit, which stays what it is
+            folder = file_download.repo_folder_name(repo_id=str(name), repo_type="model")
+            commits[name] = Path(constants.HF_HUB_CACHE, folder, "refs", revision).read_text()
+    return {"data": digests, "code": loaded_code(script), "hub": commits}
+
+
+def refuse_changes(args: CommonArgs, inputs: dict[str, Any], earlier: Path, script: str = "") -> None:
+    """Raise UserError if an input is no longer what it was; with --accept_changes print a line instead.
+
+    earlier: the checkpoint, or the folder of a complete run. script: compared with the copy there, if given.
+    """
+    before, changes = read_json(earlier / "inputs.json"), []
+    copy = earlier / str(before.get("script"))
+    if script and copy.is_file() and _code(copy) != _code(Path(script)):
+        name = Path(script).name
+        changes.append(f"{name} has been edited" if copy.name == name else f"it is a run of {copy.name}, and this is {name}")
+    for kind, text in CHANGED.items():
+        for name, now in inputs.get(kind, {}).items():
+            if before.get(kind, {}).get(name, now) != now:
+                changes.append(text.format(name))
+    for change in changes:
+        if not args.accept_changes:
+            instead = f"the same command would go on with another run; --accept_changes does so, {OTHERWISE}"
+            raise UserError(f"{earlier}: {change}: {instead}")
+        say(f"{earlier}: {change} (--accept_changes)")
+
+
+def model_hash(folder: Path) -> str:
+    """A hash of a model folder: weights, configuration, tokenizer.
+
+    Of a large file it covers the first MB and 4 KB of each further MB: another training run changes every tensor.
+    """
+    digest = hashlib.sha256()
+    files = {path for pattern in (*WEIGHTS, *MODEL, "*.bin", "*.py", "*.jinja") for path in folder.glob(pattern)}
+    for path in sorted(files):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with open(path, "rb") as file:
+            for at in range(0, size, 2**20):
+                file.seek(at)
+                digest.update(file.read(2**20 if at == 0 or size <= 2**26 else 2**12))
+    return digest.hexdigest()
+
+
+def _code(script: Path) -> str:
+    """The code of a script, without comments and layout."""
+    return ast.dump(ast.parse(script.read_text(encoding="utf-8")))
