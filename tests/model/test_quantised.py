@@ -76,7 +76,7 @@ def test_logits_and_gradients_are_those_of_the_weights_that_it_stands_for(bits, 
             )
     trained, everything = count_parameters(model)
     assert (trained, everything) == count_parameters(other)
-    sizes = {each: estimate(each, 30, 30)["weights"] * 2**30 for each in (model, other)}
+    sizes = {each: estimate(each, [30])["weights"] * 2**30 for each in (model, other)}
     saved = sum(exact[name].numel() for name in changed) * (4 - (0.5 + 1 / 64 if bits == 4 else 1))
     assert sizes[other] - sizes[model] == pytest.approx(saved, rel=0.05)  # and few scales of scales, or of rows
     assert nbytes(p for p in model.parameters() if p.requires_grad) == nbytes(

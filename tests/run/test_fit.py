@@ -93,7 +93,7 @@ def test_a_resumed_run_rounds_as_the_first_one_did(launch, monkeypatch):
 def test_what_cannot_be_split_ends_the_run_with_what_would_help(launch, monkeypatch):
     limit_memory(monkeypatch, 0)
     with pytest.raises(
-        UserError, match=r"out of memory with micro-batches of 1 sequence\(s\).*what helps: .*--max_length: about .* less"
+        UserError, match=r"out of memory with micro-batches of 1 sequence\(s\).*what helps: .*--max_length"
     ) as error:
         launch("sft", *STAGES["sft"], *ONE)
     assert "\n" not in str(error.value)
