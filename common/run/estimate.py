@@ -9,11 +9,12 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 from common.collators import Batch, flat_batch
 from common.memory import GIB, memory, tokens_at_once
 from common.model.flat_model import FlatModel
-from common.model.fused_head import chunk_rows
+from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
 from common.model.optimizer import moments_bytes
 from common.model.quantised import scales
 
@@ -51,22 +52,18 @@ def estimate(
     the gradients in DistributedDataParallel's buckets; device: where training runs (None: where the model is). Raises
     whatever PyTorch raises if a layer needs numbers to know its shapes.
     """
-    here = next(model.parameters()).device
-    device, half = device or here, HALF.get(mixed_precision)
+    device, half = device or next(model.parameters()).device, HALF.get(mixed_precision)
     tensors = [*model.parameters(), *model.buffers(), *scales(model.parameters())]
     gradients = nbytes(p for p in model.parameters() if p.requires_grad)
-    batch = _row(model, lengths, trained_share)
+    held = _peak(model, _row(model, lengths, trained_share), half, passes=min(2, accumulation), device=device)
     parts = {
         "weights": nbytes(tensors),
         "gradients": gradients * (2 if ddp else 1),
         "optimizer": moments_bytes(model, optim),
-        "activations": max(0, _peak(model, batch, half, passes=min(2, accumulation)) - gradients),
+        "activations": max(0, held - gradients),
     }
     if reference:
         parts["reference model"] = nbytes(tensors)
-    if device.type == "cuda" and here.type != "cuda":  # a GPU computes larger chunks of logits than the pass did here
-        V = model.config.get_text_config().vocab_size
-        parts["logits chunk"] = min(len(batch["targets"]), chunk_rows(device, V)) * V * (6 if half else 4)
     if device.type == "cpu":
         parts["lost by malloc"] = LOST_BY_MALLOC * (parts["gradients"] + parts["activations"])
         parts["process"] = max(0.0, memory(device).current * GIB - nbytes(t for t in tensors if t.device.type == "cpu"))
@@ -140,37 +137,42 @@ def _row(model: FlatModel, lengths: list[int], trained_share: float) -> Batch:
     return flat_batch([rows], next(model.parameters()).device)
 
 
-def _peak(model: FlatModel, batch: Batch, half: torch.dtype | None, passes: int) -> int:
+def _peak(model: FlatModel, batch: Batch, half: torch.dtype | None, passes: int, device: torch.device) -> int:
     """The most bytes that so many forward and backward passes hold at once beside the weights, gradients included."""
     kind, fake = next(model.parameters()).device.type, FakeTensorMode(allow_non_fake_inputs=True)
-    with _put_back(model), torch.enable_grad(), torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
-        model.train()
-        # Kept until the end: the mode would make each weight anew for each use, and count it as a new tensor.
-        weights = [fake.from_tensor(t) for t in (*model.parameters(), *model.buffers())]
-        batch = {name: fake.from_tensor(x) if isinstance(x, Tensor) else x for name, x in batch.items()}
-        with fake, Live(weights) as live:
-            for _ in range(passes):
-                with torch.autocast(kind, half, enabled=half is not None):
-                    loss = model(batch, nll_weights=batch["loss_mask"]).nll
-                loss.backward()
-                del loss
-        return live.most
+    # Kept until the end: the mode would make each weight anew for each use, and count it as a new tensor.
+    weights = [fake.from_tensor(t) for t in (*model.parameters(), *model.buffers())]
+    batch = {name: fake.from_tensor(x) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    with _training(model, device), fake, Live(weights) as live:
+        for _ in range(passes):
+            with torch.autocast(kind, half, enabled=half is not None):
+                loss = model(batch, nll_weights=batch["loss_mask"]).nll
+            loss.backward()
+            del loss
+    return live.most
 
 
 @contextlib.contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
-    """Afterwards gradients, and all that modules note while they are called, are as before: they may be fake tensors."""
+def _training(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Training mode, without gradients, and with the LM head's chunks as large as on this device. Afterwards gradients, and
+    all that modules note while they are called, are as before: they may be fake tensors."""
     gradients = [(p, p.grad) for p in model.parameters()]
     noted = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    for p, _ in gradients:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in noted:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for p, gradient in gradients:
-            p.grad = gradient
+    here = next(model.parameters()).device.type
+    with contextlib.ExitStack() as stack:
+        for sizes in (BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE):
+            stack.enter_context(mock.patch.dict(sizes, {here: sizes.get(device.type, sizes["cpu"])}))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng([]))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # the compiler would skip this code from then on
+        model.train().zero_grad(set_to_none=True)
+        try:
+            yield
+        finally:
+            for module, attributes, buffers in noted:
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+            for p, gradient in gradients:
+                p.grad = gradient

@@ -152,9 +152,9 @@ def test_weights_gradients_and_moments_are_exact(lora):
 
 def test_a_gpu_is_estimated_without_one():
     """Its chunks of logits are larger; and the process's own memory is not the GPU's."""
-    here, there = (estimate(make(), [64] * 8, device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    here, there = (estimate(make(), [64] * 16, device=torch.device(kind)) for kind in ("cpu", "cuda"))
     assert "process" not in there and "lost by malloc" not in there
-    assert there["logits chunk"] * GIB == 4 * 8 * 63 * 500 and "logits chunk" not in here
+    assert there["activations"] > here["activations"]
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": True}, {"recompute": True}], ids=str)
