@@ -13,8 +13,9 @@ from unittest import mock
 
 from common.collators import Batch, flat_batch
 from common.memory import GIB, memory, tokens_at_once
-from common.model.flat_model import FlatModel
+from common.model.flat_model import FlatModel, base_lm
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
+from common.model.lm_head import weighted_nll
 from common.model.optimizer import moments_bytes
 from common.model.quantised import scales
 
@@ -146,7 +147,9 @@ def _peak(model: FlatModel, batch: Batch, half: torch.dtype | None, passes: int,
     with _training(model, device), fake, Live(weights) as live:
         for _ in range(passes):
             with torch.autocast(kind, half, enabled=half is not None):
-                loss = model(batch, nll_weights=batch["loss_mask"]).nll
+                hidden, tokens = model.predicting(batch), batch["input_ids"][0, batch["targets"]]
+                loss, _ = weighted_nll(base_lm(model.lm), hidden, tokens, batch["loss_mask"][batch["targets"]])
+            del hidden
             loss.backward()
             del loss
     return live.most
