@@ -212,8 +212,8 @@ def markdown(table: dict[str, Any]) -> str:
     lines = [
         f"**{table['title']}**, medians of {table['rounds']} alternating rounds",
         "",
-        f"| side | {table['unit']} | ours is faster by | by CPU time | peak memory | ours needs | while training | useful | first losses |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| side | {table['unit']} | ours is faster by | by CPU time | peak memory | ours needs | useful | losses |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, entry in table["sides"].items():
         best = " (best)" if table.get("best") == name else ""
@@ -223,10 +223,9 @@ def markdown(table: dict[str, Any]) -> str:
         cells += [shown(entry["speedup"]), f"{entry['speedup_cpu']['median']:.2f}×"] if "speedup" in entry else ["", ""]
         cells.append(f"{entry['peak_mib']['median']:,.0f} MiB")
         cells.append(f"{entry['memory']['median']:.2f}×" if "memory" in entry else "")
-        cells.append(f"{entry['training_mib']['median']:,.0f} MiB")
         cells.append(f"{entry['useful_share']:.0%}" if "useful_share" in entry else "")
         difference = entry.get("losses", {}).get("largest_difference")
-        cells.append(f"within {difference:.0e} of ours" if difference is not None else "")
+        cells.append(f"{difference:.0e}" if difference is not None else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -218,17 +218,16 @@ def _dpo_step(bench: Bench, name: str, count: int, sums_of: Callable) -> Row:
     return row | {"first logp of a chosen answer": round(first[0][0].item(), 1)}
 
 
-# --- what recomputing and offloading cost, and what they give back ------------------------------------------------------
+# --- what recomputing costs, and what it gives back -----------------------------------------------------------------------
 
 
 def long_row(bench: Bench) -> None:
     T = bench.sizes["long row"]
-    sides = {"activations kept": None, "recomputed": False, "recomputed, inputs of the blocks on the host": True}
-    for name, offload in sides.items():
+    for name in ("activations kept", "recomputed"):
         with bench.side("long row", name) as row:
             model = wrap(bench.chat_model()).train()
-            if offload is not None:
-                enable_gradient_checkpointing(model, offload)
+            if name == "recomputed":
+                enable_gradient_checkpointing(model)
             row.update(_long_row(bench, model, T))
 
 

@@ -100,9 +100,8 @@ def limits() -> list[str]:
 def measured_on(table: dict[str, Any]) -> str:
     where = table["machine"]
     versions = ", ".join(f"{library} {version}" for library, version in where["versions"].items())
-    load = ", ".join(f"{value:.1f}" for value in where["load"])
     return (
-        f"{where['cpu']}, {where['cores']} cores, {where['threads']} thread(s) a side, load at the end {load}; {versions}; "
+        f"{where['cpu']}, {where['cores']} cores, {where['threads']} thread(s) a side; {versions}; "
         f"commit {where['commit']}, {where['date']}."
     )
 
@@ -113,19 +112,18 @@ def report() -> None:
         "",
         "Made by `python benchmarks/run_all.py`. A ratio is the median over rounds of neighbours in time, with the lowest and the",
         "highest; `by CPU time` is the same by the CPU seconds of the two processes, which a busy machine disturbs less. Peak memory",
-        "is the resident memory of the whole process up to its last step, what Python and the libraries need included; `while",
-        "training`, what came on top from the first step on.",
-        "",
-        *floors(),
+        "is the resident memory of the whole process up to its last step, what Python and the libraries need included; `losses`: the",
+        "largest difference from ours in the first steps. The summary is in docs/benchmarks.md.",
         "",
     ]
-    for name in (*STAGES, "others"):
+    machines: list[str] = []
+    for name in (*(stage for stage in STAGES if stage != "limits"), "others"):  # limits is whole in docs/benchmarks.md
         tables = tables_of(name)
         parts += [f"## {name}", ""] if tables else []
-        for table, following in zip(tables, [*tables[1:], None], strict=True):
-            parts += [table.get("markdown") or markdown(table)]
-            if following is None or measured_on(following) != measured_on(table):
-                parts += [measured_on(table), ""]
+        for table in tables:
+            machines += [] if measured_on(table) in machines else [measured_on(table)]
+            parts += [table.get("markdown") or markdown(table), f"Machine {machines.index(measured_on(table)) + 1}.", ""]
+    parts += ["## Machines", "", *(f"{number}. {machine}" for number, machine in enumerate(machines, 1)), ""]
     (HERE / "RESULTS.md").write_text("\n".join(parts))
     page = ROOT / "docs" / "benchmarks.md"
     text = page.read_text(encoding="utf-8")

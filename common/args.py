@@ -65,15 +65,7 @@ class ModelArgs:
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     trust_remote_code: bool = arg(False, help="run Python code that comes with a Hub model", may_change="execution")
     dtype: Literal["float32", "bfloat16"] = arg("float32", help="dtype of the weights; accelerate config sets autocast")
-    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = arg(
-        "auto",
-        help="dtype of the final model; auto: its base's. Checkpoints keep the training dtype",
-        may_change="execution",
-    )
     gradient_checkpointing: bool = arg(False, help="recompute activations: less memory, 30 % slower", may_change="execution")
-    activation_offloading: bool = arg(
-        False, help="also keep the inputs of the recomputation in host memory (CUDA)", may_change="execution"
-    )
     torch_compile: bool = arg(False, help="compile the model's layers", may_change="execution")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
     lora_r: int = arg(16, help="rank of the adapters", within="[1, 1e5]", needs="use_peft")
@@ -84,9 +76,6 @@ class ModelArgs:
     )
     use_dora: bool = arg(False, help="DoRA: train each row's magnitude and direction separately (slower)", needs="use_peft")
     use_rslora: bool = arg(False, help="scale the adapters by alpha / sqrt(r), for large r", needs="use_peft")
-    init_lora_weights: Literal["true", "gaussian", "pissa", "olora"] = arg(
-        "true", help="initialisation of A; B is 0. pissa and olora are refused: they change the base", needs="use_peft"
-    )
     load_in_4bit: bool = arg(False, help="QLoRA: the frozen base in NF4, under --use_peft (needs bitsandbytes)")
     load_in_8bit: bool = arg(False, help="the same in 8 bits")
     merge_lora: bool = arg(
@@ -191,7 +180,6 @@ class EvalArgs:
     eval_reward_funcs: list[str] | None = arg(
         help="scores of the completions, named as GRPO's reward_funcs", may_change="evaluation", is_path=True
     )
-    reward_timeout: float = arg(600.0, help="time limit for a reward function call, in seconds; 0: none", within="[0, 1e9]")
     eval_temperatures: list[float] = arg(
         [0.0], help="their temperatures; 0: greedy", within="[0, inf)", may_change="evaluation"
     )
@@ -206,27 +194,11 @@ class EvalArgs:
         within="[0, 1e12]",
         needs="regression_suite",
     )
-    regression_samples: int = arg(
-        1,
-        help="answers per case, sampled at regression_temperature",
-        within="[1, 1e4]",
-        may_change="evaluation",
-        needs="regression_suite",
-    )
-    regression_pass_at: int = arg(
-        1, help="k of pass@k over these answers", within="[1, 1e4]", may_change="evaluation", needs="regression_suite"
-    )
-    regression_temperature: float = arg(
-        0.0, help="0 is greedy", within="[0, inf)", may_change="evaluation", needs="regression_suite"
-    )
     num_samples: int = arg(3, help="completions shown at each evaluation; samples.jsonl has all", within="[0, 1e6]")
     logging_steps: int = arg(10, help="write metrics every N steps", within="[0, 1e12]")
     save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model", within="[0, 1e12]")
     save_minutes: float | None = arg(help="also write a checkpoint after this many minutes", within="(0, 1e9]")
     save_total_limit: int = arg(2, help="checkpoints to keep; 0: all", within="[0, 1e6]")
-    sharded_checkpoints: bool = arg(
-        False, help="each process writes its own part; tools.consolidate turns one into a model folder (docs/runs.md)"
-    )
     save_best: str | None = arg(
         help="a metric of the evaluations (min:NAME, max:NAME): its best checkpoint is kept and exported",
         may_change="course",

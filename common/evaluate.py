@@ -159,7 +159,7 @@ def load_eval_prompts(
     sampling, if training has its own way. rewards, weights: score the completions if --eval_reward_funcs is not given, and
     the weights of their sum.
     """
-    own = load_rewards(args.eval_reward_funcs, accelerator.device, args.reward_timeout, "--eval_reward_funcs")
+    own = load_rewards(args.eval_reward_funcs, accelerator.device, "--eval_reward_funcs")
     score = scorer(own or rewards or [], tokenizer, None if own else weights)
     if args.eval_prompts:
 
@@ -179,35 +179,57 @@ def load_eval_prompts(
     return EvalPrompts(rows, score)
 
 
+class Completed(NamedTuple):
+    """The completion of a prompt."""
+
+    ids: list[int]  # the sampled tokens
+    text: str
+    finished: bool  # ended with a stop token, rather than at its limit
+
+
+def complete(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int | list[int],
+    temperature: float,
+    seed: int = 0,
+) -> list[Completed]:
+    """Complete prompts (token ids). Each process samples its share, and gets all. max_new_tokens: one limit for all, or one
+    each. A completion is a function of (weights, prompt, seed, its place)."""
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    mine = range(accelerator.process_index, len(prompts), accelerator.num_processes)
+    with accelerator.autocast():  # also on a process without a prompt: all of them gather sharded weights
+        sampled = sample(
+            accelerator.unwrap_model(model),
+            [prompts[i] for i in mine],
+            [(seed, i) for i in mine],
+            max_new_tokens=[limits[i] for i in mine],
+            temperature=temperature,
+        )
+    found = dict(gather_lists(accelerator, [(i, (s.ids, s.finished)) for i, s in zip(mine, sampled, strict=True)]))
+    completions = [found[i] for i in range(len(prompts))]
+    return [Completed(ids, tokenizer.decode(ids, skip_special_tokens=True), finished) for ids, finished in completions]
+
+
 def complete_prompts(
     args: CommonArgs, accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, prompts: EvalPrompts
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Complete fixed prompts at each of args.eval_temperatures and score the completions.
 
     Returns, on all processes, the means (`eval_<name>` at temperature 0 or the first one, `eval_<name>_t<T>` at the others)
-    and the samples. Each process samples its share. Without prompts: nothing.
+    and the samples. Without prompts: nothing.
     """
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
-    rows, flat_model = prompts.rows, accelerator.unwrap_model(model)
-    if not rows:
-        return metrics, samples
-    mine = range(accelerator.process_index, len(rows), accelerator.num_processes)
-    ids = [rows[i]["prompt_ids"] for i in mine]
-    for temperature in args.eval_temperatures:
-        with accelerator.autocast():  # also on a process without a row: all of them gather sharded weights
-            completions = sample(
-                flat_model,
-                ids,
-                [(args.seed, i) for i in mine],
-                max_new_tokens=args.eval_max_new_tokens,
-                temperature=temperature,
-            )
-        texts = gather_lists(accelerator, [(i, c.ids) for i, c in zip(mine, completions, strict=True)])
-        all_ids = [ids for _, ids in sorted(texts, key=lambda pair: pair[0])]
-        scores = prompts.score(rows, all_ids) if prompts.score else {}
-        texts = [tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in all_ids]
-        means, shown = summarise(args, temperature, rows, texts, scores)
+    rows, ids = prompts.rows, [row["prompt_ids"] for row in prompts.rows]
+    how = {"max_new_tokens": args.eval_max_new_tokens, "seed": args.seed}
+    for temperature in args.eval_temperatures if rows else ():
+        found = complete(accelerator, model, tokenizer, ids, temperature=temperature, **how)
+        scores = prompts.score(rows, [c.ids for c in found]) if prompts.score else {}
+        means, shown = summarise(args, temperature, rows, [c.text for c in found], scores)
         metrics, samples = metrics | means, samples + shown
     return metrics, samples
 

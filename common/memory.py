@@ -26,9 +26,7 @@ MESSAGES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-WHAT_HELPS = (
-    "--gradient_checkpointing, smaller --per_device_train_batch_size or --max_length, --use_peft, --optim adamw_8bit"
-)
+
 # On a CPU: the size of a row's hidden states that fits its cache, and the tokens below which matrix products are slow.
 # Autocast converts the weights again for each part.
 CACHED_NUMBERS, LEAST_TOKENS, LEAST_TOKENS_AUTOCAST = 2**18, 512, 1024

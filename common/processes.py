@@ -1,6 +1,10 @@
-"""Sharing Python objects between processes."""
+"""Sharing Python objects between processes, a time limit for user code, and signals in forked children."""
 
-from collections.abc import Callable
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from common.errors import UserError
@@ -43,3 +47,53 @@ def on_main_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
+
+
+class TimeLimitReached(BaseException):
+    """Not an Exception, which user code might catch."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Context that raises TimeLimitReached in user code that takes longer: in Python code, in `re`, and when a C call
+    returns.
+
+    It is raised again each second, in case the code has caught it. No limit for 0 seconds, outside of the main thread, or on
+    systems without such an alarm.
+    """
+    if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeLimitReached
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def reset_in_children(numbers: set[signal.Signals]) -> None:
+    """Forked children (the pool of a reward function) end at these signals, whatever handler this process has for them.
+
+    They ignore a Ctrl-C, which the terminal sends to all: this process decides what is finished first. The signals are
+    blocked during a fork, because Python forgets those that reach a child before its first line: a pool that ends its
+    workers would wait for one of them forever. Called once per process.
+    """
+
+    def in_child() -> None:
+        for number in numbers:
+            if callable(handler := signal.getsignal(number)) and handler is not signal.default_int_handler:
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers),
+            after_in_child=in_child,
+        )

@@ -82,7 +82,7 @@ def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, token
     """Answer the dataset's prompts, each process a share, and write the distinct answers that the rewards accept. The random
     numbers of an answer are a function of (seed, its place)."""
     prompts = load_prompts(args, encode_prompt, tokenizer, recognise=prompt_format)[0].rows
-    rewards = load_rewards(args.reward_funcs, accelerator.device, args.reward_timeout)
+    rewards = load_rewards(args.reward_funcs, accelerator.device)
     mine = range(accelerator.process_index, len(prompts) * args.num_generations, accelerator.num_processes)
     rows = [prompts[i // args.num_generations] for i in mine]
     with accelerator.autocast():

@@ -79,26 +79,6 @@ def test_what_fails_stops_nothing_else(fault, tmp_path):
     assert said in found["ended"]["head"] and "not whole: head" in out
 
 
-def test_a_section_that_hangs_is_ended(tmp_path, monkeypatch):
-    """Where no signal reaches it: in a kernel that never ends."""
-    import gpu
-
-    monkeypatch.setattr(gpu, "GRACE", 0.2)
-    file = tmp_path / "gpu.json"
-    gpu.write(file, {"now": {"name": "head", "until": 0.0}})
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    assert gpu.watch(child, file, end=1e12) == "it hung"
-    gpu.end_family(child)
-    assert child.returncode == -9
-
-
-def test_the_sections_fit_their_time():
-    """With what starting costs, nine minutes, where a command may take ten."""
-    import gpu
-
-    assert sum(most for _, _, most in gpu.SECTIONS.values()) + 20 <= 9 * 60
-
-
 def test_the_fixed_task_is_written_out_for_both_sides(tmp_path):
     """TRL's settings are those of the file, by its names; nothing is left to a default that differs."""
     import grpo_task

@@ -1,12 +1,8 @@
-"""benchmarks/scale.py: bytes of a window by hand and as torch sends them, and its simulation on few chats."""
+"""benchmarks/scale.py: bytes of a window by hand, and its simulation on few chats."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from benchmarks.scale import KINDS, MODES, chats, over, rollout, traffic, traffic_table
+from benchmarks.scale import MODES, chats, over, rollout, traffic, traffic_table
 from common.data.order import Order, Shuffled
 from common.data.packing import pack
 
@@ -42,72 +38,6 @@ def test_the_page_has_the_table_that_the_function_gives():
     assert traffic_table() in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="kind 'zero3': one of ddp"):
         traffic(1e9, 8, "zero3")
-
-
-COUNT = """
-import json, os, sys
-import torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as inner
-
-dist.init_process_group("gloo")
-sent = 0.0
-
-def count(owner, name, which, times):
-    call = getattr(owner, name)
-    def counted(*args, **kwargs):
-        global sent
-        named = {**dict(zip(which, args)), **kwargs}
-        tensor, n = named[which[0]], dist.get_world_size(named["group"])
-        sent += times * tensor.nbytes * (n - 1) / n
-        return call(*args, **kwargs)
-    setattr(owner, name, lambda *args, **kwargs: counted(*args, **kwargs))
-
-# Called by keyword.
-count(inner.DefaultAllGather, "__call__", ["output_tensor"], 1)
-count(inner.DefaultReduceScatter, "__call__", ["input_tensor"], 1)
-count(dist, "all_reduce", ["tensor"], 2)
-
-def run(kind, micro_batches):
-    global sent
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicas", "shards")) if kind == "hsdp" else None
-    how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=kind != "fsdp2 without reshard", **how)
-    fully_shard(model, **how)
-    sent = 0.0
-    for i in range(micro_batches):
-        model.set_requires_gradient_sync(i == micro_batches - 1)
-        model(torch.randn(4, 64, dtype=torch.bfloat16)).sum().backward()
-    return sent / (4 * 64 * 64)
-
-found = {f"{kind} {m}": run(kind, m) for kind in sys.argv[1].split(",") for m in (1, 4)}
-if dist.get_rank() == 0:
-    print("FOUND", json.dumps(found), flush=True)
-dist.barrier()
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_torch_sends_as_many_bytes(tmp_path, world):
-    """What fully_shard hands to its collectives on CPU processes, machines of two: all of a window, counted."""
-    inner = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_collectives")
-    if not hasattr(inner, "DefaultAllGather"):
-        pytest.skip("this torch calls its collectives elsewhere")
-    (tmp_path / "count.py").write_text(COUNT)
-    kinds = [kind for kind in KINDS[1:] if kind != "hsdp" or world > 2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command += [str(tmp_path / "count.py"), ",".join(kinds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [done.stderr[-2000:]]
-    found = json.loads(line.removeprefix("FOUND"))
-    assert found == {f"{kind} {m}": traffic(1, world, kind, m, machine=2)["gpu"] for kind in kinds for m in (1, 4)}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,26 +8,11 @@ chance: McNemar's exact test, one-sided, on the cases that both have answered.
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, as_command, printable, say
+from common.extras.regression import ALPHA, Known, Result, Suite, by_group, counts, falls, known, shared, turned
 from common.model import load_model, load_tokenizer
-from common.model.flat_model import check_positions
-from common.sampling.suite import (
-    ALPHA,
-    Known,
-    Result,
-    Suite,
-    by_group,
-    counts,
-    falls,
-    known,
-    load_suite,
-    run_suite,
-    shared,
-    turned,
-)
 
 import torch
 from accelerate import Accelerator
@@ -41,32 +26,32 @@ def answer(name: str, suite: Suite, accelerator: Accelerator, args: argparse.Nam
     options.chat_template = args.chat_template
     tokenizer = load_tokenizer(options)
     model = load_model(options, accelerator, tokenizer).eval()
-    check_positions(model, suite.tokenize(tokenizer), "--max_new_tokens, or max_tokens of the suite")
-    return run_suite(suite, model, tokenizer, accelerator, args.seed)
+    suite.tokenize(tokenizer, model, args.max_new_tokens)
+    return suite.run(model, tokenizer, accelerator, args.max_new_tokens)
 
 
-def read_known(path: str, asked: dict[str, Any]) -> Known:
-    """The cases in the last line of a regression.jsonl. asked: see Suite.asked."""
+def read_known(path: str, max_new_tokens: int) -> Known:
+    """The cases in the last line of a regression.jsonl."""
     try:
         line = json.loads(Path(path).read_text(encoding="utf-8").strip().split("\n")[-1])
-        cases, before = line["cases"], {name: line[name] for name in asked}
-        fits = all(isinstance(case["rate"], int | float) and isinstance(case["digest"], str) for case in cases.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        cases, limit = line["cases"], line["max_new_tokens"]
+        assert all(isinstance(case["rate"], int | float) and isinstance(case["digest"], str) for case in cases.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(f"--baseline {path}: no regression.jsonl ({type(error).__name__}: {error})") from None
-    if not fits or before != asked:
-        raise UserError(f"--baseline {path}: its answers were asked for otherwise: {before}, and here {asked}")
+    if limit != max_new_tokens:
+        raise UserError(f"--baseline {path}: its answers had --max_new_tokens {limit}, here {max_new_tokens}")
     return cases
 
 
 def table(results: list[Result], before: Known | None) -> list[str]:
     """The results as lines of a table, one per group."""
-    width = max(len(group) for group, _ in by_group(results))
+    width = max(len(group) for group in by_group(results))
     p = falls(before, results) if before is not None else {}
     lines = [f"{'group':{width}}  {'passed':>9}  {'rate':>5}  95 % interval" + "  before  fell  rose      p" * bool(p)]
     found = counts(results)
-    for group, own in by_group(results):
+    for group, own in by_group(results).items():
         n = found[group]
-        line = f"{group:{width}}  {n['passed']:>4.4g}/{n['total']:<4}  {n['rate']:5.2f}  {n['low']:.2f} - {n['high']:.2f}  "
+        line = f"{group:{width}}  {n['passed']:>4}/{n['total']:<4}  {n['rate']:5.2f}  {n['low']:.2f} - {n['high']:.2f}  "
         if before is not None:
             change = turned(before, own)
             both = shared(before, own)
@@ -85,42 +70,34 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--alpha", type=float, default=ALPHA, help=f"significance level of a fall ({ALPHA})")
     parser.add_argument("--strict", action="store_true", help="any case that only the baseline passes counts")
     parser.add_argument("--save", help="add a line to this file, which can be a --baseline later")
-    parser.add_argument("--samples", type=int, default=1, help="answers of each case (1)")
-    parser.add_argument("--pass_at", type=int, default=1, help="k of pass@k (1)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="limit for cases without max_tokens (128)")
-    parser.add_argument("--reward_timeout", type=float, default=600.0, help="time limit of a reward call in seconds (600)")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (float32)")
     parser.add_argument("--chat_template", help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     args = parser.parse_args(argv)
-    if not 0 < args.alpha < 1 or not 0 <= args.temperature < float("inf") or args.seed < 0:
-        raise UserError("--alpha is between 0 and 1, --temperature and --seed from 0 on")
-    if min(args.samples, args.pass_at, args.max_new_tokens) < 1:
-        raise UserError("--samples, --pass_at and --max_new_tokens are at least 1")
+    if not 0 < args.alpha < 1 or args.max_new_tokens < 1:
+        raise UserError("--alpha is between 0 and 1, --max_new_tokens at least 1")
 
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-    suite = load_suite(
-        args.suite,
-        accelerator.device,
-        samples=args.samples,
-        pass_at=args.pass_at,
-        temperature=args.temperature,
-        max_new_tokens=args.max_new_tokens,
-        timeout=args.reward_timeout,
-        flag="--",
-    )
+    suite = Suite(args.suite, accelerator.device)
     before = None
     if args.baseline:
         is_file = args.baseline.endswith(".jsonl")
         before = (
-            read_known(args.baseline, suite.asked()) if is_file else known(answer(args.baseline, suite, accelerator, args))
+            read_known(args.baseline, args.max_new_tokens)
+            if is_file
+            else known(answer(args.baseline, suite, accelerator, args))
         )
     results = answer(args.model, suite, accelerator, args)
     if args.save and accelerator.is_main_process:
         failed = {r.case.id: {"why": r.why, "completion": r.completion} for r in results if r.why}
-        line = {"model": args.model, **suite.asked(), "groups": counts(results), "failed": failed, "cases": known(results)}
+        line = {
+            "model": args.model,
+            "max_new_tokens": args.max_new_tokens,
+            "groups": counts(results),
+            "failed": failed,
+            "cases": known(results),
+        }
         try:
             with open(args.save, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

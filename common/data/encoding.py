@@ -20,7 +20,7 @@ from common.data.fields import Field, check_sequence, fields_of, require_fields
 from common.data.tokens import tokenize_documents
 from common.data.types import BadRow, Example, Row, Sequence, Tokenizer, whole
 from common.errors import UserError
-from common.time_limit import TimeLimitReached, time_limit
+from common.processes import TimeLimitReached, time_limit
 
 import numpy as np
 

@@ -1,28 +1,63 @@
-"""Load models and tokenizers from a folder or the Hub, ready for training."""
+"""Models and tokenizers: loaded from a folder or the Hub, checked, ready for training; and new ones."""
 
+import contextlib
+import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
 from common.data.chat import read_chat_template, stop_token_ids
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.extras import extra
-from common.memory import SHARDED
-from common.model import attention, mixers
-from common.model.checks import check_numbers, check_weights, hub_errors, make_savable
-from common.model.create import DTYPES, create_model
-from common.model.flat_model import FlatModel, base_lm, routes_tokens
+from common.memory import SHARDED, is_oom
+from common.model import attention
+from common.model.flat_model import FlatModel, base_lm, is_quantised, routes_tokens
 from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
-from common.model.quantised import is_quantised, quantisation, use_plain_arithmetic
-from common.model.shards import empty_model, holds_shards, read_record
+from common.model.save import SHARDS
 from common.model.wrap import wrap
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@contextlib.contextmanager
+def hub_errors(kind: str, name: str) -> Iterator[None]:
+    """Load without progress bars and reports, and turn any exception of a library into one line with the folder's name."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # a long report with raw tensor names
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a folder may hold anything
+        if is_oom(error):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise UserError(f"cannot load the {kind} {name}{_hint(name)}: {reason}") from None
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+
+
+def _hint(name: str) -> str:
+    """What explains a failure better than the library's message, which speaks of the Hub or of one file."""
+    if not Path(name).exists():
+        return " (not a local folder; is it a Hub name, and the Hub reachable?)"
+    checkpoints = sorted(Path(name).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    if checkpoints and not Path(name, "config.json").exists():
+        return f" (its run has not ended; its newest checkpoint is {checkpoints[-1]})"
+    return ""
 
 
 def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenizer:
@@ -48,17 +83,7 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
     return tokenizer
 
 
-def load_config(name: str, tokenizer: Tokenizer) -> "PreTrainedConfig":
-    """The configuration of a model on the Hub or in a folder, adapted to a new model with this tokenizer."""
-    with hub_errors("config", name):
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    text = config.get_text_config()
-    text.vocab_size = len(tokenizer)
-    text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    text.pad_token_id = tokenizer.pad_token_id
-    return config
+# --- the model to train ---------------------------------------------------------------------------------------------
 
 
 def load_model(
@@ -71,25 +96,25 @@ def load_model(
     """The model to train: from the checkpoint, else args.model_name_or_path, else new from the configuration.
 
     With LoRA the checkpoint holds only the adapters; the base is args.model_name_or_path, or the base of that adapter. The
-    weights of a sharded checkpoint follow in `run.prepare` (common/run/sharded.py). Gradient checkpointing, compilation and
-    the dtype of the weights follow args. The model is on the accelerator's device, except for a dry run or sharded weights,
-    which `accelerator.prepare` moves piece by piece.
+    weights of a sharded checkpoint follow in `run.prepare` (extras/sharded.py): until then they are those of the start.
+    Gradient checkpointing, compilation and the dtype of the weights follow args. The model is on the accelerator's device,
+    except for a dry run or sharded weights, which `accelerator.prepare` moves piece by piece.
     """
+    if checkpoint and Path(checkpoint, SHARDS).is_dir():
+        checkpoint = None
     name = checkpoint or args.model_name_or_path
     if args.use_peft:
         model = _load_adapted(args, tokenizer, checkpoint, torch.device("cpu") if args.dry_run else accelerator.device)
-    elif checkpoint and holds_shards(checkpoint):
-        model = _load_frame(args, checkpoint)
     elif name:
         model = load_pretrained(args, name, len(tokenizer))
-        if is_quantised(model):
+        if is_quantised(model.lm):
             raise UserError(f"the weights of {name} are quantised and cannot be trained, adapters on them can: --use_peft")
     elif config is not None:
         model = create_model(config, dtype=args.dtype, seed=args.seed)
     else:
         raise UserError("no model to train: name one with --model_name_or_path")
-    if args.gradient_checkpointing or args.activation_offloading:
-        enable_gradient_checkpointing(model, args.activation_offloading)
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
     if args.torch_compile:
         compile_layers(model)
     if routes_tokens(model.lm) or args.router_aux_loss_coef:
@@ -101,30 +126,19 @@ def load_model(
     return model
 
 
-def _load_frame(args: CommonArgs, checkpoint: str | Path) -> FlatModel:
-    """The model of a sharded checkpoint, with its weights still uninitialised."""
-    with hub_errors("sharded checkpoint", str(checkpoint)):
-        lm = empty_model(checkpoint, trust_remote_code=args.trust_remote_code)
-        check_numbers(str(checkpoint), lm)
-    lm.base_dtype, lm.left_out = _dtype_of(lm.config), ""
-    _freeze_all_but_text(lm)
-    return wrap(lm, read_record(checkpoint))
-
-
 def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:
     """args.model_name_or_path with a new adapter; if it is an adapter itself, its base with that adapter trained further."""
-    name = args.model_name_or_path
+    name, start, revision = args.model_name_or_path, None, args.model_revision
     if not name:
         raise UserError("--use_peft adapts an existing model: name it with --model_name_or_path")
     advise(args)
-    if not is_adapter(name, args.model_revision):
-        model = load_pretrained(args, name, len(tokenizer), device=device)
-        return add_lora(args, model, checkpoint, new_tokens=_new_tokens(args, tokenizer, name))
-    config = adapter_config(name, args.model_revision)
-    base = config.base_model_name_or_path
-    say(f"model: training goes on with the adapter {name} (r {config.r}, alpha {config.lora_alpha}), on its base {base}")
-    model = load_pretrained(args, base, len(tokenizer), revision=config.revision, device=device)
-    return add_lora(args, model, checkpoint, start=name, new_tokens=_new_tokens(args, tokenizer, name))
+    base = name
+    if is_adapter(name, revision):
+        config, start = adapter_config(name, revision), name
+        base, revision = config.base_model_name_or_path, config.revision
+        say(f"model: training goes on with the adapter {name} (r {config.r}, alpha {config.lora_alpha}), on its base {base}")
+    model = load_pretrained(args, base, len(tokenizer), revision=revision, device=device)
+    return add_lora(args, model, checkpoint, start=start, new_tokens=_new_tokens(args, tokenizer, name))
 
 
 def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
@@ -141,8 +155,7 @@ def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
         known = {token for token, i in tokenizer.get_vocab().items() if i < rows}
     found = {token: i for token, i in tokenizer.get_vocab().items() if token not in known}
     if found:
-        shown = ", ".join(sorted(found)[:4]) + f" and {len(found) - 4} more" * (len(found) > 4)
-        say(f"LoRA: beside the adapter the rows of new tokens are trained: {shown}")
+        say(f"LoRA: beside the adapter the rows of new tokens are trained: {_first(sorted(found))}")
     return sorted(found.values())
 
 
@@ -164,8 +177,8 @@ def load_pretrained(
     name = str(name)
     revision = args.model_revision if name == args.model_name_or_path else revision
     options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
-    if (quantised := quantisation(args)) is not None:
-        options |= {"quantization_config": quantised, "device_map": {"": str(device or "cpu")}}
+    if args.load_in_4bit or args.load_in_8bit:
+        options |= extra("quantised").loading_options(args, device)
     with hub_errors("model", name):
         if is_adapter(name, revision):  # merged: it is the starting point and, in DPO and GRPO, the reference
             auto_peft = import_peft(f"the adapter {name}").AutoPeftModelForCausalLM
@@ -182,18 +195,58 @@ def load_pretrained(
             )
             check_weights(name, lm, found)
             config = _file_config(args, name, revision)
-        check_numbers(name, lm)
     lm.base_dtype = _dtype_of(config)  # restored at export
     lm.left_out = ""
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
         lm.left_out = f"what {config.model_type} has beside its text model (it is exported as {lm.config.model_type})"
     _freeze_all_but_text(lm)
-    if quantised is not None and (lm.config.model_type in ("mamba", "falcon_mamba") or not is_quantised(lm)):
-        flag = "--load_in_4bit" if args.load_in_4bit else "--load_in_8bit"
-        raise UserError(f"{flag}: {type(lm).__name__} has no layers that can be quantised here")
     grow_embedding(lm, vocab_size)
-    use_plain_arithmetic(lm)
+    if is_quantised(lm):
+        extra("quantised").use_plain_arithmetic(args, lm)
     return wrap(lm)
+
+
+def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> None:
+    """Raise UserError for tensors that are missing in the files or have another size, and would be random; for unexpected
+    ones within a layer, which would be dropped; and for a NaN or an infinity. Whole unused parts (a vision tower, a head for
+    another task) are left out with a message."""
+    for tensor, in_file, wanted in sorted(found.get("mismatched_keys") or []):
+        raise UserError(
+            f"cannot load the model {name}: {tensor} is {tuple(in_file)} in its files and {tuple(wanted)} by its config.json"
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(f"cannot load the model {name}: its files lack {_first(missing)}")
+    unexpected = sorted(found["unexpected_keys"])
+    if cut := [tensor for tensor in unexpected if _within_a_part(lm, tensor)]:
+        raise UserError(f"cannot load the model {name}: its config.json has no place for {_first(cut)} of its files")
+    if unexpected:
+        say(f"model: {type(lm).__name__} has no place for {_first(unexpected)} of {name}: left out")
+    for tensor, parameter in lm.named_parameters():
+        if parameter.is_floating_point() and not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
+            if not torch.isfinite(parameter.detach()).all():
+                raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
+def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
+    """Whether an unexpected tensor belongs inside the model: one more layer, a bias missing from config.json.
+
+    Layers for multi-token prediction (num_nextn_predict_layers: DeepSeek, GLM) follow the last layer and do not count.
+    """
+    config, layer = lm.config.get_text_config(), re.search(r"layers\.(\d+)\.", tensor)
+    further = getattr(config, "num_nextn_predict_layers", None) or 0
+    if layer and further and 0 <= int(layer[1]) - config.num_hidden_layers < further:
+        return False
+    part: nn.Module = lm
+    for name in tensor.split(".")[:-1]:
+        inner = getattr(part, name, None)
+        if not isinstance(inner, nn.Module):
+            break
+        part = inner
+    return part is not lm and part is not lm.base_model and part is not lm.get_decoder()
 
 
 def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
@@ -206,24 +259,20 @@ def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
 
 
-def align(model: torch.nn.Module) -> None:
+def align(model: nn.Module) -> None:
     """Copy CPU weights that do not start at a multiple of 64 bytes, as freshly allocated ones do.
 
     Loaded weights start wherever the file has them, and MKL's rounding in matrix products depends on that: a resumed run
     would differ from an uninterrupted one.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.data_ptr() % 64:
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.data_ptr() % 64:
             tensor.data = tensor.data.clone()
 
 
-def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> None:
-    """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need.
-
-    offload: keep the layers' inputs, T · D numbers each, in host memory.
-    """
-    model.offload = offload
-    recomputed = {"context_fn": mixers.recompute_contexts} if mixers.recurrent_mixers(model.lm) else {}
+def enable_gradient_checkpointing(model: FlatModel) -> None:
+    """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need."""
+    recomputed = {"context_fn": extra("hybrids").recompute_contexts} if model.hybrid else {}
     base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False} | recomputed)
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()
@@ -232,7 +281,8 @@ def enable_gradient_checkpointing(model: FlatModel, offload: bool = False) -> No
 def compile_layers(model: FlatModel) -> None:
     """torch.compile each transformer block: one small graph for all of them, with unchanged weight names."""
     attention.exclude_from_compilation()
-    mixers.exclude_from_compilation()
+    if model.hybrid:
+        extra("hybrids").exclude_from_compilation()
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile(dynamic=True)
@@ -244,6 +294,31 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
     config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
     config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     make_savable(config)
+
+
+def make_savable(config: "GenerationConfig") -> None:
+    """Change what transformers would refuse to save at the first checkpoint: settings of sampling without sampling turn it
+    on; if that does not help, all settings but the tokens are dropped, with a message."""
+
+    def is_refused() -> bool:
+        try:
+            config.validate(strict=True)
+        except ValueError:
+            return True
+        return False
+
+    if not is_refused():
+        return
+    asked, config.do_sample = config.do_sample, True
+    if not is_refused():
+        return
+    config.do_sample, usual = asked, type(config)()
+    own = ("transformers_version", "do_sample", *(name for name in vars(config) if name.endswith("token_id")))
+    dropped = {name: value for name, value in config.to_diff_dict().items() if name not in own and hasattr(usual, name)}
+    for name in dropped:
+        setattr(config, name, getattr(usual, name))
+    shown = ", ".join(f"{name} {value}" for name, value in sorted(dropped.items()))
+    say(f"generation_config.json: transformers would not save {shown}: left out")
 
 
 def _file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":
@@ -259,7 +334,7 @@ def _dtype_of(config: "PreTrainedConfig") -> str:
     return dtype if dtype in ("bfloat16", "float16") else "float32"
 
 
-def _freeze_all_but_text(lm: torch.nn.Module) -> None:
+def _freeze_all_but_text(lm: nn.Module) -> None:
     """Freeze vision and audio towers: text gives them no gradient, so they are exported unchanged."""
     if lm.config.get_text_config() is lm.config:
         return
@@ -267,3 +342,72 @@ def _freeze_all_but_text(lm: torch.nn.Module) -> None:
     for parameter in lm.parameters():
         if id(parameter) not in text:
             parameter.requires_grad_(False)
+
+
+# --- new models -----------------------------------------------------------------------------------------------------
+
+
+def create_model(config: "PreTrainedConfig", *, dtype: str = "float32", seed: int) -> FlatModel:
+    """A new model with random weights: a pure function of (config, seed)."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    return wrap(AutoModelForCausalLM.from_config(config).to(DTYPES[dtype]))
+
+
+def load_config(name: str, tokenizer: Tokenizer) -> "PreTrainedConfig":
+    """The configuration of a model on the Hub or in a folder, adapted to a new model with this tokenizer."""
+    with hub_errors("config", name):
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    text = config.get_text_config()
+    text.vocab_size = len(tokenizer)
+    text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    text.pad_token_id = tokenizer.pad_token_id
+    return config
+
+
+def llama_config(
+    tokenizer: Tokenizer,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    intermediate_size: int | None,
+    num_experts: int = 0,
+    num_experts_per_tok: int = 2,
+    moe_intermediate_size: int | None = None,
+    **more: Any,
+) -> "PreTrainedConfig":
+    """A Llama-type configuration; intermediate_size defaults to 8/3 of hidden_size, rounded up to a multiple of 32.
+
+    With num_experts each MLP becomes a mixture of experts (Mixtral) of moe_intermediate_size; by default a token's experts
+    are together as wide as the MLP would be. more: further fields of the configuration.
+    """
+    from transformers import LlamaConfig, MixtralConfig
+
+    if hidden_size % num_heads:
+        raise UserError(f"--hidden_size {hidden_size} is not divisible by --num_heads {num_heads}")
+    if num_heads % (num_kv_heads or num_heads):
+        raise UserError(f"--num_heads {num_heads} is not divisible by --num_kv_heads {num_kv_heads}")
+    width = intermediate_size or math.ceil(hidden_size * 8 / 3 / 32) * 32
+    if num_experts:
+        if num_experts_per_tok > num_experts:
+            raise UserError(f"--num_experts_per_tok {num_experts_per_tok}: there are only {num_experts} (--num_experts)")
+        width = moe_intermediate_size or math.ceil(width / num_experts_per_tok / 32) * 32
+        more |= {"num_local_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
+        more |= {"rope_parameters": LlamaConfig().rope_parameters}  # Mixtral's defaults are for 32k tokens
+    return (MixtralConfig if num_experts else LlamaConfig)(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads or num_heads,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **more,
+    )

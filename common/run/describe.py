@@ -12,11 +12,10 @@ from common.data.load import Rows
 from common.data.tokens import show_trained, trained_parts
 from common.data.types import Example, Tokenizer
 from common.errors import say
-from common.memory import SHARDED, WHAT_HELPS, memory, tokens_at_once
-from common.model.flat_model import FlatModel, base_lm, check_positions, count_parameters
-from common.model.quantised import sizes
+from common.memory import SHARDED, memory, tokens_at_once
+from common.model.flat_model import FlatModel, base_lm, check_positions, count_parameters, sizes
+from common.model.save import base_dtype, final_dtype
 from common.run.estimate import estimate_run
-from common.run.export_dtype import base_dtype, export_dtype
 from common.sampling import RolloutSchedule, why_no_cache
 
 import numpy as np
@@ -86,7 +85,7 @@ def describe(
     if is_sharded and args.dry_run:
         say("memory: that of a process which holds the whole model; FSDP and ZeRO divide it")
     elif total > limit or (total and args.dry_run):
-        too_much = f"; what helps: {WHAT_HELPS}" if total > limit else ""
+        too_much = "; docs/memory.md says what helps" if total > limit else ""
         say(f"memory: this run needs about {total:.2f} GiB, and there are {limit:.1f}{too_much}")
     show_example(data[0], tokenizer, example_name)
     if args.dry_run:
@@ -117,7 +116,6 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
     trained, parameters = count_parameters(model)
     text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}
     beside = sum(sizes(p for p in lm.parameters() if id(p) not in text))
-    exported = "float32" if args.use_peft and not args.merge_lora else export_dtype(args, base_dtype(model))  # adapters
     template, names = tokenizer.chat_template, tokenizer.convert_ids_to_tokens(model.stop_ids)
     return {
         "class": type(lm).__name__,
@@ -127,7 +125,7 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
             "base": base_dtype(model),
             "weights": args.dtype,
             "autocast": accelerator.mixed_precision,
-            "export": exported,
+            "export": final_dtype(args, base_dtype(model)),
         },
         "called_on": "padded batches" if model.padded else "flat rows",
         "adapted_layers": sorted({name.split(".")[-1] for name, m in model.lm.named_modules() if hasattr(m, "lora_A")}),

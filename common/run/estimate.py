@@ -12,12 +12,12 @@ from typing import Any
 from unittest import mock
 
 from common.collators import Batch, flat_batch
+from common.extras import extra
 from common.memory import GIB, memory, tokens_at_once
-from common.model.flat_model import FlatModel, base_lm
+from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
 from common.model.lm_head import weighted_nll
 from common.model.optimizer import moments_bytes
-from common.model.quantised import scales
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ def estimate(
     whatever PyTorch raises if a layer needs numbers to know its shapes.
     """
     device, half = device or next(model.parameters()).device, HALF.get(mixed_precision)
-    tensors = [*model.parameters(), *model.buffers(), *scales(model.parameters())]
+    tensors = [*model.parameters(), *model.buffers(), *(extra("quantised").scales(model) if is_quantised(model.lm) else [])]
     gradients = nbytes(p for p in model.parameters() if p.requires_grad)
     held = _peak(model, _row(model, lengths, trained_share), half, passes=min(2, accumulation), device=device)
     parts = {

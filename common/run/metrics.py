@@ -1,8 +1,8 @@
-"""The output of a run: metrics.jsonl, console lines, trackers, samples, events, summary.json, and the pictures curves.png
-and report.html."""
+"""The output of a run: metrics.jsonl, console lines, trackers, samples, events, summary.json, report.html."""
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import json
 import math
@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.errors import UserError, hidden, quoted, say
+from common.errors import UserError, hidden, say
+from common.extras import extra
 from common.files import replace_text
 from common.memory import finest_dtype, memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
-from common.run.curves import draw_curves
 from common.run.folder import LINES, is_held, writing
-from common.run.report import Report
 
 import torch
 from accelerate import Accelerator
@@ -65,25 +64,22 @@ class Metrics:
     """Sums and weights kept on the device until they are logged, then reduced over the processes at once.
 
     A metric is `sum of weighted values / sum of weights` over the micro-batches and processes since it was last logged, so
-    that each token (or pair, or completion) counts once.
+    that each token (or pair, or completion) counts once. One whose name ends in _max is the largest value.
     """
 
     def __init__(self, accelerator: Accelerator, args: CommonArgs, flops_per_token: float | None = None):
         """flops_per_token: gives `mfu` = tokens per second · flops_per_token / (peak · processes) if the GPU is known."""
-        self.accelerator, self.flops_per_token = accelerator, flops_per_token
+        self.accelerator, self.args, self.flops_per_token = accelerator, args, flops_per_token
         self.output_dir = Path(args.output_dir)
-        self.sums: dict[str, list[Tensor]] = {}
-        self.window: dict[str, list[Tensor]] = {}  # the same for the current window
-        self.maxima: dict[str, Tensor] = {}  # metrics logged as a maximum, not as a mean
-        self.window_maxima: dict[str, Tensor] = {}
+        # {name: [total, weight]} of finished windows, and of the current one; of a maximum [value, 1].
+        self.sums: dict[str, Tensor] = {}
+        self.window: dict[str, Tensor] = {}
+        self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
         self.window_is_bad = False  # not trained on, so its values do not count
         self.bad_steps: list[int] = []  # steps that were skipped
         self.tell: Callable[..., Any] = lambda *_: None  # passes events and lines on to the parts of the run
-        self.args = args
         self.losses: list[float] = []  # recent logged losses, to detect a spike
         self.spikes: list[int] = []
-        self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
-        self.carry_maxima: dict[str, float] = {}
         self.lost_lines = 0  # that could not be written to disk
         self.num_tokens = 0  # trained on so far, over all processes
         self.first_eval: dict[str, float] = {}
@@ -91,9 +87,7 @@ class Metrics:
         self.started = self.clock = time.perf_counter()
         self.clock_tokens = 0
         self.seconds_before = 0.0  # run time before the checkpoint it resumed from
-        self.report: Report | None = None  # on the main process
         self.run_name = args.run_name or self.output_dir.name
-        self.tracker_config = vars(args)
 
     def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
         """Add values to the current window: each metric is their weighted mean; one whose name ends in _max is their
@@ -105,8 +99,7 @@ class Metrics:
             if value is None:
                 raise ValueError(f"metrics.add: {name} is None: ask the model for it, as in model(batch, entropy=True)")
             if name.endswith("_max"):
-                largest = torch.as_tensor(value, device=self.accelerator.device).detach().amax()
-                self.window_maxima[name] = torch.maximum(self.window_maxima.get(name, largest), largest)
+                self._add(name, torch.as_tensor(value).detach().amax(), 1.0)
             elif isinstance(value, Tensor):
                 by = torch.as_tensor(weights, device=value.device)
                 by = by if by.dim() else by.expand(value.shape)
@@ -124,65 +117,49 @@ class Metrics:
 
     def window_mean(self, name: str) -> float:
         """The mean so far of a metric of the current window, over all processes. Called on every process."""
-        pair = self.window.get(name) or [torch.zeros((), device=self.accelerator.device)] * 2
-        total, weight = self.accelerator.reduce(torch.stack(pair), "sum").tolist()
+        pair = self.window.get(name, self._pair(0.0, 0.0))
+        total, weight = self.accelerator.reduce(pair, "sum").tolist()
         return total / weight if weight else 0.0
 
     def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
         if name in RESERVED:
             raise ValueError(f"metrics.add: {name} is a name of the lines of metrics.jsonl: call it otherwise")
-        device = self.accelerator.device
-        if name not in self.window:
-            self.window[name] = [torch.zeros((), dtype=finest_dtype(device), device=device) for _ in range(2)]
-        self.window[name][0] += total
-        self.window[name][1] += weight
+        _combine(self.window, name, self._pair(total, weight))
+
+    def _pair(self, total: float | Tensor, weight: float | Tensor) -> Tensor:
+        pair = torch.zeros(2, dtype=finest_dtype(self.accelerator.device), device=self.accelerator.device)
+        pair[0] += total  # not torch.tensor(total, device=...), which would wait for a GPU
+        pair[1] += weight
+        return pair
 
     def forget_window(self) -> None:
         """Discard what was added for the current window, before it is restarted."""
-        self.window, self.window_maxima = {}, {}
+        self.window = {}
 
     def close_window(self, num_tokens: int = 0) -> None:
         """End the window: its values count, unless it was bad."""
-        if self.window_is_bad:
-            self.forget_window()
-        for name, pair in self.window.items():
-            total = self.sums.setdefault(name, [torch.zeros_like(part) for part in pair])
-            for kept, part in zip(total, pair, strict=True):
-                kept += part
-        for name, value in self.window_maxima.items():
-            self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
-        self.forget_window()
-        self.window_is_bad = False
+        for name, pair in {} if self.window_is_bad else self.window.items():
+            _combine(self.sums, name, pair)
+        self.window, self.window_is_bad = {}, False
         self.num_tokens += num_tokens
 
     def reduce(self) -> dict[str, list[float]]:
-        """{name: [sum, weight]} over all processes, including the carry; resets the sums."""
+        """{name: [total, weight]} over all processes, including the carry; resets the sums."""
         names = sorted(set(gather_lists(self.accelerator, list(self.sums))))  # processes may have different metrics
-        reduced = dict(self.carry)
+        reduced = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in self.carry.items()}
         if names:
-            device = self.accelerator.device
-            none = [torch.zeros((), dtype=finest_dtype(device), device=device)] * 2
-            table = torch.stack([torch.stack(self.sums.get(name, none)) for name in names])
-            table = self.accelerator.reduce(table, "sum").tolist()
-            for name, (total, weight) in zip(names, table, strict=True):
-                before = self.carry.get(name, [0.0, 0.0])
-                reduced[name] = [before[0] + total, before[1] + weight]
+            nothing = {name: self._pair(-math.inf if name.endswith("_max") else 0.0, 0.0) for name in names}
+            table = torch.stack([self.sums.get(name, nothing[name]) for name in names])  # (metrics, 2)
+            for of_a_process in self.accelerator.gather(table[None]).double().cpu():
+                for name, pair in zip(names, of_a_process, strict=True):
+                    _combine(reduced, name, pair)
         self.sums, self.carry = {}, {}
-        return reduced
-
-    def reduce_maxima(self) -> dict[str, float]:
-        """{name: largest value} over all processes, including the carry; resets them."""
-        mine = [(name, value.item()) for name, value in self.maxima.items()]
-        largest = self.carry_maxima
-        for name, value in gather_lists(self.accelerator, mine):
-            largest[name] = max(value, largest.get(name, -math.inf))
-        self.maxima, self.carry_maxima = {}, {}
-        return {name: value for name, value in largest.items() if value > -math.inf}
+        return {name: pair.tolist() for name, pair in reduced.items()}
 
     def state(self) -> dict[str, Any]:
         """The state to store in a checkpoint. Called on every process."""
-        self.carry, self.carry_maxima = self.reduce(), self.reduce_maxima()
-        kept = ("carry", "carry_maxima", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
+        self.carry = self.reduce()
+        kept = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
         return {name: getattr(self, name) for name in kept} | {"seconds": self.seconds()}
 
     def seconds(self) -> float:
@@ -191,11 +168,9 @@ class Metrics:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a checkpoint: drop the lines that were written after it. Starts the tracker, if any."""
-        self.carry, self.num_tokens = state.get("carry", {}), state.get("num_tokens", 0)
-        self.carry_maxima = state.get("carry_maxima", {})
-        self.first_eval, self.last = state.get("first_eval", {}), state.get("last", {})
+        for name in ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes"):
+            setattr(self, name, state.get(name, getattr(self, name)))
         self.clock_tokens, self.seconds_before = self.num_tokens, state.get("seconds", 0.0)
-        self.bad_steps, self.losses, self.spikes = (state.get(name, []) for name in ("bad_steps", "losses", "spikes"))
         last = state["step"] or -1  # a run that starts over keeps none
         if self.accelerator.is_main_process:
             for path in (self.output_dir / name for name in LINES if (self.output_dir / name).exists()):
@@ -209,13 +184,12 @@ class Metrics:
                         continue  # truncated by a kill, or damaged
                 with writing(self.output_dir):
                     replace_text(path, "".join(line + "\n" for line in kept))
-            self.report = Report(self.output_dir)
         if self.accelerator.log_with:
             self._start_tracker(last)
 
     def _start_tracker(self, last: int) -> None:
         """Start the tracker, or continue its run. last: entries after this step will be logged again (-1: all)."""
-        config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in self.tracker_config.items()}
+        config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in vars(self.args).items()}
         if last >= 0 and str(self.accelerator.log_with[0]) == "tensorboard":
             config = None  # a changed config would start a new run each time
         file, run_id = self.output_dir / "tracker.json", None
@@ -232,7 +206,7 @@ class Metrics:
 
     def log(self, step: int, bar: tqdm | None = None, **now: float | Tensor | None) -> None:
         """Write the means since the last call, and the values given here. step: updates done so far."""
-        values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight} | self.reduce_maxima()
+        values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
         values |= {name: full_norm(v) for name, v in now.items() if v is not None}  # DeepSpeed does not return the norm
         values["num_tokens"] = self.num_tokens
@@ -249,8 +223,8 @@ class Metrics:
         self._write(step, values)
         if bar is not None and "loss" in values:  # not if all windows since the last line were bad
             bar.set_postfix_str(f"{_main(values)}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
-        if self.report:
-            self.report.write_if_due()
+        if self.accelerator.is_main_process:
+            self.report.log(step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
         """Warn when the loss spikes. GRPO's loss is centred on 0 by construction, so it is not watched."""
@@ -312,23 +286,24 @@ class Metrics:
                 say(f"{path} cannot be written ({error.strerror}): training goes on, lines are lost")
             self.lost_lines += len(rows)
 
-    def write_report(self, summary: dict[str, Any] | None = None) -> None:
-        """Write report.html. summary: see finish."""
-        if self.report:
-            self.report.write(summary)
+    def write_report(self, at_once: bool = False) -> None:
+        """Write report.html. at_once: however much time that takes."""
+        if self.accelerator.is_main_process:
+            (self.report.close if at_once else self.report.write)()
+
+    @functools.cached_property
+    def report(self) -> Any:
+        """Writes report.html, on the main process."""
+        return extra("report").Report(self.output_dir)
 
     def finish(
         self, text: str, best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
-        """Write curves.png, report.html, what `also` makes of the summary, and finally summary.json, which marks a complete
-        run. text: of the event "finished". best: facts about the best evaluation."""
+        """Write what `also` makes of the summary, summary.json, which marks a complete run, and report.html. text: of the
+        event "finished". best: facts about the best evaluation."""
         if not self.accelerator.is_main_process:
             return
         self.event("finished", int(self.last.get("step", 0)), text)
-        try:
-            draw_curves(self.output_dir, self.run_name)
-        except Exception as error:  # the disk, or matplotlib's configuration: a picture may not fail a run
-            say(f"curves.png was not drawn: {quoted(error, 200, str)}", sys.stderr)
         summary = {
             "final": self.last,
             "before": self.first_eval,
@@ -345,11 +320,11 @@ class Metrics:
             "versions": versions(),
             "python": platform.python_version(),
         }
-        self.write_report(summary)
         with writing(self.output_dir):
             if also is not None:
                 also(summary)
             replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
+        self.write_report(at_once=True)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values = {name: float(value) for name, value in values.items()}
@@ -358,6 +333,14 @@ class Metrics:
         self.tell("on_log", step, values)
         if self.accelerator.log_with:
             self.accelerator.log(values, step=step)
+
+
+def _combine(sums: dict[str, Tensor], name: str, pair: Tensor) -> None:
+    """Add [total, weight] to what is there of a metric, or keep the larger of two maxima."""
+    if name not in sums:
+        sums[name] = pair
+    else:
+        sums[name] = torch.maximum(sums[name], pair) if name.endswith("_max") else sums[name] + pair
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError, say
-from common.memory import SHARDED, WHAT_HELPS, empty_caches, is_oom, tokens_at_once
+from common.memory import SHARDED, empty_caches, is_oom, tokens_at_once
 from common.run.launch import KEPT
 from common.run.metrics import Metrics
 
@@ -44,7 +44,7 @@ class Retry:
                 "--auto_micro_batch: with sharded weights a process that runs out of memory leaves the others waiting; "
                 "choose per_device_train_batch_size by hand (--dry_run estimates what is needed)"
             )
-        self.accelerator, self.model, self.metrics, self.seed = accelerator, model, metrics, args.seed
+        self.args, self.accelerator, self.model, self.metrics = args, accelerator, model, metrics
         self.splits = 1  # parts into which each micro-batch is split
         self.experts = accelerator.unwrap_model(model).experts
         # DeepSpeed's engine divides by the number of micro-batches it was given, and keeps what it has accumulated: its
@@ -106,20 +106,24 @@ class Retry:
 
     def _seed(self, step: int) -> int:
         """Random numbers of a window are a pure function of its place in the run."""
-        return (self.seed * 1_000_003 + step) * 10_007
+        return (self.args.seed * 1_000_003 + step) * 10_007
 
     def _start_again(self, step: int, window: Window, reason: str | None) -> None:
         """Discard the current window's gradients, and split the micro-batches once more."""
         self._forget()
-        if reason and not self._recovers:
-            first = "" if self.accelerator.distributed_type in SHARDED else "--auto_micro_batch, "
-            raise UserError(f"step {step + 1}: out of memory ({reason}); what helps: {first}{WHAT_HELPS}")
-        if reason and self.splits >= window.most_parts:
-            raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); what helps: {WHAT_HELPS}")
+        if reason and (not self._recovers or self.splits >= window.most_parts):
+            raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {self._what_helps()}")
         self.splits *= 2
         shape = _shape(window.split(self.splits, self.tokens))
         say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
         self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
+
+    def _what_helps(self) -> str:
+        flags = ["gradient_checkpointing", "use_peft"]
+        if not self._recovers and self.accelerator.distributed_type not in SHARDED:
+            flags.insert(0, "auto_micro_batch")
+        unset = [f"--{flag}" for flag in flags if not getattr(self.args, flag)]
+        return f"what helps: {', '.join([*unset, 'a smaller --max_length'])} (--dry_run says what a run needs)"
 
     def _forget(self) -> None:
         self.model.zero_grad(set_to_none=True)

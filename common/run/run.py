@@ -26,22 +26,22 @@ from common.args import CommonArgs
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
 from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printable, say
+from common.extras import extra
 from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
+from common.model.save import base_dtype, final_dtype
 from common.run.alerts import Alerts
 from common.run.best import Best
 from common.run.card import make_card, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
-from common.run.export_dtype import base_dtype, export_dtype
 from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.hub import Push
 from common.run.launch import KEPT, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
 from common.run.public import public_names
-from common.run.regression import Regression
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
 from common.sampling import Reward, RolloutSchedule
@@ -65,7 +65,7 @@ class Run:
         self.alerts = Alerts(args)  # before anything is written: the address is a secret
         self.best = Best(args)
         self.accelerator, self.resume_from = start(args, script)
-        self.regression = Regression(args, self.accelerator)
+        self.regression = extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
         self.said: set[str] = set()
         self.facts = ""  # for dataset.json
         self.public = public_names(args)  # names that a model card may contain
@@ -86,7 +86,8 @@ class Run:
         UserError if a sequence is longer than the model's positions.
         """
         self.tokenizer, self.windows = tokenizer, windows
-        self.regression.tokenize(tokenizer, model)
+        if self.regression:
+            self.regression.tokenize(tokenizer, model)
         about = self.args, self.accelerator, model, tokenizer, windows, held_out, example_name, reference
         self.facts = describe(*about)
 
@@ -118,7 +119,7 @@ class Run:
         self.nonfinite = NonFinite(self.metrics, self.tokenizer, self.optimizer)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
-        self.parts = [self.metrics, self.retry, self.best, self.regression, self.alerts]
+        self.parts = [part for part in (self.metrics, self.retry, self.best, self.regression, self.alerts) if part]
         self._each("restore", state)
         self._note_start()
         windows.restore(self.first_step, state.get("windows", {}))
@@ -143,7 +144,7 @@ class Run:
         gc.freeze()  # loaded objects stay: exclude them from the many collections during training
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.save_wanted = last, save_every, False
-        self.best_of_suite = bool(self.best.name) and self.regression.is_ours(self.best.name)
+        self.best_of_suite = bool(self.regression and self.best.name and self.best.name.startswith("eval_regression/"))
         if self.best_of_suite and self.regression.every < last and self.regression.every % save_every:
             raise UserError(f"--save_best {self.best.name}: --regression_steps has to be a multiple of {save_every}")
         self.signals = Signals(self.accelerator, self.args)
@@ -166,7 +167,7 @@ class Run:
 
     def _note_death(self, error: BaseException) -> None:
         self.metrics.event("stopped", self.step, f"died: {error if isinstance(error, UserError) else repr(error)}")
-        self.metrics.write_report()
+        self.metrics.write_report(at_once=True)
 
     def _save_before_the_end(self, error: BaseException) -> None:
         """Save a checkpoint before an error ends the run; all processes are here. Impossible if an evaluation failed between
@@ -176,9 +177,8 @@ class Run:
 
     def _run_suite(self, step: int) -> None:
         """Evaluate --regression_suite if it is due, and record whether it is the best result."""
-        if self._due(step, self.regression.every, self.resumed_at, self.last_step):
-            model = self.accelerator.unwrap_model(self.model)
-            values = self.regression.run(model, step, self.metrics)
+        if self.regression and self._due(step, self.regression.every, self.resumed_at, self.last_step):
+            values = self.regression.run(self.model, step, self.metrics)
             if self.best_of_suite:
                 self._compare_with_best(step, values)
             self.metrics.write_report()
@@ -211,7 +211,7 @@ class Run:
             self._save(step)
         if asked_for == "stop":
             self.metrics.event("stopped", step, f"by {self.signals.reason}; the same command goes on")
-            self.metrics.write_report()
+            self.metrics.write_report(at_once=True)
             self._each("close")
             self.signals.leave(self.args.output_dir, step)
         return step == self.last_step or self.best.stops(step)
@@ -278,12 +278,12 @@ class Run:
             say(line)
 
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
-        """Write the final model, summary.json, curves.png and report.html, and print where they are and what to try next.
+        """Write the final model, summary.json and report.html, and print where they are and what to try next.
         also: writes further files of the final model, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
         self.nonfinite.check_weights(self.model, self.step)
         refuse_deleted_folder(self.accelerator, Path(args.output_dir))
-        dtype = export_dtype(args, self.base_dtype)
+        dtype = final_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
@@ -296,8 +296,8 @@ class Run:
         for name, before, after in both:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
         what = "adapter" if args.use_peft and not args.merge_lora else "model"
-        suite = "regression.jsonl, " * bool(self.regression.suite)
-        files = f"metrics.jsonl, samples.jsonl, {suite}summary.json, curves.png, report.html"
+        suite = "regression.jsonl, " if self.regression else ""
+        files = f"metrics.jsonl, samples.jsonl, {suite}summary.json, report.html"
         say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
         if what == "adapter":
             say(

@@ -14,6 +14,7 @@ from typing import Any
 from common import START
 from common.args import CommonArgs
 from common.errors import TOLD_TO_END, say
+from common.processes import reset_in_children
 from common.run.folder import checkpoints
 
 import torch
@@ -29,6 +30,7 @@ STOPS = {2: "--max_hours", 3: "the end of its launcher", 4: "SIGINT", 5: "SIGTER
 SIGNALS = {signal.SIGINT: 4, signal.SIGTERM: 5}
 if hasattr(signal, "SIGUSR1"):  # not on Windows
     SIGNALS |= {signal.SIGHUP: 6, signal.SIGUSR1: SAVE}
+reset_in_children(set(SIGNALS))
 
 
 class Signals:
@@ -38,7 +40,7 @@ class Signals:
     """
 
     def __init__(self, accelerator: Accelerator, args: CommonArgs):
-        self.accelerator, self.pid = accelerator, os.getpid()
+        self.accelerator = accelerator
         self.noted: list[int] = []  # requests to this process since the last question
         self.agreed = 0
         self.first_at = 0.0  # time of the first SIGINT
@@ -117,10 +119,7 @@ class Signals:
         return SAVE if self.save_after is not None and now - self.saved_at > self.save_after else 0
 
     def _note(self, number: int, frame: Any) -> None:
-        if os.getpid() != self.pid:  # a process forked by a reward ends as usual
-            self.close()
-            os.kill(os.getpid(), number)
-        elif number == signal.SIGINT:
+        if number == signal.SIGINT:
             if self.first_at and time.time() - self.first_at > AGAIN_SECONDS:
                 os._exit(128 + number)
             self.first_at = self.first_at or time.time()

@@ -1,4 +1,4 @@
-"""Rewards: built-in functions, user functions, and reward models.
+"""Rewards: built-in functions, user functions, and reward models; running user code.
 
 A reward function has TRL's signature: `f(prompts, completions, **columns) -> list[float | None]`, one number per
 completion; None abstains. `completions` are strings, or, if the prompts are chats, lists with one assistant message.
@@ -7,45 +7,43 @@ completion; None abstains. `completions` are strings, or, if the prompts are cha
 
 import asyncio
 import copy
-import difflib
 import functools
+import importlib.util
 import inspect
-import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data.types import Tokenizer
 from common.errors import UserError, quoted
 from common.losses import combine_rewards
-from common.sampling.guard import from_file, line_of, raised, undisturbed
-from common.time_limit import TimeLimitReached, time_limit
+from common.processes import TimeLimitReached, time_limit
 
 import torch
 
 RewardFunction = Callable[..., list[float | None]]
 Completion = str | list[dict[str, Any]]  # as passed to reward functions
-READY_MADE = ("exact_number", "regex", "length")
 Scorer = Callable[[list[dict[str, Any]], list[list[int]]], dict[str, list[float | None]]]
-# A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
+REWARD_SECONDS = 600.0  # allowed for the call of a reward function, and for the import of its file
 LARGEST = 1e15  # largest reward: its square is finite in float32
+# A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
 
 
 class Reward(NamedTuple):
     name: str  # as in the metric rewards/<name>/mean
     function: RewardFunction
-    timeout: float = 0.0  # seconds per call; 0: no limit
+    timeout: float = REWARD_SECONDS  # per call
 
 
-def load_rewards(
-    specs: list[str] | None, device: torch.device, timeout: float = 0.0, flag: str = "--reward_funcs"
-) -> list[Reward]:
-    """Reward functions by name. timeout: seconds per call, or per import; 0: no limit. flag: the one that named them, for
-    messages.
+def load_rewards(specs: list[str] | None, device: torch.device, flag: str = "--reward_funcs") -> list[Reward]:
+    """Reward functions by name. flag: the one that named them, for messages.
 
     exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or
     Hub name of an AutoModelForSequenceClassification with one label). Raises UserError if one cannot be loaded.
@@ -53,16 +51,16 @@ def load_rewards(
     rewards = []
     for spec in specs or []:
         try:
-            rewards.append(_load(spec, device, timeout))
+            rewards.append(_load(spec, device))
         except UserError as error:
             raise UserError(f"{flag} {spec}: {error}") from None
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
         raise UserError(f"{flag}: two functions have the same name: {', '.join(names)}")
-    return [reward._replace(timeout=timeout) for reward in rewards]
+    return rewards
 
 
-def _load(spec: str, device: torch.device, timeout: float) -> Reward:
+def _load(spec: str, device: torch.device) -> Reward:
     kind, _, argument = spec.partition(":")
     if kind == "exact_number":
         return Reward("exact_number", functools.partial(exact_number, mark=argument))
@@ -71,10 +69,54 @@ def _load(spec: str, device: torch.device, timeout: float) -> Reward:
     if kind == "length":
         return Reward("length", length(argument))
     if ".py:" in spec or spec.endswith(".py"):
-        return _from_file(spec, timeout)
-    if near := difflib.get_close_matches(kind, () if os.path.exists(spec) else READY_MADE, n=1):
-        raise UserError(f"did you mean {near[0]}?")
+        return Reward(spec.rpartition(":")[2], from_file(spec))
     return _from_model(spec, device)
+
+
+# --- user code ------------------------------------------------------------------------------------------------------
+
+
+def from_file(spec: str, timeout: float = REWARD_SECONDS) -> Any:
+    """The function or class named by "path/to/file.py:name". timeout: seconds that the import may take; 0: no limit. Raises
+    UserError if it cannot be loaded."""
+    path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
+    if not os.path.isfile(path):
+        raise UserError(f"there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(f"plainloop_file_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look up a class's module here
+    must("importing it", functools.partial(module_spec.loader.exec_module, module), timeout)
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{path} has no function or class {name or 'named: expected file.py:name'}")
+    return getattr(module, name)
+
+
+def call(function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
+    """function(**arguments), awaited if necessary. Raises whatever it raises, and TimeLimitReached after `timeout` seconds
+    (0: no limit)."""
+    with time_limit(timeout):
+        value = function(**arguments)
+        return asyncio.run(value) if inspect.isawaitable(value) else value
+
+
+def must(what: str, function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
+    """Like `call`, but any failure is a UserError that says what failed, how, and in which line."""
+    try:
+        return call(function, timeout, **arguments)
+    except UserError:
+        raise
+    except TimeLimitReached:
+        raise UserError(f"{what} took more than {timeout:g} s") from None
+    except BaseException as error:  # user code may raise anything, and call sys.exit
+        raise UserError(f"{what} raised {type(error).__name__}: {quoted(error, 600, str)}{_line_of(error)}") from None
+
+
+def _line_of(error: BaseException) -> str:
+    """The line that raised it, the last one outside of libraries, in brackets."""
+    libraries = ("site-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<frozen ")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(place in frame.filename for place in libraries)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 # --- ready-made -----------------------------------------------------------------------------------------------------
@@ -142,14 +184,6 @@ def text_of(completion: Completion) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-# --- a user's own ---------------------------------------------------------------------------------------------------
-
-
-def _from_file(spec: str, timeout: float) -> Reward:
-    function = from_file(spec, timeout, "function")
-    return Reward(spec.rpartition(":")[2], function)
-
-
 def _from_model(name: str, device: torch.device) -> Reward:
     import transformers
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -204,69 +238,31 @@ def score(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "prompt_ids")}
-    return [_score(reward, prompts, completions, ids, columns, objects or {}) for reward in rewards]
+    given = {"prompts": prompts, "completions": completions, "completion_ids": ids, **columns}
+    return [_score(reward, prompts, copy.deepcopy(given) | (objects or {})) for reward in rewards]
 
 
-def _score(
-    reward: Reward,
-    prompts: list[Any],
-    completions: list[Completion],
-    ids: list[list[int]],
-    columns: dict[str, list[Any]],
-    objects: dict[str, list[Any]],
-) -> list[float | None]:
-    """Apply one function to every completion. It receives copies, and its changes to process settings are reverted."""
-    where, first = f"reward function {reward.name}", str(prompts[0])[:120]
-    given = copy.deepcopy({"prompts": prompts, "completions": completions, "completion_ids": ids, **columns}) | objects
-    about = f"columns: {', '.join(columns)}; first prompt: {first}"
-    if (misfit := _misfit(reward.function, given)) is not None:
-        raise UserError(
-            f"{where} ({line_of(None, reward.function)}) cannot be called: {misfit}; expected "
-            f"{reward.name}(prompts, completions, **columns) ({about})"
-        )
+def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[float | None]:
+    """Apply one function to every completion. given: its arguments, copies, so that it cannot change what is trained on."""
+    where = f"reward function {reward.name}"
     try:
-        with undisturbed(), time_limit(reward.timeout):
-            values = reward.function(**given)
-            if inspect.isawaitable(values):
-                values = asyncio.run(values)
-            if hasattr(values, "tolist"):  # from numpy or torch
-                values = values.tolist()
-            if isinstance(values, Iterator | tuple):
-                values = list(itertools.islice(values, 2 * len(completions)))  # a generator may never end
-            if isinstance(values, list):
-                values = [v.item() if hasattr(v, "item") and getattr(v, "ndim", 1) == 0 else v for v in values]
-    except UserError:
-        raise
-    except TimeLimitReached:
-        raise UserError(
-            f"{where} took more than {reward.timeout:g} s for {len(completions)} completions (--reward_timeout); "
-            f"first prompt: {first}"
-        ) from None
-    except BaseException as error:  # user code may raise anything, and call sys.exit
-        raise UserError(f"{where} raised {raised(error)} ({line_of(error, reward.function)}; {about})") from None
-    if not isinstance(values, list) or len(values) != len(completions):
-        found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
-        raise UserError(
-            f"{where} returned {found} for {len(completions)} completions; expected a list with one number for each"
-        )
+        values = must(where, reward.function, reward.timeout, **given)
+    except UserError as error:
+        raise UserError(f"{error}; it was given {', '.join(given)}; first prompt: {quoted(prompts[0])}") from None
+    values = values.tolist() if hasattr(values, "tolist") else values  # from numpy or torch
+    if not isinstance(values, list | tuple) or len(values) != len(prompts):
+        found = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+        raise UserError(f"{where} returned {found} for {len(prompts)} completions; expected a list with one number for each")
+    numbers: list[float | None] = []
     for value, prompt in zip(values, prompts, strict=True):
+        value = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy or torch
         if value is not None and not (isinstance(value, int | float) and abs(value) <= LARGEST):
             raise UserError(
-                f"{where} returned {quoted(value)} for the prompt {quoted(prompt, form=lambda p: repr(str(p)))}; expected a "
-                f"finite number (of at most {LARGEST:g} in size) or None"
+                f"{where} returned {quoted(value)} for the prompt {quoted(str(prompt))}; expected a finite number (of at "
+                f"most {LARGEST:g} in size) or None"
             )
-    return [None if value is None else float(value) for value in values]
-
-
-def _misfit(function: RewardFunction, given: dict[str, Any]) -> str | None:
-    """Why a function cannot be called with these arguments; None if it can, or if its signature is unknown."""
-    try:
-        inspect.signature(function).bind(**given)
-    except TypeError as error:
-        return str(error)
-    except Exception:  # built in, or with a __signature__ of its own
-        return None
-    return None
+        numbers.append(None if value is None else float(value))
+    return numbers
 
 
 def scorer(rewards: list[Reward], tokenizer: Tokenizer, weights: list[float] | None = None) -> Scorer | None:

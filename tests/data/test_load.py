@@ -265,7 +265,7 @@ def test_the_data_wing_imports_no_library_that_takes_seconds_and_no_other_wing()
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
     assert "numpy" in loaded and not loaded & {"transformers", "datasets", "tokenizers", "peft"}
     ours = {name for name in loaded if name.startswith("common.") and not name.startswith("common.data")}
-    assert ours <= {"common.args", "common.errors", "common.memory", "common.time_limit"}
+    assert ours <= {"common.args", "common.errors", "common.memory", "common.processes"}
 
 
 def test_examples_of_a_held_out_set_are_those_of_the_rows(tmp_path, tokenizer):

@@ -6,9 +6,8 @@ from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError
 from common.extras.experts import Experts, add_experts, routing_size
-from common.model.create import create_model, llama_config
 from common.model.flat_model import count_parameters, flops_per_token
-from common.model.load import enable_gradient_checkpointing
+from common.model.load import create_model, enable_gradient_checkpointing, llama_config
 from common.model.wrap import wrap
 from tests.tiny import SIZE, tiny_lm
 

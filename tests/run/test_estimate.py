@@ -38,7 +38,7 @@ from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.types import whole
 from common.memory import memory
-from common.model.create import create_model
+from common.model.load import create_model
 from common.model.load import enable_gradient_checkpointing, load_pretrained
 from common.model.optimizer import make_optimizer
 from common.run.estimate import estimate

@@ -4,11 +4,13 @@ import copy
 import math
 import os
 import re
+import signal
 import textwrap
+import time
 
+import common.run.signals  # noqa: F401  its import sets what children do at signals
 from common.errors import UserError
-from common.sampling.guard import _nesting, _settings, call, must, undisturbed
-from common.sampling.rewards import Reward, load_rewards, score, scorer
+from common.sampling.rewards import Reward, call, from_file, load_rewards, must, score, scorer
 
 import pytest
 import torch
@@ -99,7 +101,7 @@ def test_exact_number_abstains_where_the_answer_holds_no_number():
 def test_exact_number_without_an_answer_column_says_which_columns_there_are():
     with pytest.raises(UserError) as error:
         run("exact_number", ["72"], solution=["72"])
-    one_line(error, "exact_number", "answer", "columns: solution")
+    one_line(error, "exact_number", "answer", "solution")
 
 
 @pytest.mark.parametrize(
@@ -233,23 +235,6 @@ def test_a_function_that_misbehaves_is_named_in_one_line(tmp_path, kind, body, s
         one_line(error, "my_reward", says)
 
 
-def test_a_function_that_raises_is_told_with_the_columns_and_the_prompt(tmp_path):
-    spec = user_file(tmp_path, "def my_reward(prompts, completions, golden, **columns): return golden")
-    with pytest.raises(UserError) as error:
-        run(spec, ["a"], "What is 6 times 7?", gold=["42"])
-    one_line(error, "my_reward", "golden", "columns: gold", "What is 6 times 7?")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "body"), [("Question: 6 · 7?\nAnswer:", "raise KeyError"), ("q", r"raise ValueError('bad\nlines')")]
-)
-def test_a_function_that_raises_is_told_in_one_line_whatever_prompt_and_exception_hold(tmp_path, prompt, body):
-    spec = user_file(tmp_path, f"def my_reward(prompts, completions, **columns):\n    {body}")
-    with pytest.raises(UserError) as error:
-        run(spec, ["a"], prompt)
-    one_line(error, "my_reward")
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -262,20 +247,9 @@ def test_a_function_that_raises_is_told_in_one_line_whatever_prompt_and_exceptio
 )
 def test_a_function_that_does_not_come_back_is_ended_and_named(tmp_path, body):
     source = f"def my_reward(completions, **columns): {body}"
-    rewards = load_rewards([user_file(tmp_path, source)], CPU, timeout=0.3)
-    with pytest.raises(UserError, match=r"my_reward took more than 0.3 s for 2 completions \(--reward_timeout\).*What is 1"):
-        score(rewards, [{"prompt": "What is 1+1?"}] * 2, ["a", "b"], [[1], [2]])
-
-
-def test_a_function_that_comes_back_in_time_leaves_no_alarm_behind(tmp_path):
-    import signal
-    import time
-
-    rewards = load_rewards([user_file(tmp_path, "def my_reward(completions, **columns): return [1.0]")], CPU, timeout=0.2)
-    before = signal.getsignal(signal.SIGALRM)
-    assert score(rewards, [{"prompt": "q"}], ["a"], [[1]]) == [[1.0]]
-    time.sleep(0.3)
-    assert signal.getsignal(signal.SIGALRM) == before
+    (reward,) = load_rewards([user_file(tmp_path, source)], CPU)
+    with pytest.raises(UserError, match="my_reward took more than 0.3 s.*What is 1"):
+        score([reward._replace(timeout=0.3)], [{"prompt": "What is 1+1?"}] * 2, ["a", "b"], [[1], [2]])
 
 
 def test_a_function_or_file_that_is_not_there_is_told_in_one_line(tmp_path):
@@ -283,7 +257,7 @@ def test_a_function_or_file_that_is_not_there_is_told_in_one_line(tmp_path):
     for name in ("my_reward", "my_number"):
         with pytest.raises(UserError) as error:
             load_rewards([user_file(tmp_path, source, name)], CPU)
-        one_line(error, "my_rewards.py", f"no function {name}")
+        one_line(error, "my_rewards.py", f"no function or class {name}")
     with pytest.raises(UserError) as error:
         load_rewards([str(tmp_path / "nowhere.py:my_reward")], CPU)
     one_line(error, "no file", "nowhere.py")
@@ -438,154 +412,106 @@ def test_what_is_neither_function_nor_model_is_told_in_one_line_with_what_there_
     [
         ("import sys; sys.exit(3)", "raised SystemExit: 3 ("),
         ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
-        ("raise GeneratorExit('x')", "raised GeneratorExit: x"),
         ("return [1e308, 1.0]", "returned 1e+308 for the prompt"),
-        ("return [-1e300, 1.0]", "at most 1e+15 in size"),
         ("return 'ab'", "returned str"),
         ("return {1.0, 2.0}", "returned set"),
         ("return [10**5000, 1.0]", "returned <int> for the prompt"),
         ("return ['y' * 10**7, 1.0]", "returned 'yyyy"),
-        ("class V:\n        def __repr__(self): 1/0\n    return [V(), 1.0]", "returned <V> for the prompt"),
-        ("class V:\n        ndim = 0\n        def item(self): 1/0\n    return [V(), 1.0]", "raised ZeroDivisionError"),
         ("class E(Exception):\n        def __str__(self): 1/0\n    raise E", "raised E: <E> ("),
         ("raise ValueError('x' * 10**7)", "raised ValueError: xxx"),
-        ("import sys; sys.setrecursionlimit(60); raise ValueError('deep')", "raised ValueError: deep"),
-        ("import os; os._exit(0)", "raised SystemExit: os._exit(0)"),
-        ("while True:\n        yield 1.0", "returned 4 values for 2 completions"),
     ],
 )
-def test_what_is_no_exception_and_no_number_is_one_line_too(tmp_path, body, says):
+def test_odd_exceptions_and_numbers_are_one_line_too(tmp_path, body, says):
     spec = user_file(tmp_path, f"def mine(prompts, completions, **columns):\n    {body}", "mine")
     with pytest.raises(UserError, match=re.escape(says)) as error:
         run(spec, ["a", "b"], "q")
     assert len(one_line(error, "mine")) <= 2003
 
 
-def test_an_exception_names_the_line_of_the_users_file_also_from_within_a_library(tmp_path):
-    spec = user_file(
-        tmp_path, "import json\n\ndef mine(prompts, completions, **columns):\n    return json.loads('{')\n", "mine"
-    )
-    with pytest.raises(UserError, match=re.escape(spec.split(":")[0]) + ":4") as error:
+def test_the_line_of_the_users_file_is_named(tmp_path):
+    """Also where a library raised it; and the file itself where it is no Python."""
+    code = "import json\n\ndef mine(prompts, completions, **columns):\n    return json.loads('{')\n"
+    spec = user_file(tmp_path, code, "mine")
+    with pytest.raises(UserError, match=re.escape(spec.split(":")[0]) + ":4"):
         run(spec, ["a"], "q")
-    one_line(error, "JSONDecodeError")
+    with pytest.raises(UserError, match="TabError: .*my_rewards.py, line 3"):
+        load_rewards([user_file(tmp_path, "def mine(**columns):\n\tif 1:\n        return 1\n", "mine")], CPU)
+    with pytest.raises(UserError, match="mine.*answer"):  # a signature that does not fit
+        run(user_file(tmp_path, "def mine(completions):\n    return [1.0]", "mine"), ["a"], answer=["1"])
 
 
 @pytest.mark.parametrize(
-    "body",
+    "value",
     [
-        "import numpy as np\n    return np.array([1.0, 2.0], np.float32)",
-        "import numpy as np\n    return [np.float32(1), np.int64(2)]",
-        "import torch\n    return torch.tensor([1.0, 2.0])",
-        "import torch\n    return [torch.tensor(1.0), torch.tensor(2)]",
-        "return (1.0, 2)",
-        "yield 1.0\n    yield 2.0",
+        "numpy.array([1.0, 2.0], numpy.float32)",
+        "[numpy.float32(1), numpy.int64(2)]",
+        "torch.tensor([1.0, 2.0])",
+        "[torch.tensor(1.0), torch.tensor(2)]",
+        "(1.0, 2)",
     ],
 )
-def test_numbers_of_numpy_and_torch_and_generators_are_numbers(tmp_path, body):
-    spec = user_file(tmp_path, f"def mine(prompts, completions, **columns):\n    {body}", "mine")
-    assert run(spec, ["a", "b"], "q") == [1.0, 2.0]
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path, value):
+    code = f"import numpy, torch\ndef mine(prompts, completions, **columns):\n    return {value}"
+    assert run(user_file(tmp_path, code, "mine"), ["a", "b"], "q") == [1.0, 2.0]
 
 
-def test_what_a_function_does_to_what_it_gets_and_to_torch_stays_with_it(tmp_path):
-    code = "import torch\n\ndef mine(prompts, completions, completion_ids, **columns):\n"
+def test_a_function_cannot_change_what_is_trained_on(tmp_path):
+    code = "def mine(prompts, completions, completion_ids, **columns):\n"
     code += "    for given in (prompts, completions, completion_ids, *columns.values()):\n        given.clear()\n"
-    code += "    torch.set_default_dtype(torch.float64)\n    torch.set_grad_enabled(False)\n    return [1.0]\n"
+    code += "    return [1.0]\n"
     rows, ids = [{"prompt": list(CHAT), "answer": ["x"]}], [[1, 2]]
     before = copy.deepcopy((rows, ids))
     assert score(load_rewards([user_file(tmp_path, code, "mine")], CPU), rows, ["a"], ids) == [[1.0]]
-    assert (rows, ids) == before and torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
-
-
-SETS = {
-    "autocast": "torch.autocast('cpu', dtype=torch.bfloat16).__enter__(); torch.autocast('cpu').__enter__()",
-    "device": "torch.set_default_device('meta')",
-    "threads": "torch.set_num_threads(3)",
-    "modes": "torch.use_deterministic_algorithms(True); torch.set_anomaly_enabled(True)",
-    "folder": "os.chdir('/')",
-    "recursion": "sys.setrecursionlimit(300)",
-    "signals": "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)",
-}
-
-
-@pytest.mark.parametrize("at", ["import", "call"])
-@pytest.mark.parametrize("what", SETS)
-def test_what_it_sets_of_the_process_is_set_back(what, at, tmp_path):
-    state = [get() for get, _ in _settings()]
-    code = "import os, signal, sys, torch\ndef mine(prompts, completions, **columns):\n"
-    code += f"    {SETS[what]}\n    return [1.0]" if at == "call" else f"    return [1.0]\n{SETS[what]}"
-    assert run(user_file(tmp_path, code, "mine"), ["a"]) == [1.0]
-    assert [get() for get, _ in _settings()] == state and _nesting() == 0
-    x = torch.ones(2, 2)
-    assert (x @ x).dtype == torch.float32 and x.device.type == "cpu"
-
-
-def test_a_forked_child_that_comes_back_is_no_second_trainer(tmp_path):
-    code = "import os\ndef mine(prompts, completions, **columns):\n    child = os.fork()\n    if child:\n"
-    code += "        assert os.waitpid(child, 0)[1] == 0\n    return [float(child > 0)]"
-    assert run(user_file(tmp_path, code, "mine"), ["a"]) == [1.0]
-
-
-def test_what_ends_this_process_by_itself_still_does():
-    """A second Ctrl-C while a function runs: the handler of the run, which leaves by os._exit."""
-    if (child := os.fork()) == 0:
-        try:
-            with undisturbed():
-                exec("import os; os._exit(7)", {"__name__": "common.run.signals"})
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def test_worker_processes_of_a_function_still_end(tmp_path):
-    code = "import multiprocessing\ndef mine(prompts, completions, **columns):\n"
-    code += "    context = multiprocessing.get_context('fork')\n    child = context.Process(target=print)\n"
-    code += "    child.start(); child.join()\n    return [float(child.exitcode)]"
-    assert run(user_file(tmp_path, code, "mine"), ["a"]) == [0.0]
+    assert (rows, ids) == before
 
 
 def test_an_import_that_does_not_end_is_one_line(tmp_path):
-    spec = user_file(tmp_path, "import time; time.sleep(60)\ndef mine(**columns): ...", "mine")
-    with pytest.raises(UserError, match=r"importing it took more than 0.2 s \(--reward_timeout\)"):
-        load_rewards([spec], CPU, timeout=0.2)
-    spec = user_file(tmp_path, "import os\nos._exit(0)", "mine")
-    with pytest.raises(UserError, match=r"importing it failed: SystemExit: os._exit\(0\) \(.*my_rewards.py:2\)"):
-        load_rewards([spec], CPU)
+    with pytest.raises(UserError, match="importing it took more than 0.2 s"):
+        from_file(user_file(tmp_path, "import time; time.sleep(60)\ndef mine(**columns): ...", "mine"), 0.2)
 
 
-@pytest.mark.parametrize(
-    "head", ["mine(completions)", "mine(prompts, completions)", "mine(prompts, completions, wanted, **columns)"]
-)
-def test_a_signature_that_does_not_fit_names_the_users_file(head, tmp_path):
-    spec = user_file(tmp_path, f"\ndef {head}:\n    return [1.0]", "mine")
-    with pytest.raises(
-        UserError, match=r"my_rewards.py:2\) cannot be called: .*; expected mine\(prompts, completions, \*\*"
-    ):
-        run(spec, ["a"], answer=["1"])
-
-
-def test_a_file_that_is_no_python_names_its_line(tmp_path):
-    with pytest.raises(UserError, match=r"TabError: .*my_rewards.py:3"):
-        load_rewards([user_file(tmp_path, "def mine(**columns):\n\tif 1:\n        return 1\n", "mine")], CPU)
-
-
-def test_a_function_that_catches_everything_is_ended_all_the_same(tmp_path):
+def test_a_function_that_catches_everything_is_ended_too(tmp_path):
     code = "import time\n\ndef mine(prompts, completions, **columns):\n    for _ in range(2):\n"
     code += "        try:\n            time.sleep(60)\n        except BaseException:\n            pass\n    time.sleep(60)\n"
-    rewards = load_rewards([user_file(tmp_path, code, "mine")], CPU, timeout=0.2)
+    (reward,) = load_rewards([user_file(tmp_path, code, "mine")], CPU)
     with pytest.raises(UserError, match="took more than 0.2 s"):
-        score(rewards, [{"prompt": "q"}], ["a"], [[1]])
+        score([reward._replace(timeout=0.2)], [{"prompt": "q"}], ["a"], [[1]])
 
 
-def test_a_misspelled_function_and_a_file_without_one_are_answered_by_name(tmp_path):
-    with pytest.raises(UserError, match="--reward_funcs exact_nmber: did you mean exact_number?"):
-        load_rewards(["exact_nmber"], CPU)
-    spec = user_file(tmp_path, "def mine(**columns):\n    return []\n\ndef other(**columns):\n    return []\n", "mine")
-    path = spec.rpartition(":")[0]
-    with pytest.raises(UserError, match=f"name the function: {re.escape(path)}:mine or {re.escape(path)}:other"):
-        load_rewards([path], CPU)
-
-
-def test_what_a_user_s_code_gets_may_have_any_name():
+def test_arguments_of_user_code_may_have_any_name():
     """Columns of a dataset, and arguments of a tool."""
     arguments = {"what": 1, "function": 2, "timeout": 3}
     assert must("it", dict, 9, **arguments) == call(dict, 9, **arguments) == arguments
+
+
+@pytest.fixture
+def handlers():
+    """The handlers of a run, which note a signal and go on; put back afterwards."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_children_end_when_told_even_at_birth():
+    """Python forgets a signal that reaches a child before its first line; a pool would wait for it forever."""
+    for _ in range(20):
+        if (child := os.fork()) == 0:
+            time.sleep(5)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    if (child := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGINT)  # as a terminal sends it to all: the run decides what is finished first
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_reward_may_use_a_pool(tmp_path):
+    code = "import multiprocessing\ndef size(text): return float(len(text))\n"
+    code += "def mine(prompts, completions, **columns):\n    with multiprocessing.get_context('fork').Pool(2) as pool:\n"
+    code += "        return pool.map(size, completions)"
+    for _ in range(5):
+        assert run(user_file(tmp_path, code, "mine"), ["a", "bbb"]) == [1.0, 3.0]

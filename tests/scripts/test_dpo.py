@@ -4,7 +4,6 @@ import math
 
 from tests.scripts.one_step import (
     ADAMW,
-    BASE,
     DROPOUT,
     assert_adamw,
     assert_clipped,
@@ -14,7 +13,6 @@ from tests.scripts.one_step import (
     gradient_of,
     ids_of,
     make_model,
-    read_rows,
     token_scores,
     tokenizer,
     watched,
@@ -272,7 +270,7 @@ def test_an_epoch_trains_each_pair_once(launch, data, model):
 
 def test_adamw_has_the_settings_that_were_asked_for(launch, data, model):
     """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
-    free = dpo(launch, data, model, *ADAMW, "--max_steps", 3)
+    free = dpo(launch, data, model, *ADAMW, "--max_steps", 6)
     assert_adamw(free)
     assert_clipped(dpo(launch, data, model, "--max_steps", 1, "--max_grad_norm", 0.05, output="clipped"), free, 0.05)
 
@@ -337,19 +335,3 @@ def test_a_micro_batch_that_is_cut_keeps_the_sides_of_a_pair_together(launch, da
     for one, other in zip(whole.rows, cut.rows, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert one["rewards/accuracies"] == other["rewards/accuracies"]
-
-
-def test_where_no_file_of_prompts_is_named_the_first_held_out_pairs_are_completed(launch, data, model):
-    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--num_samples", 2, "--max_steps", 1]
-    output = dpo(launch, data, model, *flags).output
-    shown = [sample["prompt"] for sample in read_rows(output / "samples.jsonl") if sample["step"] == 0]
-    assert shown == [row["prompt"] for row in chat_rows(HELD_OUT)[:2]]
-
-
-@pytest.mark.parametrize(
-    "flags, second", [([], True), (["--precompute_ref_log_probs"], False), (["--loss_type", "simpo"], False)]
-)
-def test_a_dry_run_counts_the_reference_where_there_will_be_one(flags, second, launch, data, capsys):
-    words = ["--dataset_name", data / "chats.jsonl", "--model_name_or_path", BASE, "--max_length", 64, "--dry_run", *flags]
-    launch("dpo", *words)
-    assert ("    reference model " in capsys.readouterr().out) == second

@@ -1,5 +1,6 @@
 """The experiments: what the gallery says of them is so, and each runs as a module and as a copy in the root."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -13,12 +14,8 @@ import yaml
 FOLDER = ROOT / "experiments"
 GALLERY = (FOLDER / "README.md").read_text()
 # | [train_kto.py](train_kto.py) | ... | train_dpo.py | +71 −84 | ...
-ENTRIES = dict(
-    (name, (parent, int(added), int(removed)))
-    for name, parent, added, removed in re.findall(
-        r"^\| `train_(\w+)\.py` \|.*\| `(train_\w+)\.py` \| \+(\d+) −(\d+) \|", GALLERY, re.M
-    )
-)
+ENTRY = re.compile(r"^\| `train_(\w+)\.py` \|.*\| `(train_\w+)\.py` \| \+(\d+) −(\d+) \|", re.M)
+ENTRIES = {name: (parent, int(added), int(removed)) for name, parent, added, removed in ENTRY.findall(GALLERY)}
 LARGEST = {"train_grpo": 380}  # lines that an experiment may add and remove, by its parent; 145 of the others
 WORDS = {"distill": ["--teacher_model_name_or_path", teacher()]}  # what a demo has from an earlier run
 
@@ -49,18 +46,10 @@ def test_an_experiment_is_run_by_its_path_too(tmp_path):
         assert run.returncode == 1 and run.stderr.startswith("error: --undesirable_weight"), run.stderr
 
 
-def test_common_knows_of_no_experiment():
-    for path in (ROOT / "common").rglob("*.py"):
-        assert "experiments" not in path.read_text(), path
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_demo_is_there_and_its_settings_are_flags_of_the_script(name):
-    import importlib
-
-    known = {*importlib.import_module(f"experiments.train_{name}").Args.__dataclass_fields__}
+def test_a_demo_is_there_and_names_flags(name):
     settings = yaml.safe_load((ROOT / demo(name)).read_text())
-    assert settings.keys() <= known
+    assert settings.keys() <= {*importlib.import_module(f"experiments.train_{name}").Args.__dataclass_fields__}
     assert all((ROOT / path).exists() for path in settings["dataset_name"])
 
 
@@ -75,8 +64,7 @@ def test_the_demo_data_is_what_its_scripts_write(tmp_path):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatch):
     """Copied to another place with the root on the path, which is what a copy in the root has."""
-    words = ["--config", demo(name), "--model_name_or_path", "data/base_model", "--dry_run"]
-    words += ["--output_dir", str(tmp_path / "out")]
+    words = f"--config {demo(name)} --model_name_or_path data/base_model --dry_run --output_dir {tmp_path}/out".split()
     words += WORDS.get(name, [])
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     copy = tmp_path / f"train_{name}.py"
@@ -100,18 +88,11 @@ SOMETHING_TO_LEARN = {
 def test_adapters_are_trained(name, launch):
     """Where there is a reference, it is the model without them: the first KTO loss is 1/2."""
     pytest.importorskip("peft")
-    words = [
-        "--config",
-        demo(name),
-        "--model_name_or_path",
-        "data/base_model",
-        "--use_peft",
-        "--merge_lora",
-        "--max_steps",
-        "4",
-    ]
-    words += ["--max_train_samples", "16", "--per_device_train_batch_size", "4", "--eval_steps", "0", "--save_steps", "2"]
-    words += ["--logging_steps", "1", "--learning_rate", "1e-2", "--warmup_steps", "0", *WORDS.get(name, [])]
+    words = (
+        f"--config {demo(name)} --model_name_or_path data/base_model --use_peft --merge_lora --max_steps 4 --save_steps 2"
+    )
+    words += " --max_train_samples 16 --per_device_train_batch_size 4 --eval_steps 0 --logging_steps 1 --learning_rate 1e-2"
+    words = [*words.split(), "--warmup_steps", "0", *WORDS.get(name, [])]
     rows = train_metrics(launch(name, *words, *SOMETHING_TO_LEARN.get(name, [])))
     assert rows[-1]["grad_norm"] > 0 and rows[-1]["loss"] != rows[0]["loss"]
     if name == "kto":

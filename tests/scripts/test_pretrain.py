@@ -16,7 +16,6 @@ from tests.scripts.one_step import (
     ids_of,
     make_model,
     nll_window,
-    read_rows,
     tokenizer,
     watched,
     write_rows,
@@ -106,7 +105,7 @@ def test_an_epoch_trains_each_row_once(launch, data, base):
 
 def test_adamw_has_the_settings_that_were_asked_for(launch, data):
     """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
-    free = pretrain(launch, data, *ADAMW, "--max_steps", 3)
+    free = pretrain(launch, data, *ADAMW, "--max_steps", 6)
     assert_adamw(free)
     assert_clipped(pretrain(launch, data, "--max_steps", 1, "--max_grad_norm", 0.5, output="clipped"), free, 0.5)
 
@@ -147,30 +146,13 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(kind, launch, data, tmp
         assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
 
 
-SIZES = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 40,
-}
+SIZES = dict(hidden_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40)
 
 
 def test_a_new_model_has_the_sizes_that_were_asked_for(launch, data, tmp_path):
     """By flags, or by the configuration of another model; the vocabulary is the tokenizer's."""
-    flags = ["--config", "data/configs/pretrain.yaml", "--dataset_name", data / "documents.jsonl", "--tokenizer_name", BASE]
-    flags += [
-        "--max_steps",
-        1,
-        "--eval_steps",
-        0,
-        "--save_steps",
-        0,
-        "--per_device_train_batch_size",
-        2,
-        "--eval_prompts",
-        "",
-    ]
+    flags = ["--dataset_name", data / "documents.jsonl", "--tokenizer_name", BASE, "--max_steps", 1, "--eval_steps", 0]
+    flags += ["--save_steps", 0, "--per_device_train_batch_size", 2]
     names = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"]
     sizes = [word for name, size in zip(names, SIZES.values(), strict=True) for word in (f"--{name}", size)]
     sizes += ["--max_length", 64, "--initializer_range", 0.5, "--tie_word_embeddings", "false"]
@@ -190,13 +172,6 @@ def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data
     total = [row["num_tokens"] for row in run.rows]
     sizes = [after - before for before, after in zip([0, *total], total, strict=False)]
     assert all(2 * L < size <= 3 * L for size in sizes[:-1]) and len(sizes) > 2
-
-
-def test_where_no_file_of_prompts_is_named_the_first_words_of_held_out_documents_are_completed(launch, data):
-    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--num_samples", 2, "--max_steps", 1]
-    samples = read_rows(pretrain(launch, data, *flags).output / "samples.jsonl")
-    wanted = [" ".join(text.split()[:8]) for text in HELD_OUT[:2]]
-    assert [sample["prompt"] for sample in samples if sample["step"] == 0] == wanted
 
 
 def test_the_line_to_beat_is_what_the_frequencies_of_tokens_alone_would_reach(launch, data):

@@ -4,7 +4,6 @@ import ast
 import json
 import shutil
 import sys
-from pathlib import Path
 
 from common.errors import UserError
 from common.sampling.rewards import load_rewards, score
@@ -12,12 +11,7 @@ from tests.conftest import ROOT, run_script
 
 import pytest
 
-SOURCES = [
-    *sorted(ROOT.glob("train_*.py")),
-    *sorted((ROOT / "experiments").glob("*.py")),
-    *sorted((ROOT / "common").rglob("*.py")),
-    *sorted((ROOT / "tools").glob("*.py")),
-]
+SOURCES = [path for kind in ("train_*", "experiments/*", "common/**/*", "tools/*") for path in ROOT.glob(f"{kind}.py")]
 SFT = "--config data/configs/sft.yaml --max_train_samples 20 --per_device_train_batch_size 4 --max_steps 2 --save_steps 1"
 SFT += " --logging_steps 1 --eval_steps 1 --max_eval_samples 4 --eval_max_new_tokens 2 --model_name_or_path data/base_model"
 SFT = SFT.split()
@@ -51,10 +45,8 @@ def test_secrets_of_the_environment_are_in_no_file_and_no_line(tmp_path, monkeyp
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"args.yaml", "metrics.jsonl", "dataset.json", "README.md", "optimizer.pt", "adapter_model.safetensors"} <= names
-    texts = {str(path): path.read_bytes() for path in files}
-    texts |= {"stdout": run.stdout.encode(), "stderr": run.stderr.encode()}
-    found = [(name, place) for place, text in texts.items() for name, s in SECRETS.items() if s.encode() in text]
-    assert not found and all(len(text) for place, text in texts.items() if place.endswith(".yaml"))
+    texts = {str(path): path.read_bytes() for path in files} | {"out": (run.stdout + run.stderr).encode()}
+    assert not [(name, place) for place, text in texts.items() for name, s in SECRETS.items() if s.encode() in text]
 
 
 @pytest.fixture
@@ -126,13 +118,8 @@ def test_a_chat_template_renders_in_a_sandbox(attack, launch, tmp_path):
         template.write_text(text.replace("MARKER", str(marker)))
         with pytest.raises(UserError) as refused:
             launch("sft", *SFT, "--model_name_or_path", tmp_path / "m")
-        line = str(refused.value)
-        assert "the chat template refuses it" in line and "unsafe" in line and "\n" not in line, line
+        assert "unsafe" in str(refused.value) and "\n" not in str(refused.value)
     assert not marker.exists()
-
-
-def calls(path: Path) -> list[ast.Call]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
 
 
 def test_nothing_that_is_read_or_sampled_is_run():
@@ -140,24 +127,16 @@ def test_nothing_that_is_read_or_sampled_is_run():
     forbidden = {"eval", "exec", "compile", "__import__"}
     dotted = {"os.system", "os.popen", "pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
     for path in SOURCES:
-        for call in calls(path):
+        for call in [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]:
             name, where = ast.unparse(call.func), f"{path.name}:{call.lineno}"
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
             ours = path.name == "alerts.py" and "shell" not in keywords  # the process that tells of a run that was killed
             assert name not in forbidden | dotted and (ours or not name.startswith("subprocess.")), f"{where}: {name}"
             assert name != "torch.load" or keywords.get("weights_only") == "True", where
             assert name not in ("np.load", "numpy.load") or keywords.get("allow_pickle", "False") == "False", where
-            assert "trust_remote_code" not in keywords or keywords["trust_remote_code"] in (
-                "args.trust_remote_code",
-                "trust_remote_code",  # handed on
-                "False",
-            ), where
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef):
-                defaults = dict(zip((a.arg for a in function.args.kwonlyargs), function.args.kw_defaults, strict=True))
-                assert "trust_remote_code" not in {a.arg for a in function.args.args}, f"{path.name}: {function.name}"
-                if (default := defaults.get("trust_remote_code", False)) is not False:
-                    assert ast.unparse(default) == "False", f"{path.name}: {function.name}"
+            assert keywords.get("trust_remote_code", "False") in ("False", "trust_remote_code", "args.trust_remote_code"), (
+                where
+            )
 
 
 def test_rewards_read_completions_and_never_run_them(tmp_path):

@@ -15,7 +15,6 @@ from tests.scripts.one_step import (
     gradient_of,
     make_model,
     nll_window,
-    read_rows,
     tokenizer,
     watched,
     write_rows,
@@ -165,7 +164,7 @@ def test_an_epoch_trains_each_conversation_once(launch, data, base):
 
 def test_adamw_has_the_settings_that_were_asked_for(launch, data):
     """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
-    free = sft(launch, data, *ADAMW, "--max_steps", 3)
+    free = sft(launch, data, *ADAMW, "--max_steps", 6)
     assert_adamw(free)
     assert_clipped(sft(launch, data, "--max_steps", 1, "--max_grad_norm", 0.5, output="clipped"), free, 0.5)
 
@@ -220,15 +219,6 @@ def test_turn_dropping_ends_conversations_after_an_earlier_answer(launch, data, 
         assert row["loss"] == pytest.approx(starts[key], rel=1e-4)
         several = len([m for m in CHATS[key[0]] if m["role"] == "assistant"]) > 1
         assert not several or abs(row["loss"] - whole[key[0]]) > 1e-3
-
-
-def test_where_no_file_of_prompts_is_named_the_first_held_out_rows_are_completed(launch, data):
-    run = sft(
-        launch, data, "--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--num_samples", 2, "--max_steps", 1
-    )
-    samples = read_rows(run.output / "samples.jsonl")
-    last = [[m for m in messages if m["role"] == "user"][-1]["content"] for messages in HELD_OUT[:2]]
-    assert [sample["prompt"][-1]["content"] for sample in samples if sample["step"] == 0] == last
 
 
 def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data):

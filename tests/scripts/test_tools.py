@@ -1,17 +1,13 @@
 """experiments/train_tools.py: episodes against float64 and the chat template, the contract of environments, and their limits."""
 
-import asyncio
 import importlib
 import json
 import random
 import sys
-import time
-from types import SimpleNamespace
 
 from common.errors import UserError
 from common.sampling import Sampled, sample
 from experiments.environments import Calculator, HigherOrLower
-from experiments.tool_calls import describe_tools
 from tests.conftest import read_metrics, run_script, train_metrics, words_of
 from tests.run.test_resume import Stop, stop_after_save
 from tests.scripts.one_step import (
@@ -28,7 +24,6 @@ from tests.scripts.one_step import (
 from tests.scripts.test_equivalence import COMMON, assert_same, free_port, losses
 from tests.scripts.test_tool_calls import HERMES
 
-import numpy as np
 import pytest
 import torch
 
@@ -36,7 +31,7 @@ script = importlib.import_module("experiments.train_tools")
 END = 2  # <|im_end|>
 CHATS = ["What is 3+4?", "Hi", "Eva has 10 figs. She loses 4. How many figs now?", "Which number comes before 14?"]
 ENVIRONMENTS = '''
-import functools, json, random
+import json, random, time
 from pathlib import Path
 
 
@@ -85,56 +80,30 @@ class Broken(Counter):
         raise RuntimeError("no server")
 
 
-class Odd(Counter):
-    table = {"a": "b"}
-
-    @property
-    def price(self):
-        raise ValueError("no price yet")
-
-    @staticmethod
-    def add(one: str) -> str:
-        """
-        Add to it.
-
-        Args:
-            one: a number
-        """
-        return one + "+"
-
-    @classmethod
-    def name(cls, of: str) -> str:
-        """
-        Name it.
-
-        Args:
-            of: what
-        """
-        return cls.__name__ + of
-
-    @functools.lru_cache
-    def twice(self, word: str) -> str:
-        """
-        Say it twice.
-
-        Args:
-            word: what
-        """
-        return word * 2
-
-    @staticmethod
-    def _helper():
-        pass
-
-
-class Kept(dict, Counter):
-    pass
-
-
 class Bare(Counter):
     @staticmethod
     def helper(x):
         return x
+
+
+class Wild(Counter):
+    def wait(self, word: str) -> str:
+        """
+        Wait.
+
+        Args:
+            word: how long
+        """
+        time.sleep(9)
+
+    def leave(self, word: str) -> str:
+        """
+        Leave.
+
+        Args:
+            word: why
+        """
+        raise SystemExit(word)
 
 
 class Idle:
@@ -161,7 +130,6 @@ def calling(monkeypatch):
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
     """Of a run over four chats with Counter: two of them are told where it starts."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # no curves.png: it takes longer than the run
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
     rows = [{"prompt": [{"role": "user", "content": text}], "kind": ("told", "any")[i % 2]} for i, text in enumerate(CHATS)]
     found = ["--dataset_name", write_rows(tmp_path / "prompts.jsonl", rows), "--num_generations", 4]
@@ -253,7 +221,7 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     keys = []
     with monkeypatch.context() as patch:
         kept = lambda model, prompts, k, **options: keys.extend(k) or sample(model, prompts, k, **options)  # noqa: E731
-        patch.setattr("common.sampling.sampler.sample", kept)
+        patch.setattr("experiments.train_tools.sample", kept)
         launch("tools", *words, output="whole")
     assert keys[:16] == [(0, 0, i, 0) for i in range(16)] and len({*keys}) == len(keys) > 16  # no turn draws as another does
     whole = list(completions)
@@ -270,122 +238,6 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     assert any(c.calls and not c.finished for c in completions)
 
 
-class Slow:
-    def reset(self, **columns):
-        return None
-
-    def wait(self, seconds: str) -> str:
-        """
-        Wait.
-
-        Args:
-            seconds: how long
-        """
-        time.sleep(float(seconds))
-        return "\ud800 done"
-
-    async def later(self, word: str) -> str:
-        """
-        Say it later.
-
-        Args:
-            word: what
-        """
-        return word
-
-    def leave(self, word: str) -> str:
-        """
-        Leave.
-
-        Args:
-            word: why
-        """
-        sys.exit(word)
-
-    def repeat(self, timeout: str, function: str) -> str:
-        """
-        Repeat something often, and nothing not at all.
-
-        Args:
-            timeout: how often
-            function: what
-        """
-        if not function:
-            raise asyncio.CancelledError
-        return function * int(timeout)
-
-
-def test_what_goes_wrong_in_a_tool_is_told_to_the_model():
-    slow = Slow()
-    tools = describe_tools([slow.wait, slow.later, slow.leave, slow.repeat], tokenizer())
-    c = script.Completion({}, [], [], False, "", [], True, environment=slow)
-    args = SimpleNamespace(tool_timeout=0.2, max_completion_length=2)
-    for name, arguments, said in (
-        ("wait", {"seconds": "0"}, "? done"),
-        ("wait", {"seconds": "9"}, "error: it took more than 0.2 s"),
-        ("wait", {"seconds": "x"}, "error: could not convert string to float: 'x'"),
-        ("wait", {"time": 1}, "error: Slow.wait() got an unexpected keyword argument 'time'"),
-        ("later", {"word": "so"}, "so"),
-        ("leave", {"word": "enough"}, "error: enough"),
-        ("repeat", {"timeout": "2", "function": "so"}, "soso"),
-        ("repeat", {"timeout": "10000", "function": "so"}, "so" * 256),  # more than two tokens: the rest is not encoded
-        ("repeat", {"timeout": "2", "function": ""}, "error: CancelledError"),
-        ("_reset", {}, "error: there is no tool _reset, but wait, later, leave, repeat"),
-        ("reset", {}, "error: there is no tool reset, but wait, later, leave, repeat"),
-    ):
-        assert script.answer(args, tools, c, {"name": name, "arguments": arguments}) == said
-    assert script.answer(args, tools, c, {"name": "wait", "arguments": {}, "error": "unreadable"}) == "error: unreadable"
-    assert (c.calls, c.failures) == (12, 8)
-
-
-def test_static_methods_methods_of_the_class_and_decorated_ones_are_tools_and_properties_are_not_read(flags, tmp_path):
-    args = SimpleNamespace(tool_timeout=9, reward_timeout=9, reward_funcs=[])
-    args.environment_factory, args.max_completion_length = f"{tmp_path}/environments.py:Odd", 9
-    environment = script.load_environment(args, tokenizer())
-    assert environment.tools.arguments == {"add": ["one"], "count": ["word"], "name": ["of"], "twice": ["word"]}
-    c = SimpleNamespace(environment=environment.make(), calls=0, failures=0)
-    calls = (("add", {"one": "1"}, "1+"), ("name", {"of": "x"}, "Oddx"), ("twice", {"word": "ab"}, "abab"))
-    for name, arguments, said in calls:
-        assert script.answer(args, environment.tools, c, {"name": name, "arguments": arguments}) == said
-    assert (c.calls, c.failures) == (3, 0)
-    args.environment_factory = f"{tmp_path}/environments.py:Kept"
-    assert script.load_environment(args, tokenizer()).tools.arguments == {"count": ["word"]}  # and not dict.pop
-
-
-def test_a_game_with_a_state_is_played_over_several_turns(launch, model, monkeypatch, tmp_path, completions):
-    """By a player who halves what is left, in place of the model: the reward is that of the number of guesses."""
-
-    def sample(model, prompts, keys, **options):
-        turns = []
-        for ids in prompts:
-            low, high = 1, HigherOrLower.LARGEST
-            text = tokenizer().decode(ids)
-            for part in text.split("[guess ")[1:]:
-                guess = int(part.partition("]")[0])
-                low, high = (guess + 1, high) if "higher" in part else (low, guess - 1) if "lower" in part else (low, high)
-            words = "It was that." if "yes" in text else f"[guess {(low + high) // 2}]"
-            new = ids_of(words + "<|im_end|>")
-            turns.append(Sampled(new, [-1.0] * len(new), True))
-        return turns
-
-    monkeypatch.setattr("common.sampling.sampler.sample", sample)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    rows = [{"prompt": [{"role": "user", "content": f"Guess my number, {name}."}]} for name in ("Tom", "Ann", "Eva", "Ben")]
-    words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
-    words += ["--environment_factory", "experiments/environments.py:HigherOrLower", "--num_generations", 2, "--max_steps", 1]
-    words += ["--max_prompt_length", 64, "--max_completion_length", 128]
-    launch("tools", *words, "--per_device_train_batch_size", 8, "--eval_steps", 0, "--save_steps", 0)
-    assert len(completions) == 8 and len({c.calls for c in completions}) > 1
-    for group, (one, other) in enumerate(zip(completions[::2], completions[1::2], strict=True)):
-        assert one.text == other.text  # the same number was hidden
-        seed = int(np.random.default_rng((0, 0, group)).integers(2**31))
-        low, high, guesses, hidden = 1, 20, 1, random.Random(seed).randint(1, 20)
-        while (middle := (low + high) // 2) != hidden:
-            low, high, guesses = (middle + 1, high, guesses + 1) if middle < hidden else (low, middle - 1, guesses + 1)
-        assert one.calls == guesses and one.reward == pytest.approx(1 - (guesses - 1) / 6)
-        assert " It is between 1 and 20." in one.prompt["prompt"][0]["content"]
-
-
 def test_calls_in_json_where_the_template_asks_for_them(launch, flags, monkeypatch, tmp_path, completions):
     """A player who calls two tools at once, one of them wrongly, and then answers, in place of the model."""
     (tmp_path / "hermes.jinja").write_text(HERMES)
@@ -396,7 +248,7 @@ def test_calls_in_json_where_the_template_asks_for_them(launch, flags, monkeypat
         turns = [ids_of(text + "<|im_end|>") for text in texts]
         return [Sampled(ids, [-1.0] * len(ids), True) for ids in turns]
 
-    monkeypatch.setattr("common.sampling.sampler.sample", sample)
+    monkeypatch.setattr("experiments.train_tools.sample", sample)
     model = make_model(tmp_path / "model", max_position_embeddings=1024)
     words = ["--model_name_or_path", model, "--max_prompt_length", 500, "--max_completion_length", 500, "--max_steps", 1]
     launch("tools", *flags, *words, "--chat_template", tmp_path / "hermes.jinja", "--eval_steps", 0, "--save_steps", 0)
@@ -424,41 +276,51 @@ def test_the_environments_of_the_demo():
         game.guess("1")
 
 
-def test_mistakes_are_one_line(launch, model, flags, tmp_path):
+def test_a_mistake_is_one_line_that_names_it(launch, model, flags, tmp_path):
     text = write_rows(tmp_path / "texts.jsonl", [{"prompt": "What is 3+4?", "answer": "7"}])
-    file = f"{tmp_path}/environments.py"
-    for words, expected in (
-        (["--environment_factory", ""], "name the class, file.py:Class"),
-        (["--environment_factory", "missing.py:A"], "there is no file missing.py"),
-        (["--environment_factory", file], f"name the class: {file}:Counter or {file}:Lazy"),
-        (["--environment_factory", f"{file}:Bare"], "Bare.helper cannot be described to a model"),
-        (["--eval_prompts", text], "prompts of --eval_prompts can be used: tools need chats"),
-        (["--environment_factory", f"{file}:Missing"], "has no class Missing"),
-        (["--environment_factory", f"{file}:Idle"], "needs a method reset"),
-        (["--environment_factory", f"{file}:Lazy"], "get_reward() or else --reward_funcs"),
-        (["--environment_factory", f"{file}:Broken"], "reset raised RuntimeError: no server"),
-        (["--max_prompt_length", 20], "with what the environment's reset has added"),
-        (["--dataset_name", text, "--strict_data"], "tools need chats"),
-        (["--eval_reward_funcs", "length:9"], "played and scored as in training"),
+    for words, named in (
+        ("--environment_factory missing.py:A", "missing.py"),
+        ("--environment_factory FILE", "environments.py"),
+        ("--environment_factory FILE:Bare", "Bare.helper"),
+        ("--environment_factory FILE:Missing", "Missing"),
+        ("--environment_factory FILE:Idle", "reset"),
+        ("--environment_factory FILE:Lazy", "--reward_funcs"),
+        ("--environment_factory FILE:Broken", "no server"),
+        (f"--eval_prompts {text}", "--eval_prompts"),
+        ("--max_prompt_length 20", "reset"),
+        (f"--dataset_name {text}", "--system_prompt"),
     ):
+        words = words.replace("FILE", f"{tmp_path}/environments.py").split()
         with pytest.raises(UserError) as error:
             launch(
-                "tools", "--model_name_or_path", model, *flags, "--max_steps", 1, "--eval_steps", 0, *words, output="refused"
+                "tools", "--model_name_or_path", model, *flags, *"--max_steps 1 --eval_steps 0".split(), *words, output="no"
             )
-        assert expected in str(error.value) and "\n" not in str(error.value), str(error.value)
+        assert named in str(error.value) and "\n" not in str(error.value), str(error.value)
+
+
+def test_what_goes_wrong_in_a_tool_is_told_to_the_model(flags, tmp_path):
+    args = script.Args(tool_timeout=0.2, max_completion_length=2, environment_factory=f"{tmp_path}/environments.py:Wild")
+    environment = script.load_environment(args, tokenizer())
+    c = script.Completion({}, [], [], False, "", [], True, environment=environment.make())
+    c.environment.reset(seed=0, prompt="", kind="any")
+    for name, arguments in (
+        ("count", {"time": 1}),
+        ("reset", {}),
+        ("no", {}),
+        ("wait", {"word": "x"}),
+        ("leave", {"word": "x"}),
+    ):
+        said = script.answer(args, environment.tools, c, {"name": name, "arguments": arguments})
+        assert said.startswith("error: ")
+    assert (c.calls, c.failures) == (5, 5)
 
 
 @pytest.fixture(scope="module")
 def asking(tmp_path_factory):
     """A model that asks the calculator now and then: the demo's."""
     output = tmp_path_factory.mktemp("asking") / "sft"
-    words = [
-        "--config",
-        "experiments/configs/tools_sft.yaml",
-        "--model_name_or_path",
-        "data/base_model",
-    ]
-    run = run_script([sys.executable, "train_sft.py", *words, "--eval_steps", "0", "--output_dir", str(output)])
+    words = "--config experiments/configs/tools_sft.yaml --model_name_or_path data/base_model --eval_steps 0"
+    run = run_script([sys.executable, "train_sft.py", *words.split(), "--output_dir", str(output)])
     assert run.returncode == 0, run.stderr[-3000:]
     return ["--config", "experiments/configs/tools.yaml", "--model_name_or_path", str(output)]
 
@@ -483,20 +345,10 @@ def test_a_window_of_episodes_split_anyhow_gives_the_same_loss_and_gradient(aski
 
 @pytest.mark.slow
 def test_a_run_of_episodes_goes_on_bit_for_bit(asking, launch, monkeypatch):
-    words = [
-        *asking,
-        "--max_steps",
-        "6",
-        "--save_steps",
-        "3",
-        "--eval_steps",
-        "3",
-        "--logging_steps",
-        "1",
-        "--max_eval_samples",
-        "8",
-    ]
-    words += ["--per_device_train_batch_size", "32"]
+    words = (
+        "--max_steps 6 --save_steps 3 --eval_steps 3 --logging_steps 1 --max_eval_samples 8 --per_device_train_batch_size 32"
+    )
+    words = [*asking, *words.split()]
     whole = launch("tools", *words, output="whole")
     with monkeypatch.context() as patch, pytest.raises(Stop):
         stop_after_save(patch, at=3)

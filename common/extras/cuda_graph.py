@@ -1,0 +1,95 @@
+"""A sampling step as one CUDA graph: launched one by one, its few hundred kernels of microseconds each would leave the
+device waiting for the host."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from common.errors import say
+from common.memory import is_oom
+
+import torch
+from torch import Tensor
+
+Step = Callable[[Tensor], Tensor]  # tokens (n,) -> logits (n, V), on the same memory while the version stays the same
+
+
+class StepGraph:
+    """`step` as a graph, recaptured when its shapes change.
+
+    The first step with new shapes runs eagerly, and the graph for the following ones is captured then. A step that
+    synchronises with the device (RoPE that looks at the length, some experts) cannot be captured: this is detected by
+    letting such a call fail once before any capture, because a capture that fails half way leaves older versions of PyTorch
+    unusable.
+    """
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.replay: Step | None = None
+        self.version = -1  # of the captured shapes
+        self.waits: bool | None = None  # whether the step synchronises with the device; None: not tested yet
+        self.pool: tuple[int, int] | None = None  # memory pool that successive graphs reuse
+
+    def __call__(self, tokens: Tensor, version: int) -> Tensor:
+        """The logits, which the next call overwrites. version: changes with the shapes that `step` works on."""
+        if self.replay is not None and self.version == version:
+            return self.replay(tokens)
+        logits = self._eager(tokens)
+        if not self.waits and self.version != version:
+            # A pool without a graph cannot be captured into again: the old graph stays until the new one has joined its
+            # pool, and where there is none, the pool is a new one.
+            before, self.replay, self.version = self.replay, None, version
+            self.pool = self.pool if before is not None else torch.cuda.graph_pool_handle()
+            try:
+                self.replay = capture(self.step, tokens, self.pool)
+            except Exception as error:  # from a kernel, or the allocator
+                self.waits = not is_oom(error)
+                say("sampling: no CUDA graph " + ("for this size: out of memory" if is_oom(error) else f"({error})"[:200]))
+            del before
+        return logits
+
+    def _eager(self, tokens: Tensor) -> Tensor:
+        if self.waits is None:
+            try:
+                with waiting_is_an_error():
+                    logits = self.step(tokens)
+                self.waits = False
+                return logits
+            except RuntimeError as error:
+                if "synchroniz" not in str(error):
+                    raise
+                self.waits = True  # the step rewrites whatever it has written
+        return self.step(tokens)
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Context in which a call that synchronises with the device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def capture(step: Step, tokens: Tensor, pool: tuple[int, int]) -> Step:
+    """The step as a graph, on a copy of the tokens.
+
+    torch.cuda.graph would synchronise, collect garbage and empty the caches each time.
+    """
+    tokens, graph, stream = tokens.clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            logits = step(tokens)
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+
+    def replay(newest: Tensor) -> Tensor:
+        tokens.copy_(newest)
+        graph.replay()
+        return logits
+
+    return replay

@@ -1,0 +1,209 @@
+"""Sampling from odd models: with transformers' cache, if attention cannot be replaced or layers keep a state; without any,
+every token from a pass over all previous ones, if that cache does not hold everything (slow, but right for any model)."""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from common.memory import to_device
+from common.model.attention import FLAT
+from common.model.flat_model import OWN_CACHE, FlatModel, base_lm, names_in_code
+from common.model.lm_head import logits_of
+from common.sampling.generate import FlatDecoder, Way
+from common.sampling.kv_cache import CACHED
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+# Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
+PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
+JOINABLE = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+}
+
+
+def way_to_sample(model: FlatModel, longest: int) -> Way:
+    """How `sample` completes prompts with this model."""
+    lm, inner = model.lm, base_lm(model.lm)
+    if why_no_cache(model, longest) is not None:
+        return Way(partial(WholeDecoder, model), FLAT)
+    if not model.padded and not _mixers(model):
+        return Way(partial(FlatDecoder, lm), CACHED)
+    layers = _new_cache(inner).layers
+    joinable = all(type(layer).__name__ in JOINABLE for layer in layers)  # some kinds select or compress their entries
+    return Way(partial(PaddedDecoder, model), inner.stock_attention, sys.maxsize if joinable else 1)
+
+
+def why_no_cache(model: FlatModel, longest: int) -> str | None:
+    """See generate.why_no_cache."""
+    if cache_name(model) is None:
+        return f"the cache of {type(base_lm(model.lm)).__name__} is not one of transformers' own"
+    if (
+        model.hybrid and longest > model.hybrid.longest_alike
+    ):  # cached entries would have the positions of a shorter sequence
+        return f"beyond its original length {type(base_lm(model.lm)).__name__} has other positions for each length"
+    return None
+
+
+def cache_name(model: FlatModel) -> str | None:
+    """The argument for transformers' cache, if it holds everything that the layers keep; else None."""
+    lm, mixers = base_lm(model.lm), _mixers(model)
+    accepted = inspect.signature(lm.forward).parameters
+    own_cache = any(names_in_code(type(mixer)) & OWN_CACHE for mixer in mixers)
+    if any(hasattr(layer, STATES[0]) for layer in _new_cache(lm).layers) != bool(mixers) or own_cache:
+        return None  # the layers keep their state elsewhere
+    if "past_key_values" in accepted:
+        return "past_key_values"
+    return "cache_params" if "cache_params" in accepted and mixers else None
+
+
+def _mixers(model: FlatModel) -> list[nn.Module]:
+    return model.hybrid.mixers if model.hybrid else []
+
+
+def _new_cache(lm: nn.Module) -> "Cache":
+    from transformers import DynamicCache
+
+    return DynamicCache(config=lm.config.get_text_config())
+
+
+@contextlib.contextmanager
+def steps_as_trained(model: FlatModel) -> Iterator[None]:
+    """Context in which state-space layers clamp their time step to `time_step_limit` for a single token, too.
+
+    transformers clamps it when a layer reads many tokens, as in training, but not when it continues from a state
+    (Nemotron-H, Zamba2: at least time_step_min).
+    """
+    with contextlib.ExitStack() as stack:
+        limits = {type(mixer): getattr(mixer, "time_step_limit", None) for mixer in _mixers(model)}
+        for cls, limit in limits.items():
+            code = sys.modules[cls.__module__]
+            for name in [name for name in vars(code) if limit and name.endswith("selective_state_update")]:
+                stack.callback(setattr, code, name, update := getattr(code, name))
+                setattr(code, name, partial(_limited, update, limit))
+        yield
+
+
+def _limited(update: Callable[..., Tensor], limit: tuple[float, float], *args: Tensor, **kwargs: Any) -> Tensor:
+    """selective_state_update with time steps softplus(dt + dt_bias) clamped to the limit."""
+    state, x, dt, *rest = args
+    if (bias := kwargs.pop("dt_bias", None)) is not None:
+        dt = dt + bias.to(dt.dtype)
+    if kwargs.pop("dt_softplus", False):
+        dt = F.softplus(dt)
+    return update(state, x, dt.clamp(*limit), *rest, **kwargs)
+
+
+class PaddedDecoder:
+    """A Decoder (generate.py) that uses transformers' own cache and masks.
+
+    Prompts are read in groups of equal length, because padding would enter a state. Then their caches are joined: keys and
+    values are left-padded, and masked there; a state has no length. If that is impossible, prompts are passed one at a time.
+    """
+
+    def __init__(self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
+        inner = base_lm(model.lm)
+        self.lm, self.prompts, self.device = model.lm, prompts, inner.device
+        self.owner = torch.tensor(owner, device=self.device)
+        self.accepted = inspect.signature(inner.forward).parameters
+        self.cache_name = cache_name(model)
+
+    def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: "Cache") -> Tensor:
+        """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
+        optional = {"position_ids": position_ids, "logits_to_keep": 1}
+        optional = {name: value for name, value in optional.items() if name in self.accepted}
+        if self.cache_name == "past_key_values":  # the others would multiply the new token by the mask
+            optional["attention_mask"] = mask
+        out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)
+        return out.logits[:, -1].float()
+
+    def read_prompts(self) -> Tensor:
+        lengths = np.array([len(prompt) for prompt in self.prompts])
+        order, logits, caches = np.argsort(lengths, kind="stable"), [], []
+        for length in np.unique(lengths):
+            ids = torch.tensor([self.prompts[i] for i in np.flatnonzero(lengths == length)], device=self.device)
+            position_ids = torch.arange(length, device=self.device).expand_as(ids)
+            caches.append(_new_cache(base_lm(self.lm)))
+            logits.append(self._call(ids, torch.ones_like(ids), position_ids, caches[-1]))
+        self.cache = _joined(caches, int(lengths.max()))
+        in_order = to_device(lengths[order], self.device)[:, None]
+        self.mask = (torch.arange(lengths.max(), device=self.device) >= lengths.max() - in_order).long()
+        self.position = in_order[:, 0] - 1  # of the newest token
+        rows = to_device(np.argsort(order), self.device)[self.owner]
+        self._select(rows)
+        return torch.cat(logits)[rows]
+
+    def _select(self, rows: Tensor) -> None:
+        self.cache.reorder_cache(rows)
+        self.mask, self.position = self.mask[rows], self.position[rows]
+
+    def keep(self, keep: np.ndarray) -> Tensor:
+        kept = to_device(keep.nonzero()[0], self.device)
+        self._select(kept)
+        return kept
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        self.position = self.position + 1
+        return self._call(tokens[:, None], self.mask, self.position[:, None], self.cache)
+
+
+def _joined(caches: "list[Cache]", length: int) -> "Cache":
+    """One cache with the rows of all caches, which hold prompts of increasing lengths; `length` is that of the last one.
+
+    Per-token entries are left-padded with zeros; a layer with a sliding window keeps only the last ones.
+    """
+    cache = caches[-1]
+    for layer, *others in zip(*(c.layers for c in reversed(caches)), strict=True):
+        others = others[::-1]  # shortest prompts first
+        for name, value in vars(layer).items():
+            if name in PER_TOKEN and torch.is_tensor(value):
+                parts = [getattr(other, name) for other in others]
+                shape = value.shape[-2]
+                parts = [F.pad(part, (0, 0, shape - part.shape[-2], 0)) for part in parts]
+                setattr(layer, name, torch.cat([*parts, value]))
+            elif name in STATES:
+                states = [getattr(other, name) for other in others]
+                for i, state in value.items():
+                    if state is not None:
+                        value[i] = torch.cat([*(other[i] for other in states), state])
+    return cache
+
+
+class WholeDecoder:
+    """A Decoder without a cache."""
+
+    def __init__(self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
+        self.model, self.device = model, base_lm(model.lm).device
+        self.sequences = [[*prompts[i]] for i in owner]
+
+    def read_prompts(self) -> Tensor:
+        lengths = [len(sequence) for sequence in self.sequences]
+        ids = torch.tensor([token for sequence in self.sequences for token in sequence], device=self.device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        row = {"input_ids": ids[None], "position_ids": positions[None], "lengths": lengths, "token_map": None}
+        last = to_device(np.cumsum(lengths) - 1, self.device)
+        return logits_of(base_lm(self.model.lm), self.model.hidden(row)[last]).float()
+
+    def keep(self, keep: np.ndarray) -> Tensor:
+        kept = keep.nonzero()[0]
+        self.sequences = [self.sequences[i] for i in kept]
+        return to_device(kept, self.device)
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
+            sequence.append(token)
+        return self.read_prompts()

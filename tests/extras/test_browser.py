@@ -1,0 +1,174 @@
+"""report.html as a browser shows it: headless Chromium, where there is one."""
+
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+from common.extras.report import page, write_report
+from common.extras.report_data import describe_run
+from tests.extras.test_report import EVIL, a_run, data_of, write_lines
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """browse(address): the page as it is drawn, as markup. No page may say anything on the console."""
+
+    def drawn(address, *flags, wait=3000):
+        command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--log-level=0"]
+        command += [f"--virtual-time-budget={wait}", *flags, "--dump-dom", str(address)]
+        environ = os.environ | {"HOME": str(tmp_path), "TZ": "UTC"}
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environ)
+        said = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
+        assert not said and shown.returncode == 0, said
+        return shown.stdout
+
+    return drawn
+
+
+def address_of(file, state=""):
+    return Path(file).resolve().as_uri() + state
+
+
+def visible(markup):
+    """The markup without the data and the script, and its text."""
+    body = re.sub(r"<(script|style)\b.*?</\1>", "", markup, flags=re.S)
+    return body, re.sub(r"<[^>]+>", " ", body)
+
+
+def test_a_page_is_drawn_and_hostile_text_stays_text(tmp_path, browse):
+    folder = a_run(tmp_path / "run", evil=EVIL)
+    write_report([folder], folder / "report.html")
+    markup, text = visible(browse(address_of(folder / "report.html", "#x=tokens&y=log&settings=all")))
+    assert 'data-drawn="yes"' in markup
+    for name in ("loss", "eval", "Samples", "Data", "Settings", "learning_rate", "answer 0", "left out", "the loss jumps"):
+        assert name in text, name
+    assert "<img" not in markup and "<title>run&lt;/script&gt;" in markup and "&lt;img src=x" in markup
+    assert markup.count('<figure class="frame') == 3 and len(re.findall(r'class="line"', markup)) >= 2
+    assert 'data-switch="x=tokens" aria-pressed="true"' in markup and "4,000 tokens" in text
+
+
+@pytest.mark.slow
+def test_switches_change_what_is_drawn(tmp_path, browse):
+    folder = a_run(tmp_path / "run", steps=200)
+    write_report([folder], folder / "report.html")
+
+    def at(state):
+        return visible(browse(address_of(folder / "report.html", state)))[0]
+
+    def curve(markup):
+        return re.findall(r'<path class="line"[^>]* d="([^"]+)"', markup)[0]
+
+    plain, linear, smooth = at("#smooth=0"), at("#smooth=0&y=linear"), at("#smooth=1")
+    assert len({curve(plain), curve(linear), curve(smooth)}) == 3
+    assert 'class="raw"' in smooth and 'class="raw"' not in plain
+    assert "200 steps" in plain and "400 s" not in plain and "6 min" in at("#x=time")
+    dark = at("#theme=dark")
+    assert 'data-theme="dark"' in dark
+    assert "40 steps" in at("#zoom=10..40") and "whole run" in at("#zoom=10..40")
+    changed = at("#show=changed&prompt=1")
+    assert changed.count('class="prompt"') == 10 and "<mark>200</mark>" in changed
+    assert at("#show=better").count('class="prompt"') == 8
+
+
+@pytest.mark.slow
+def test_the_values_under_the_pointer_are_shown_in_every_frame(tmp_path, browse):
+    folder = a_run(tmp_path / "run")
+    move = """<script>setTimeout(() => {
+        const box = document.querySelector("svg.plot").getBoundingClientRect();
+        const at = { clientX: box.left + 44 + (box.width - 54) / 2, clientY: box.top + 50, bubbles: true };
+        document.querySelector("svg.plot").dispatchEvent(new PointerEvent("pointermove", at));
+    }, 100)</script></body>"""
+    (tmp_path / "page.html").write_text(page([describe_run(folder)]).replace("</body>", move))
+    markup, text = visible(browse(address_of(tmp_path / "page.html", "#smooth=0")))
+    assert "step 20" in text and markup.count('<circle class="at"') >= 2
+    assert "<output>0.2</output>" in markup and "<output>2</output>" in markup  # 4 / 20, and 20 % 3 in another frame
+
+
+@pytest.mark.slow
+def test_rollouts_are_shown_with_their_rewards(tmp_path, browse):
+    folder = a_run(tmp_path / "run", name="grpo")
+    rows = [
+        {"step": step, "prompt": f"question {k // 4}", "completion": f"try {k} at {step}", "finished": k != 3}
+        | {"rewards": {"exact": float(k % 2)}, "reward": float(k % 2), "advantage": k % 2 - 0.5}
+        for step in (1, 2, 3)
+        for k in range(16)
+    ]
+    write_lines(folder / "completions.jsonl", rows)
+    write_report([folder], folder / "report.html")
+    last, text = visible(browse(address_of(folder / "report.html")))
+    assert "mean reward 0.5 of 16 completions" in text and "try 1 at 3" in text and "cut" in text
+    assert last.count('class="completion"') == 12 and len(re.findall(r'class="column( current)?"', last)) == 3
+    assert "try 1 at 1" in visible(browse(address_of(folder / "report.html", "#rollout=0")))[1]
+
+
+@pytest.mark.slow
+def test_a_comparison_lays_curves_over_one_another_and_samples_side_by_side(tmp_path, browse):
+    folders = [a_run(tmp_path / name, name=name + EVIL, better=better) for name, better in (("one", 0), ("two", 6))]
+    write_report(folders, tmp_path / "both.html")
+    markup, text = visible(browse(address_of(tmp_path / "both.html")))
+    assert "2 runs compared" in text and "McNemar, exact: 6 gained, 0 lost" in text and "p = 0.031" in text
+    assert "Settings that differ" in text and "6.1" in text and "<img" not in markup
+    frame = markup.split('<figure class="frame')[1]
+    assert "--run0" in frame and "--run1" in frame
+    hidden = visible(browse(address_of(tmp_path / "both.html", "#hide=1")))[0].split('<figure class="frame')[1]
+    assert "--run0" in hidden and "--run1" not in hidden
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["running", "finished"])
+def test_a_page_renews_itself_until_the_run_has_ended_and_keeps_the_switches(state, tmp_path, browse):
+    """The server has a newer page for whoever asks again."""
+    folder = a_run(tmp_path / "run")
+    older = describe_run(folder) | {"state": state, "name": "older", "written": 1}
+    newest = describe_run(folder) | {"state": "finished", "name": "newest", "written": 2}
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200 if "report" in self.path else 404)
+            self.end_headers()
+            if "report" in self.path:
+                self.wfile.write(page([newest if "?data" in self.path else older]).encode())
+
+        def log_message(self, *words):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        markup, text = visible(browse(f"http://127.0.0.1:{server.server_port}/report.html#y=log", wait=60_000))
+    finally:
+        server.shutdown()
+    renewed = [path for path in asked if "?data" in path]
+    assert len(renewed) == (1 if state == "running" else 0), "once: the run had ended then"
+    assert ("newest" in text) == (state == "running") and 'data-switch="y=log" aria-pressed="true"' in markup
+
+
+@pytest.mark.slow
+def test_a_damaged_file_costs_its_section_only(tmp_path, browse):
+    folder = a_run(tmp_path / "run")
+    (folder / "dataset.json").write_text(
+        '{"sources": 5, "lengths": {"histogram": 7}, "memory_gib": {"total": "x", "a": []}}'
+    )
+    write_report([folder], folder / "report.html")
+    text = visible(browse(address_of(folder / "report.html")))[1]
+    assert "cannot be drawn" in text and "Samples" in text and "learning_rate" in text
+
+
+@pytest.mark.slow
+def test_a_folder_in_which_nothing_was_logged_has_a_page(tmp_path, browse):
+    (tmp_path / "args.yaml").write_text("seed: 0\n")
+    write_report([tmp_path], tmp_path / "report.html")
+    assert "Nothing has been logged yet" in visible(browse(address_of(tmp_path / "report.html")))[1]
+    assert data_of((tmp_path / "report.html").read_text())["compared"] is None

@@ -1,0 +1,373 @@
+"""Regression suites: rows, checks, counts, a run with one, and the gate of tools.regression."""
+
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+from common.args import CommonArgs
+from common.errors import UserError
+from common.evaluate import Completed
+from common.extras import regression as suites
+from common.extras.regression import CHECKS, Case, Regression, Result, Suite, counts, falls, known, turned
+from tests.conftest import ROOT, demo, read_metrics, run_script
+from tests.run.test_resume import Stop, stop_after_save
+from tools import regression as gate
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+CPU, MODEL = torch.device("cpu"), "data/base_model"
+USER = [{"role": "user", "content": "hi"}]
+GOOD = {"id": "a", "group": "g", "prompt": "x", "contains": "y"}
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "regression.jsonl").read_text().splitlines()]
+
+
+# --- the maths ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passed, total", [(0, 1), (0, 6), (6, 6), (5, 12), (25, 40), (500, 1000)])
+def test_wilson_ends_where_the_normal_test_rejects(passed, total):
+    """The definition: |p̂ - p| = z sqrt(p (1 - p) / n) at both ends, where the end is not that of [0, 1]."""
+    low, high = suites.wilson(passed, total)
+    for end in (low, high):
+        distance = abs(passed / total - end)
+        assert end in (0.0, 1.0) or distance == pytest.approx(suites.Z * math.sqrt(end * (1 - end) / total), abs=1e-12)
+    assert 0 <= low <= passed / total <= high <= 1 and low < high
+
+
+def test_wilson_in_published_numbers():
+    """Newcombe 1998, table I, method 3: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
+    published = {(81, 263): (0.2553, 0.3662), (15, 148): (0.0624, 0.1605), (0, 20): (0, 0.1611), (1, 29): (0.0061, 0.1718)}
+    for count, expected in published.items():
+        assert suites.wilson(*count) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize("fell, rose", [(0, 0), (1, 0), (5, 0), (0, 5), (6, 1), (3, 3), (9, 2)])
+def test_the_p_value_is_that_of_coin_tosses(fell, rose):
+    tosses = list(itertools.product([0, 1], repeat=fell + rose))
+    share = sum(sum(toss) >= fell for toss in tosses) / len(tosses)
+    assert suites.fall_p_value(fell, rose) == pytest.approx(share, abs=1e-15)
+    assert 0 < suites.fall_p_value(1500, 1000) < 1e-20
+
+
+# --- rows and checks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed, field",
+    [
+        ({"id": None}, "id"),
+        ({"id": 1.5}, "id"),
+        ({"group": " "}, "group"),
+        ({"group": "a@b"}, "group"),
+        ({"group": "all"}, "group"),
+        ({"prompt": None}, "prompt"),
+        ({"messages": USER}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": None, "messages": "hi"}, "messages"),
+        ({"prompt": None, "messages": [{"role": "clown", "content": "x"}]}, "messages"),
+        ({"prompt": None, "messages": [*USER, {"role": "assistant", "content": "x"}]}, "messages"),
+        ({"contains": None}, "checks"),
+        ({"weather": "x"}, "weather"),
+        ({"contains": ""}, "contains"),
+        ({"contains": [1]}, "contains"),
+        ({"not_contains": []}, "not_contains"),
+        ({"regex": "("}, "regex"),
+        ({"regex": 3}, "regex"),
+        ({"number": "8"}, "number"),
+        ({"number": True}, "number"),
+        ({"number": 10**400}, "number"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"reward": "nowhere.py:f"}, "reward"),
+        ({"id": "a"}, "id"),
+    ],
+)
+def test_a_bad_row_is_one_line_with_place_and_field(tmp_path, changed, field):
+    path = write(tmp_path / "suite.jsonl", GOOD, {**GOOD, "id": "b", **changed})
+    with pytest.raises(UserError, match=f"suite.jsonl:2: {field}: ") as error:
+        Suite(path, CPU)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, right, wrong",
+    [
+        ("equals", ["Tom has 1,000 cats. ", "-"], "Tom has 1,000 cats"),
+        ("contains", ["Tom", "cats"], ["Tom", "dogs"]),
+        ("not_contains", "dogs", ["dogs", "cats"]),
+        ("regex", r"^Tom.*\.$", "^cats"),
+        ("number", 1000.0, 1),
+    ],
+)
+def test_a_check_means_what_its_name_says(name, right, wrong):
+    answer = Completed([5], " Tom has 1,000 cats.", True)
+    answer = answer._replace(text=answer.text.strip() if name == "regex" else answer.text)
+    assert CHECKS[name].fits(right) and CHECKS[name].passes(right, answer)
+    assert CHECKS[name].fits(wrong) and not CHECKS[name].passes(wrong, answer)
+
+
+def test_answers_are_judged_by_all_checks(tmp_path):
+    """A limit of its own, a reward with columns of its own, a pattern that never ends."""
+    own = tmp_path / "own.py"
+    own.write_text("def half(prompts, completions, given, **columns):\n    return given\n")
+    rows = [
+        {"contains": "a", "max_tokens": 3},
+        {"reward": f"{own}:half", "given": 0.5},
+        {"reward": f"{own}:half", "given": 0},
+    ]
+    path = write(tmp_path / "s.jsonl", *({"id": str(i), "group": "g", "prompt": "x", **r} for i, r in enumerate(rows)))
+    suite = Suite(path, CPU)
+    answers = [Completed([5], "a", finished) for finished in (True, False)]
+    assert [suite._judge(suite.cases[0], answer) for answer in answers] == ["", "max_tokens: 3"]
+    assert [bool(suite._judge(case, answers[0])) for case in suite.cases] == [False, False, True]
+
+
+# --- counting -------------------------------------------------------------------------------------------------------
+
+
+def results_of(passes, suffix=""):
+    cases = [Case(f"c{i}{suffix}", "first" if i < 6 else "last", {}, {}, "s.jsonl:1", f"d{i}") for i in range(len(passes))]
+    return [Result(case, "" if good else "equals: 'x'", "text") for case, good in zip(cases, passes, strict=True)]
+
+
+def test_turned_cases_are_those_that_stayed_the_same():
+    then, now = results_of([True] * 8), results_of([False] * 6 + [True, False])
+    before = known(then)
+    assert counts(now)["all"] | {"low": 0, "high": 0} == {"passed": 1, "total": 8, "rate": 0.125, "low": 0, "high": 0}
+    assert turned(before, now) == {"fell": ["c0", "c1", "c2", "c3", "c4", "c5", "c7"], "rose": []}
+    assert falls(before, now) == {"all": 1 / 2**7, "first": 1 / 2**6, "last": 1 / 2}
+    before["c0"]["digest"] = "edited"
+    assert turned(before, now)["fell"][0] == "c1" and falls(before, now)["first"] == 1 / 2**5
+    assert turned(known(now), then)["rose"] == ["c0", "c1", "c2", "c3", "c4", "c5", "c7"]
+
+
+class Told:
+    """What a run's Metrics is given."""
+
+    def __init__(self):
+        self.events, self.rows, self.values = [], [], []
+
+    def event(self, kind, step, text):
+        self.events.append((kind, step, text))
+
+    def append(self, file, rows):
+        self.rows += rows
+
+    def log_eval(self, step, values, samples, show):
+        self.values.append(values)
+
+
+def test_a_fall_is_told_once(tmp_path, capsys):
+    """Eight cases pass, then fail twice, then pass; each time by a part that knows a checkpoint alone."""
+    args = CommonArgs(regression_suite=write(tmp_path / "suite.jsonl", GOOD))
+    told, state = Told(), {}
+    for step, good in ((0, True), (2, False), (4, False), (6, True)):
+        part = Regression(args, Accelerator(cpu=True))
+        part.restore(state)
+        part.tokenizer, part.suite.run = None, lambda *_, good=good: results_of([good] * 8)
+        assert part.run(None, step, told) == {f"eval_regression/{name}": float(good) for name in ("all", "first", "last")}
+        state = json.loads(json.dumps(part.state()))
+    assert told.events == [
+        ("regression", 2, "all has fallen since step 0, to 0 of 8 (p = 0.0039)"),
+        ("regression", 2, "first has fallen since step 0, to 0 of 6 (p = 0.016)"),
+    ]
+    assert "fell since step 0: c0, c1" in capsys.readouterr().out
+    assert [len(row["turned"]["since_last"]["fell"]) for row in told.rows[1:]] == [8, 0, 0]
+    assert [len(row["turned"]["since_base"]["fell"]) for row in told.rows[1:]] == [8, 8, 0]
+    assert [len(row["turned"]["since_last"]["rose"]) for row in told.rows[1:]] == [0, 0, 8]
+    assert [len(row["failed"]) for row in told.rows] == [0, 8, 8, 0]
+
+
+# --- in a run -------------------------------------------------------------------------------------------------------
+
+TINY = ["--max_steps", "6", "--max_train_samples", "16", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
+TINY += ["--model_name_or_path", MODEL, "--max_eval_samples", "2", "--eval_steps", "4", "--eval_max_new_tokens", "4"]
+ROWS = [
+    {"id": "short", "group": "ends", "messages": [{"role": "user", "content": "Is 4 even or odd?"}], "max_tokens": 3},
+    {"id": "text", "group": "words", "prompt": "Tom has 3 nuts. He", "regex": "[a-z]"},
+    {"id": "sum", "group": "words", "messages": [{"role": "user", "content": "What is 2+2?"}], "number": 4},
+    {"id": "none", "group": "words", "prompt": "Question: What is 7-3?\n", "not_contains": ["Working", "Answer"]},
+]
+
+
+@pytest.fixture
+def words(tmp_path):
+    """words(stage, *more): the command line of a short run with a suite."""
+    suite = write(tmp_path / "suite.jsonl", *ROWS)
+    few = write(tmp_path / "few.jsonl", {"prompt": ROWS[2]["messages"], "answer": "4", "kind": "sym", "steps": 1})
+
+    def of(stage, *more):
+        return ["--config", demo(stage), *TINY, "--eval_prompts", few, *more, "--regression_suite", suite]
+
+    return of
+
+
+def test_training_does_not_notice_the_suite(launch, words, capsys):
+    plain = launch("sft", *words("sft")[:-2], output="plain")
+    with_suite = launch("sft", *words("sft", "--regression_steps", "3"), output="with")
+    rows = read_metrics(with_suite)
+    assert [row for row in rows if "eval_regression/all" not in row] == read_metrics(plain)
+    a, b = (load_file(folder / "model.safetensors") for folder in (plain, with_suite))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    found = lines(with_suite)
+    assert [line["step"] for line in found] == [0, 3, 6]
+    for line, row in zip(found, [row for row in rows if "eval_regression/all" in row], strict=True):
+        assert row == {"step": line["step"]} | {f"eval_regression/{k}": v["rate"] for k, v in line["groups"].items()}
+        assert {name: group["total"] for name, group in line["groups"].items()} == {"all": 4, "ends": 1, "words": 3}
+        assert line["cases"].keys() == {row["id"] for row in ROWS} and line["failed"].keys() <= line["cases"].keys()
+    assert [line["turned"]["since_last"] and line["turned"]["since_last"]["step"] for line in found] == [None, 0, 3]
+    out = capsys.readouterr().out
+    assert "regression suite: 4 cases in 2 groups (ends, words)" in out and "regression.jsonl, summary.json" in out
+
+
+def test_resumed_the_lines_and_the_best_are_the_same(launch, words, monkeypatch):
+    more = [
+        "--regression_steps",
+        "2",
+        "--save_steps",
+        "3",
+        "--save_best",
+        "eval_regression/words",
+        "--save_total_limit",
+        "0",
+    ]
+    whole = launch("sft", *words("sft", *more, "--eval_steps", "0"), output="whole")
+    with monkeypatch.context() as patch:
+        stop_after_save(patch, 3)
+        with pytest.raises(Stop):
+            launch("sft", *words("sft", *more, "--eval_steps", "0"), output="stopped")
+    stopped = launch("sft", *words("sft", *more, "--eval_steps", "0"), output="stopped")
+    assert lines(stopped) == lines(whole) and read_metrics(stopped) == read_metrics(whole)
+    best = json.loads((stopped / "summary.json").read_text())["best"]
+    rates = {line["step"]: line["groups"]["words"]["rate"] for line in lines(whole)[1:]}
+    assert best["step"] == max(rates, key=rates.get) and best["value"] == rates[best["step"]]
+
+
+@pytest.mark.parametrize(
+    "stage, more, named",
+    [
+        ("sft", ["--eval_max_new_tokens", "100000", "--dry_run"], "lower max_tokens or the prompts of the suite"),
+        (
+            "grpo",
+            ["--save_best", "eval_regression/all", "--num_iterations", "2", "--regression_steps", "3"],
+            "--regression_ste",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_at_the_start(launch, words, stage, more, named):
+    with pytest.raises(UserError, match=named):
+        launch(stage, *words(stage, *more, *(["--per_device_train_batch_size", "8"] if stage == "grpo" else [])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["pretrain", "dpo", "grpo", "kto"])
+def test_every_stage_has_it(launch, words, stage):
+    more = ["--regression_steps", "2", "--per_device_train_batch_size", "16" if stage == "grpo" else "2"]
+    assert [line["step"] for line in lines(launch(stage, *words(stage, *more)))] == [0, 2, 4, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [1, 4])
+def test_two_processes_answer_as_one(launch, words, tmp_path, token_cache, cases):
+    """Also where the second one has no case."""
+    more = words("sft", "--eval_steps", "0", "--regression_steps", "2", "--save_steps", "2", "--max_steps", "4")
+    write(tmp_path / "suite.jsonl", *ROWS[:cases])
+    one = lines(launch("sft", *more, "--per_device_train_batch_size", "4", output="one"))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
+    command += ["--main_process_port", "0", "train_sft.py", *more, "--output_dir", str(tmp_path / "two")]
+    run = run_script([*command, "--dataset_cache_dir", str(token_cache)], timeout=150)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert lines(tmp_path / "two") == one
+
+
+# --- the gate -------------------------------------------------------------------------------------------------------
+
+
+def ask(i, **checks):
+    return {"id": f"c{i}", "group": "words" if i < 6 else "ends", "prompt": f"Question: What is {i}+1?\n", **checks}
+
+
+@pytest.fixture
+def run_gate(tmp_path, capsys):
+    """run_gate(rows, *words): the exit code and what was printed."""
+
+    def run(rows, *more, model=MODEL):
+        path = write(tmp_path / "suite.jsonl", *rows)
+        code = gate.main([model, path, "--max_new_tokens", "4", *map(str, more)])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_a_fall_is_exit_code_1_and_named(run_gate, tmp_path):
+    """The base model passes six of eight; the line it leaves is then changed as if it had been better."""
+    rows, save = [ask(i, regex=".") for i in range(6)] + [ask(i, equals="-") for i in (6, 7)], tmp_path / "was.jsonl"
+    code, out = run_gate(rows, "--save", save)
+    assert code == 0 and "all       6/8" in out and "words     6/6      1.00  0.61 - 1.00" in out and "before" not in out
+    line = json.loads(save.read_text())
+    assert line["groups"]["ends"]["passed"] == 0 and line["failed"].keys() == {"c6", "c7"}
+    assert run_gate(rows, "--baseline", MODEL)[0] == 0
+
+    line["cases"]["c6"]["rate"] = 1.0
+    save.write_text("{}\n" + json.dumps(line) + "\n")
+    code, out = run_gate(rows, "--baseline", save)
+    assert code == 0 and "fell: c6: equals: '-'; " in out
+    assert run_gate(rows, "--baseline", save, "--strict")[0] == 1
+
+    bad = [{**row, "regex": "^-"} if row["id"] != "c5" else row for row in rows]  # other cases: nothing to compare
+    code, out = run_gate(bad, "--baseline", save)
+    assert code == 0 and "not compared, new or edited since: c0, c1, c2, c3, c4" in out
+    with pytest.raises(UserError, match="none of the cases of .*suite.jsonl"):  # a gate that is open
+        run_gate([ask(9, regex=".")], "--baseline", save)
+    run_gate(bad, "--save", tmp_path / "now.jsonl")
+    now = json.loads((tmp_path / "now.jsonl").read_text())["cases"]
+    save.write_text(json.dumps(line | {"cases": {name: case | {"rate": 1.0} for name, case in now.items()}}))
+    code, out = run_gate(bad, "--baseline", save)
+    assert code == 1 and "all (p = 0.0078), words (p = 0.031)" in out.splitlines()[-1]
+    assert run_gate(bad, "--baseline", save, "--alpha", "0.001")[0] == 0
+    with pytest.raises(UserError, match="--max_new_tokens"):
+        run_gate(bad, "--baseline", save, "--max_new_tokens", "9")
+
+
+def test_mistakes_at_the_gate_are_one_line(run_gate, tmp_path):
+    for more, named in [(["--baseline", tmp_path / "no.jsonl"], "--baseline .*no.jsonl"), (["--alpha", "1"], "--alpha")]:
+        with pytest.raises(UserError, match=named):
+            run_gate([ask(1, regex=".")], *more)
+    with pytest.raises(UserError, match="nothing"):
+        run_gate([ask(1, regex=".")], model=str(tmp_path / "nothing"))
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run_as_written(tmp_path):
+    """In a folder with the demo's data, where outputs/sft is the base model."""
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    shutil.copytree(ROOT / MODEL, tmp_path / "outputs" / "sft")
+    page = (ROOT / "docs" / "regression.md").read_text()
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.S))
+    commands = [line.split("#")[0] for line in blocks.splitlines() if line.startswith("python -m tools.regression")]
+    assert len(commands) == 3
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    for command in commands:
+        parts = [sys.executable, *shlex.split(command)[1:]]
+        done = subprocess.run(parts, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environ)
+        assert done.returncode == 0 and "refusing     0/6" in done.stdout, (command, done.stderr[-2000:])
+    rows = [json.loads(line) for line in re.search(r"```json\n(.*?)```", page, re.S)[1].splitlines()]
+    shipped = [json.loads(line) for line in (ROOT / "data" / "regression.jsonl").read_text().splitlines()]
+    assert all(row in shipped for row in rows)
