@@ -66,7 +66,7 @@ def describe(
         "tokens_at_once": at_once if sum(lengths) >= 2 * at_once else None,
         "memory_gib": None,
     }
-    if hasattr(packs, "utilisation"):
+    if getattr(packs, "max_length", 0):
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
     if args.dry_run or not is_sharded:
         options = {"reference": reference, "optim": args.optim}
