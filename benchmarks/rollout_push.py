@@ -22,9 +22,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.args import CommonArgs
+from common.extras.vllm import RolloutServers
 from common.model import create_model
 from common.model.lora import add_lora
-from common.sampling.servers import RolloutServers
 from tests.sampling.fake_vllm import FakeVLLM
 
 from accelerate import Accelerator
@@ -72,7 +72,8 @@ def main() -> None:
                 model = add_lora(CommonArgs(lora_r=16), model)
             rows = []
             with server, tempfile.TemporaryDirectory() as folder:
-                servers = RolloutServers([server.url], accelerator, model, folder=folder, longest=512)
+                how = {"max_new_tokens": 64, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+                servers = RolloutServers([server.url], accelerator, model, folder, 512, **how)
                 spent: dict[str, float] = {}
                 timed(servers, spent)
                 for step in range(args.pushes + 1):

@@ -15,14 +15,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.extras.vllm import RolloutServers, ask
 from common.model.wrap import wrap
-from common.sampling.sampler import OwnSampler
-from common.sampling.servers import RolloutServers
+from common.sampling import sample
 
 import psutil
 import torch
@@ -67,7 +68,8 @@ def main() -> None:
     model = wrap(AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32))
     accelerator = Accelerator()
     model = accelerator.prepare(model)
-    how = {"max_new_tokens": args.tokens, "stop_ids": [], "temperature": 1.0}
+    model.stop_ids = []
+    how = {"max_new_tokens": args.tokens, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     random = torch.Generator().manual_seed(0)
     vocabulary = model.lm.config.vocab_size
     prompts = [torch.randint(3, vocabulary, (args.prompt_length,), generator=random).tolist() for _ in range(args.prompts)]
@@ -77,17 +79,16 @@ def main() -> None:
     engine = processes_at(args.server)
     with tempfile.TemporaryDirectory() as folder:
         longest = args.prompt_length + args.tokens
-        own = OwnSampler(accelerator, model)
-        servers = RolloutServers([args.server], accelerator, model, folder=folder, longest=longest)
+        servers = RolloutServers([args.server], accelerator, model, folder, longest, **how)
         write = servers._write
         servers._write = lambda path: times["write"].append(seconds(lambda: write(path)))
         servers.sync(0)
         difference = 0.0
         for repeat in range(args.repeats + 1):
             keys = [(repeat, 0, i) for i in range(len(prompts))]
-            for name, sampler in (("own", own), ("vllm", servers)):
+            for name, draw in (("own", partial(sample, model, **how)), ("vllm", servers.sample)):
                 before = cpu_seconds(engine)
-                took = seconds(lambda sampler=sampler, keys=keys: sampler.begin(prompts, keys, **how).result())
+                took = seconds(lambda draw=draw, keys=keys: draw(prompts, keys))
                 if repeat:  # the first one warms up
                     times[name].append(took)
                     cpu[name].append(cpu_seconds(engine) - before)
@@ -97,9 +98,8 @@ def main() -> None:
                 for parameter in model.parameters():
                     parameter += 1e-3 * parameter.std() * torch.randn_like(parameter)
             times["push"].append(seconds(lambda step=step: servers.sync(step)))
-        for answer in servers.answers.values():
-            pairs = zip(answer.logps, servers.scores[answer.asked], strict=True)
-            difference = max(abs(one - other) for one, other in pairs)
+        for answer, ours in servers.probes.values():
+            difference = max(abs(one - other) for one, other in zip(answer.logps, ours.tolist(), strict=True))
 
     tokens = len(prompts) * args.tokens
     middle = {name: statistics.median(values) for name, values in times.items()}
@@ -122,7 +122,7 @@ def main() -> None:
         "load_average": round(os.getloadavg()[0], 1),
         "device": str(accelerator.device),
         "torch": torch.__version__,
-        "vllm": servers.servers[0].known.version,
+        "vllm": ask(args.server, "/version")["version"],
     }
     print(json.dumps(result, indent=1))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else []

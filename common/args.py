@@ -65,11 +65,6 @@ class ModelArgs:
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     trust_remote_code: bool = arg(False, help="run Python code that comes with a Hub model", may_change="execution")
     dtype: Literal["float32", "bfloat16"] = arg("float32", help="dtype of the weights; accelerate config sets autocast")
-    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = arg(
-        "auto",
-        help="dtype of the final model; auto: its base's. Checkpoints keep the training dtype",
-        may_change="execution",
-    )
     gradient_checkpointing: bool = arg(False, help="recompute activations: less memory, 30 % slower", may_change="execution")
     torch_compile: bool = arg(False, help="compile the model's layers", may_change="execution")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
@@ -204,9 +199,6 @@ class EvalArgs:
     save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model", within="[0, 1e12]")
     save_minutes: float | None = arg(help="also write a checkpoint after this many minutes", within="(0, 1e9]")
     save_total_limit: int = arg(2, help="checkpoints to keep; 0: all", within="[0, 1e6]")
-    sharded_checkpoints: bool = arg(
-        False, help="each process writes its own part; tools.consolidate turns one into a model folder (docs/runs.md)"
-    )
     save_best: str | None = arg(
         help="a metric of the evaluations (min:NAME, max:NAME): its best checkpoint is kept and exported",
         may_change="course",

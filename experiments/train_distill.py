@@ -30,11 +30,12 @@ from common.command_line import launch
 from common.data import BadRow, Row, Tokenizer, as_chat, as_prompt, load_prompts, prompt_format, tokenize_chat, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
+from common.extras import extra
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_frozen
-from common.processes import gather_lists, on_each_process
+from common.processes import gather_lists
 from common.run import Run
-from common.sampling import RolloutSchedule, Sampler, make_sampler
+from common.sampling import RolloutSchedule, Sampled, sample
 
 import numpy as np
 import torch  # after common, which sets how CPU threads wait
@@ -62,12 +63,8 @@ class Args(CommonArgs):
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
     top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
-    generation_batch_size: int = arg(
-        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
-    )
-    rollout_server: list[str] | None = arg(
-        None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
-    )
+    generation_batch_size: int = arg(128, help="sampled at a time; for memory", within="[1, 1e6]", may_change="execution")
+    rollout_server: list[str] | None = arg(None, help="http://host:port of vLLM servers", may_change="execution")
 
     def __post_init__(self) -> None:
         if self.teacher_model_name_or_path is None:
@@ -76,8 +73,6 @@ class Args(CommonArgs):
             raise UserError(
                 "--system_prompt: with --lmbda below 1 the data's completions follow prompts as the data has them"
             )
-        if self.dataset_streaming:
-            raise UserError("--dataset_streaming: not with distillation, which keeps its prompts in memory")
 
 
 @dataclass
@@ -143,7 +138,7 @@ def divergence(
 
 
 def roll_out(
-    args: Args, accelerator: Accelerator, sampler: Sampler, prompts: list[Prompt], rollout: int
+    args: Args, accelerator: Accelerator, draw: Callable[..., list[Sampled]], prompts: list[Prompt], rollout: int
 ) -> list[Completion]:
     """A completion of each prompt: the share args.lmbda of them sampled, spread evenly among those of the data. Each process
     samples a share and gets them all. Random numbers are a function of (seed, rollout, place), whichever process samples."""
@@ -152,8 +147,8 @@ def roll_out(
     asked = [i for i in range(len(prompts)) if is_sampled[i]]
     share = -(-len(asked) // accelerator.num_processes)
     mine = asked[accelerator.process_index * share : (accelerator.process_index + 1) * share]
-    begun = sampler.begin([prompts[i]["prompt_ids"] for i in mine], [(args.seed, rollout, i) for i in mine])
-    sampled = on_each_process(accelerator, begun.result)
+    with accelerator.autocast():
+        sampled = draw([prompts[i]["prompt_ids"] for i in mine], [(args.seed, rollout, i) for i in mine])
     found = dict(zip(asked, gather_lists(accelerator, sampled), strict=True))
     completions = []
     for i, prompt in enumerate(prompts):
@@ -230,18 +225,14 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    sampler = make_sampler(
-        args.rollout_server,
-        accelerator,
-        model,
-        args.output_dir,
-        rollouts,
-        max_new_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        batch_size=args.generation_batch_size,
-    )
+    how = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    how["max_new_tokens"] = args.max_completion_length
+    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)  # prompts, keys -> completions
+    if args.rollout_server:  # vLLM servers draw, with the weights of each step
+        servers = extra("vllm").RolloutServers(
+            args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
+        )
+        draw = servers.sample
     teacher = load_frozen(args, accelerator, tokenizer, args.teacher_model_name_or_path)
     teacher_tokens = teacher.model.lm.get_input_embeddings().num_embeddings
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
@@ -271,8 +262,9 @@ def main(args: Args) -> None:
         if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
             break
 
-        sampler.sync(step)  # servers get the weights
-        completions = roll_out(args, accelerator, sampler, rollouts.prompts(step), step)
+        if args.rollout_server:
+            servers.sync(step)
+        completions = roll_out(args, accelerator, draw, rollouts.prompts(step), step)
         log_rollout(run, step + 1, completions, tokenizer)
         window = make_window(completions, args, accelerator)
         set_lr(optimizer, lr_at(step))

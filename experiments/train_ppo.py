@@ -26,7 +26,9 @@ Shapes: T tokens of the row, C completions of a rollout, F reward functions.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from common.args import CommonArgs, arg
@@ -35,12 +37,13 @@ from common.command_line import launch
 from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
+from common.extras import extra
 from common.losses import combine_rewards, grpo_loss
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.processes import gather_lists
 from common.run import Run
-from common.sampling import Reward, RolloutSchedule, Sampler, load_rewards, make_sampler, score
+from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
 
 import numpy as np
 import torch  # after common, which sets how CPU threads wait
@@ -71,14 +74,9 @@ class Args(CommonArgs):
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
     top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
-    generation_batch_size: int = arg(
-        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
-    )
+    generation_batch_size: int = arg(128, help="sampled at a time; for memory", within="[1, 1e6]", may_change="execution")
     mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
-    rollout_server: list[str] | None = arg(
-        None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
-    )
-    rollout_ahead: int = arg(0, help="rollouts sampled in advance, during training on another", within="[0, 8]")
+    rollout_server: list[str] | None = arg(None, help="http://host:port of vLLM servers", may_change="execution")
 
     # Algorithm
     gamma: float = arg(1.0, help="discount factor per token", within="[0, 1]")
@@ -91,7 +89,7 @@ class Args(CommonArgs):
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon", within="[0, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
-    importance_cap: float = arg(2.0, help="largest weight of a token that another model sampled", within="[1, 1e6]")
+    importance_cap: float = arg(2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]")
     num_iterations: int = arg(4, help="updates on each window of a rollout: epochs", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows of a rollout: minibatches", within="[1, 1e6]")
 
@@ -100,8 +98,6 @@ class Args(CommonArgs):
             raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
-        if self.dataset_streaming:
-            raise UserError("--dataset_streaming: not with PPO, which keeps its prompts in memory")
 
 
 @dataclass
@@ -126,7 +122,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    sampler: Sampler,
+    draw: Callable[..., list[Sampled]],
     tokenizer: Tokenizer,
     rewards: list[Reward],
     rollouts: RolloutSchedule,
@@ -137,7 +133,8 @@ def roll_out(
     process samples it."""
     prompts = rollouts.prompts(rollout)
     mine = [prompts[i] for i in rollouts.mine()]
-    sampled = rollouts.sample(rollout, sampler, args.seed)
+    with accelerator.autocast():
+        sampled = draw([prompt["prompt_ids"] for prompt in mine], [(args.seed, rollout, i) for i in rollouts.mine()])
     texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
     scores = score(rewards, mine, texts, [s.ids for s in sampled])  # [F][completion]
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]
@@ -268,7 +265,6 @@ def main(args: Args) -> None:
         max_completion_length=args.max_completion_length,
         windows_per_rollout=args.steps_per_generation,
         updates_per_rollout=args.steps_per_generation * args.num_iterations,
-        rollout_ahead=args.rollout_ahead,
     )
 
     # --- model and reference -----------------------------------------------------------------------------------------
@@ -281,18 +277,14 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    sampler = make_sampler(
-        args.rollout_server,
-        accelerator,
-        model,
-        args.output_dir,
-        rollouts,
-        max_new_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        batch_size=args.generation_batch_size,
-    )
+    how = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    how["max_new_tokens"] = args.max_completion_length
+    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)  # prompts, keys -> completions
+    if args.rollout_server:  # vLLM servers draw, with the weights of each step
+        servers = extra("vllm").RolloutServers(
+            args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
+        )
+        draw = servers.sample
     # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
@@ -317,17 +309,17 @@ def main(args: Args) -> None:
                     extra=["value"],
                 )
                 losses, stats = grpo_loss(
-                    out.logps,
-                    batch["old_logps"],
-                    batch.get("ref_logps"),
-                    batch["advantage"],
-                    mask,
-                    batch["cu_seqlens"],
+                    logps=out.logps,
+                    old_logps=batch["old_logps"],
+                    ref_logps=batch.get("ref_logps"),
+                    advantages=batch["advantage"],
+                    loss_mask=mask,
+                    cu_seqlens=batch["cu_seqlens"],
                     epsilon=args.epsilon,
                     epsilon_high=args.epsilon_high,
                     beta=0.0 if args.use_kl_in_reward else args.beta,
-                    sampled_logps=batch["sampled_logps"] if sampler.has_logps else None,
-                    importance_cap=args.importance_cap if args.rollout_server or args.rollout_ahead else None,
+                    sampled_logps=batch["sampled_logps"],
+                    importance_cap=args.importance_cap if args.rollout_server else None,
                 )  # (T,)
                 stats["value_loss"], stats["value_clip_ratio"] = value_loss(
                     values_of(out, batch), batch["old_values"], batch["return"], cliprange_value=args.cliprange_value
@@ -350,8 +342,9 @@ def main(args: Args) -> None:
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> windows -> compare
             rollout = step // rollouts.updates_per_rollout
-            sampler.sync(step)  # servers get the weights
-            completions = roll_out(args, accelerator, sampler, tokenizer, rewards, rollouts, rollout)
+            if args.rollout_server:
+                servers.sync(step)
+            completions = roll_out(args, accelerator, draw, tokenizer, rewards, rollouts, rollout)
             add_rewards(completions, weights)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
@@ -364,8 +357,8 @@ def main(args: Args) -> None:
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
         run.retry_smaller(gradients, window)
-        if step % rollouts.updates_per_rollout == 0:
-            sampler.check(run.metrics)  # fails if the sampler has other weights
+        if args.rollout_server and step % rollouts.updates_per_rollout == 0:
+            servers.check(run.metrics)  # fails if they have other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -15,11 +15,11 @@ As in train_grpo.py, over the tokens t that the model itself wrote in the comple
    temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
 3. KL is relative to the initial model, by the k3 estimator times ρ; with β = 0 (the default) no such model is loaded.
 4. A completion without advantage (all rewards of its group are equal) has no gradient. It stays in the denominator, but is
-   run through the model, and included in logged means, only for β, entropy_coef, top_entropy_quantile or sequence_mask.
+   run through the model, and included in logged means, only for β or entropy_coef.
 5. One rollout gives steps_per_generation windows, each used num_iterations times; with both at 1 (the default) ρ = 1, and
    the value of the loss means little: watch the reward.
-6. If the sampler differs from π_old (--rollout_server), the clipped part is multiplied by
-   min(π_old / π_sampler, importance_cap), or completions with too large a difference are left out (docs/rollouts.md).
+6. If vLLM servers sample (--rollout_server), their π differs a little from π_old: the clipped part is multiplied by
+   min(π_old / π_server, importance_cap).
 7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` starts an episode, and may return text to append
    to the prompt; `get_reward()`, if there is one, is a reward in addition to --reward_funcs, which get the objects
    as `environments`; any other public method is a tool. Errors of a tool are reported to the model, in words.
@@ -44,20 +44,20 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from common.args import CommonArgs, arg
-from common.collators import Batch, Window
+from common.collators import Window
 from common.command_line import launch
 from common.data import BadRow, Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
 from common.data.chat import end_of_turn
 from common.errors import UserError, quoted, say
 from common.evaluate import load_eval_prompts, summarise
+from common.extras import extra
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import TimeLimitReached, gather_lists, on_each_process
+from common.processes import TimeLimitReached, gather_lists
 from common.run import Run
-from common.sampling import Reward, RolloutSchedule, Sampled, Sampler, load_rewards, make_sampler, score
+from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
 from common.sampling.rewards import call, from_file, must
-from common.sampling.rollout import far_from_sampler, keep_high_entropy
 from experiments.tool_calls import Tools, describe_tools, read_calls, tokenize_reply
 
 import numpy as np
@@ -93,28 +93,19 @@ class Args(CommonArgs):
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
     top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
-    generation_batch_size: int = arg(
-        128, help="completions sampled at a time; affects memory only", within="[1, 1e6]", may_change="execution"
-    )
+    generation_batch_size: int = arg(128, help="sampled at a time; for memory", within="[1, 1e6]", may_change="execution")
     mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
-    rollout_server: list[str] | None = arg(
-        None, help="http://host:port of vLLM servers that sample; unset: this process", may_change="execution"
-    )
+    rollout_server: list[str] | None = arg(None, help="http://host:port of vLLM servers", may_change="execution")
 
     # Algorithm
     beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
-    delta: float | None = arg(None, help="largest ratio, for negative advantages, too; unset: none", within="(1, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="weight of a token; cispo: as dapo")
     importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
     use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
-    importance_correction: Literal["auto", "token_truncate", "sequence_mask", "none"] = arg(
-        "auto", help="if another model samples; auto: token_truncate with rollout_server, else none"
-    )
-    importance_cap: float = arg(2.0, help="largest weight of a token, or ratio of a completion", within="[1, 1e6]")
-    top_entropy_quantile: float = arg(1.0, help="train only this share of tokens, of highest entropy", within="(0, 1]")
+    importance_cap: float = arg(2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]")
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows of a rollout", within="[1, 1e6]")
 
@@ -123,10 +114,8 @@ class Args(CommonArgs):
             raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
-        if self.loss_type == "cispo" and ((self.epsilon_high or 0) < 1 or self.delta is not None):
-            raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5; without --delta")
-        if self.dataset_streaming:
-            raise UserError("--dataset_streaming: not with GRPO, which keeps its prompts in memory")
+        if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
+            raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5")
         if not self.environment_factory:
             raise UserError("--environment_factory: name the class, file.py:Class (experiments/environments.py has two)")
         if self.eval_reward_funcs:
@@ -253,7 +242,7 @@ def end_turn(args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    sampler: Sampler,
+    draw: Callable[..., list[Sampled]],
     tokenizer: Tokenizer,
     rewards: list[Reward],
     environment: Environment,
@@ -269,13 +258,13 @@ def roll_out(
     completions = [begin(args, tokenizer, environment, prompts[i], (*key, i // group)) for i in mine]
     playing = dict(zip(mine, completions, strict=True))
     for turn in range(args.max_tool_calling_iterations + 1):
-        begun = sampler.begin(
-            [c.prompt["prompt_ids"] + c.ids for c in playing.values()],
-            [(*key, i, turn) for i in playing],
-            max_new_tokens=[args.max_completion_length - len(c.ids) for c in playing.values()],
-            temperature=temperature,
-        )
-        sampled = on_each_process(accelerator, begun.result)
+        with accelerator.autocast():
+            sampled = draw(
+                [c.prompt["prompt_ids"] + c.ids for c in playing.values()],
+                [(*key, i, turn) for i in playing],
+                max_new_tokens=[args.max_completion_length - len(c.ids) for c in playing.values()],
+                temperature=temperature,
+            )
         is_last = turn == args.max_tool_calling_iterations
         turns = zip(playing.items(), sampled, strict=True)
         playing = {i: c for (i, c), s in turns if end_turn(args, tokenizer, environment.tools, c, s, is_last)}
@@ -307,15 +296,28 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
 
     A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays in the
-    denominators, but is not run through the model, unless a threshold over all completions is needed.
+    denominators, but is not run through the model.
     """
-    size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
+    num_windows = args.steps_per_generation
+    size = len(completions) // num_windows  # completions of a window, of all processes
     share = size // accelerator.num_processes
     all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
-    thresholds = args.importance_correction == "sequence_mask" or args.top_entropy_quantile < 1
-    run_all = args.beta > 0 or args.entropy_coef != 0 or thresholds
+    counted = torch.tensor([c.counted for c in completions])
+    tokens = torch.tensor([float(sum(c.sampled)) for c in completions])
+    run_all = args.beta > 0 or args.entropy_coef != 0
     windows = []
     for first in range(0, len(completions), size):
+        inside = slice(first, first + size)
+        window_tokens = (tokens[inside] * counted[inside]).sum().item()
+        if args.loss_type in ("dapo", "cispo"):  # of the rollout, averaged over its windows
+            window_tokens = (tokens * counted).sum().item() / num_windows
+        weights = counted[inside] * grpo_token_weights(
+            args.loss_type,
+            tokens[inside],
+            window_tokens=window_tokens,
+            window_completions=size,
+            max_completion_length=args.max_completion_length,
+        )
         mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
         kept = [i for i in mine if completions[i].counted and (run_all or completions[i].advantage != 0)]
         examples = []
@@ -327,34 +329,12 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
                 "loss_mask": on_completion,
                 "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
                 "advantage": on_completion * np.float32(c.advantage),
-                "place": i,
+                "token_weight": on_completion * np.float32(weights[i - first]),
             }
             examples.append([sequence])
-        parts = np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)  # micro-batches
-        micro_batches = [part.tolist() for part in parts]
-        windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // args.steps_per_generation))
+        micro_batches = [part.tolist() for part in np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)]
+        windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // num_windows))
     return windows
-
-
-def add_token_weights(windows: list[Window], completions: list[Completion], args: Args) -> None:
-    """Give each token its weight in the loss of its window; 0 in a completion that is not trained on."""
-    counted = torch.tensor([c.counted for c in completions])
-    tokens = torch.tensor([float(sum(c.sampled)) for c in completions])
-    size = len(completions) // len(windows)
-    for w, window in enumerate(windows):
-        inside = slice(w * size, (w + 1) * size)
-        window_tokens = (tokens[inside] * counted[inside]).sum().item()
-        if args.loss_type in ("dapo", "cispo"):  # of the rollout, averaged over its windows
-            window_tokens = (tokens * counted).sum().item() / len(windows)
-        weights = counted[inside] * grpo_token_weights(
-            args.loss_type,
-            tokens[inside],
-            window_tokens=window_tokens,
-            window_completions=size,
-            max_completion_length=args.max_completion_length,
-        )
-        for [sequence] in window.examples:
-            sequence["token_weight"] = sequence["loss_mask"] * np.float32(weights[sequence["place"] - w * size])
 
 
 def log_rollout(run: Run, step: int, completions: list[Completion], rewards: list[Reward], group: int) -> None:
@@ -395,29 +375,26 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    sampler = make_sampler(
-        args.rollout_server,
-        accelerator,
-        model,
-        args.output_dir,
-        rollouts,
-        max_new_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        batch_size=args.generation_batch_size,
-    )
+    how = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    how["max_new_tokens"] = args.max_completion_length
+    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)  # prompts, keys -> completions
+    if args.rollout_server:  # vLLM servers draw, with the weights of each step
+        servers = extra("vllm").RolloutServers(
+            args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
+        )
+        draw = servers.sample
     # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
 
-    play = partial(roll_out, args, accelerator, sampler, tokenizer, rewards, environment)
+    play = partial(roll_out, args, accelerator, draw, tokenizer, rewards, environment)
 
     def evaluate() -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Run the held-out prompts at each of eval_temperatures: means, and the episodes."""
         means, samples = {}, []
-        sampler.sync(run.step)  # servers get the weights
+        if args.rollout_server:
+            servers.sync(run.step)
         for temperature in args.eval_temperatures if eval_prompts else ():
             completions = play(eval_prompts, (args.seed,), group=1, temperature=temperature)
             scores = {reward.name: [c.rewards[f] for c in completions] for f, reward in enumerate(rewards)}
@@ -430,15 +407,6 @@ def main(args: Args) -> None:
         return means, samples
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
-    another_samples = args.rollout_server
-    correction = args.importance_correction
-    truncates = correction == "token_truncate" or (correction == "auto" and another_samples)
-    masks_sequences, top_entropy = correction == "sequence_mask", args.top_entropy_quantile < 1
-
-    def before_update(batch: Batch) -> dict[str, torch.Tensor]:
-        out = unwrapped(batch, temperature=args.temperature, entropy=top_entropy)
-        return {"old_logps": out.logps} | ({"entropy": out.entropy} if top_entropy else {})
-
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:
@@ -446,22 +414,20 @@ def main(args: Args) -> None:
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0)
                 losses, stats = grpo_loss(
-                    out.logps,
-                    batch.get("old_logps", out.logps.detach()),
-                    batch.get("ref_logps"),
-                    batch["advantage"],
-                    mask,
-                    batch["cu_seqlens"],
+                    logps=out.logps,
+                    old_logps=batch.get("old_logps", out.logps.detach()),
+                    ref_logps=batch.get("ref_logps"),
+                    advantages=batch["advantage"],
+                    loss_mask=mask,
+                    cu_seqlens=batch["cu_seqlens"],
                     loss_type=args.loss_type,
                     epsilon=args.epsilon,
                     epsilon_high=args.epsilon_high,
-                    delta=args.delta,
                     beta=args.beta,
                     importance_sampling_level=args.importance_sampling_level,
                     use_bias_correction_kl=args.use_bias_correction_kl,
-                    sampled_logps=batch["sampled_logps"] if sampler.has_logps else None,
-                    importance_cap=args.importance_cap if truncates else None,
-                    policy_mask=batch.get("policy_mask"),
+                    sampled_logps=batch["sampled_logps"],
+                    importance_cap=args.importance_cap if args.rollout_server else None,
                 )  # (T,)
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
@@ -480,27 +446,23 @@ def main(args: Args) -> None:
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
             rollout = step // rollouts.updates_per_rollout
-            sampler.sync(step)  # servers get the weights
+            if args.rollout_server:
+                servers.sync(step)
             completions = play(rollouts.prompts(rollout), (args.seed, rollout), args.num_generations, args.temperature)
             add_advantages(completions, weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
-                if rollouts.updates_per_rollout > 1 or masks_sequences or top_entropy:  # before its update
-                    window.add_fields(before_update)
+                if rollouts.updates_per_rollout > 1:  # otherwise the model of the update is the one that sampled
+                    window.add_field("old_logps", lambda batch: unwrapped(batch, temperature=args.temperature).logps)
                 if reference:
                     window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
-                if top_entropy:
-                    keep_high_entropy(window, accelerator, args.top_entropy_quantile)
-            for place in far_from_sampler(windows, accelerator, args.importance_cap) if masks_sequences else []:
-                completions[place].counted = False
-            add_token_weights(windows, completions, args)
             log_rollout(run, step + 1, completions, rewards, args.num_generations)
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
         run.retry_smaller(gradients, window)
-        if step % rollouts.updates_per_rollout == 0:
-            sampler.check(run.metrics)  # fails if the sampler has other weights
+        if args.rollout_server and step % rollouts.updates_per_rollout == 0:
+            servers.check(run.metrics)  # fails if they have other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -21,7 +21,7 @@ from common.losses import (
     segment_ids,
     segment_sum,
 )
-from common.sampling.rollout import keep_high_entropy
+from experiments.rollout_ahead import keep_high_entropy
 
 import pytest
 import torch

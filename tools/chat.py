@@ -23,7 +23,6 @@ from common.errors import UserError, as_command, printable, quoted
 from common.memory import is_oom
 from common.model.load import hub_errors
 from common.model.lora import import_peft
-from common.model.shards import refuse_shards
 
 import torch
 
@@ -39,7 +38,6 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    refuse_shards(name)
     options = {"dtype": "auto", "trust_remote_code": trust_remote_code}
     with hub_errors("model", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)

@@ -20,11 +20,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--base", help="base model, if not the one that the adapter names")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     args = parser.parse_args(argv)
-
-    def write_card(folder: Path, dtype: str) -> None:
-        (folder / CARD).write_text(merged_card(args.adapter, folder, args.base, dtype), encoding="utf-8")
-
-    merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code, also=write_card)
+    dtype = merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code)
+    card = merged_card(args.adapter, args.out, args.base, dtype)
+    Path(args.out, CARD).write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from common.errors import UserError, as_command, say
-from common.run.report import write_report
+from common.extras.report import write_report
 
 MOST = 8  # runs on a page: more colours would be hard to tell apart
 

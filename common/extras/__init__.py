@@ -7,9 +7,17 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
+    "cuda_graph": "sampling on a CUDA device",
     "experts": "a mixture of experts",
+    "sharded": "an accelerate config with FSDP",
     "fused_layers": "norms and MLPs of Llama's form",
+    "hybrids": "recurrent layers, positions that depend on the length",
+    "padded": "sampling where attention cannot be replaced, or layers keep a state",
+    "quantised": "--load_in_4bit, --load_in_8bit",
     "regression": "--regression_suite",
+    "report": "every run, when report.html is written",
+    "report_data": "what report.html shows",
+    "vllm": "--rollout_server",
 }
 
 

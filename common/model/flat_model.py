@@ -6,8 +6,10 @@ row, and applies the LM head (lm_head.py) only at the trained positions.
 
 import contextlib
 import copy
+import inspect
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.collators import Batch
@@ -15,16 +17,18 @@ from common.errors import UserError
 from common.extras import extra
 from common.memory import to_device
 from common.model import lm_head
-from common.model.attention import first_occurrences, plan_flat_row
-from common.model.mixers import dealing
-from common.model.quantised import sizes
-from common.model.rope import following, knowing, one_for_all
+from common.model.attention import FlatRow, first_occurrences, plan_flat_row
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+# Cache methods of transformers in the code of layers that carry a state along a sequence; and of MiniMax's own cache, with
+# the attribute in which RecurrentGemma's modules keep a state.
+KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache", "conv1d_state"}
 
 
 class Output(NamedTuple):
@@ -66,7 +70,7 @@ class FlatModel(nn.Module):
         self.lm = lm
         self.extra = nn.ModuleDict()  # a script's own modules, added before `make_optimizer` and `run.prepare`
         self.padded = padded
-        self.rotaries = following(lm)  # modules that need to know each sequence's length
+        self.hybrid: Any = extra("hybrids").Hybrid(lm) if is_hybrid(lm) else None
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
         self.experts: Any = None  # of a mixture of experts, an extras.experts.Experts; set by load_model
@@ -179,11 +183,12 @@ class FlatModel(nn.Module):
         if router_logits and routes:
             options["output_router_logits"] = True
         previous, first = batch.get("previous"), None
-        if batch.get("token_map") is not None and not one_for_all(self.rotaries, max(batch["lengths"])):
+        longest_alike = self.hybrid.longest_alike if self.hybrid else math.inf
+        if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
             batch, first = _written_out(batch)  # a shared prefix has different states in each sequence
             previous = None if previous is None else first[batch["targets"]] - 1
         listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
-        with listening as chosen, knowing(self.rotaries, batch["lengths"]):
+        with listening as chosen:
             out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
             hidden = to_row(out.last_hidden_state)
         predicting = None if previous is None else hidden.index_select(0, previous)
@@ -199,7 +204,7 @@ class FlatModel(nn.Module):
         """Transformers' output for the flat row, and a function that brings a tensor in it to shape (T, ...)."""
         flat_row = plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("token_map"))
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "flat_row": flat_row}
-        with dealing(flat_row):
+        with self._calling(batch["lengths"], flat_row):
             return body(self.lm)(**inputs, **options), lambda x: x.reshape(-1, x.shape[-1])
 
     def _call_padded(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
@@ -214,7 +219,15 @@ class FlatModel(nn.Module):
             x = x.reshape(*mask.shape, -1)[mask]
             return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
 
-        return body(self.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
+        with self._calling(lengths):
+            return body(self.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
+
+    def _calling(self, lengths: list[int], row: FlatRow | None = None) -> contextlib.AbstractContextManager:
+        """Context in which layers that look at the whole input know its sequences."""
+        if self.hybrid is None:
+            return contextlib.nullcontext()
+        hybrids = extra("hybrids")
+        return hybrids.calling(hybrids.Call(lengths, row))
 
 
 def _written_out(batch: Batch) -> tuple[Batch, Tensor]:
@@ -261,6 +274,20 @@ def check_positions(model: FlatModel, longest: int, limits: str = "the length li
 def base_lm(lm: nn.Module) -> nn.Module:
     """The transformers model inside a LoRA wrapper, or the model itself."""
     return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
+
+
+def names_in_code(cls: type) -> set[str]:
+    """The names of attributes and globals in the code of a class."""
+    functions = [inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f)]
+    return {name for f in functions for name in f.__code__.co_names}
+
+
+def is_hybrid(lm: nn.Module) -> bool:
+    """Whether a layer carries a state along its input, or the positions depend on its length: see extras/hybrids.py."""
+    if any(names_in_code(cls) & (KEEPS_STATE | OWN_CACHE) for cls in {type(module) for module in lm.modules()}):
+        return True
+    kinds = [str(getattr(module, "rope_type", "")) for module in lm.modules()]
+    return any("dynamic" in kind or "longrope" in kind for kind in kinds)
 
 
 def body(lm: nn.Module) -> nn.Module:
@@ -337,6 +364,11 @@ def disable_dropout(model: FlatModel) -> FlatModel:
     return model.train(model.training)
 
 
+def is_quantised(lm: nn.Module) -> bool:
+    """Whether a model's frozen weights are in 4 or 8 bits (extras/quantised.py)."""
+    return getattr(base_lm(lm), "is_quantized", False)
+
+
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +377,11 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     parameters = list(model.parameters())
     counts = sizes(parameters)
     return sum(n for n, p in zip(counts, parameters, strict=True) if p.requires_grad), sum(counts)
+
+
+def sizes(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """The number of elements of each parameter; two in 4 bits share a byte."""
+    return [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
 
 
 def flops_per_token(model: FlatModel, T: int) -> float:

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 TRAINED, START = "default", "start"  # adapter names within a model: the trained one, and its frozen starting point
 # Settings fixed by an existing adapter: when it is trained further, other values on the command line would be ignored.
-OWN = ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora")  # of LoraConfig
-# Mixers whose fused kernels read these weights directly, bypassing any adapter (peft refuses them).
-MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+OWN = {"lora_r": "r"} | {name: name for name in ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")}
+# Layers of an architecture that adapters do not fit, by model_type: fused kernels of Mamba's mixers read these weights
+# directly, bypassing any adapter; a layer of DeepSeek-V4 holds several matrices.
+MIXER = ("out_proj", "conv1d")
+UNFIT = dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), MIXER) | {"deepseek_v4": ("o_a_proj",)}
 GATE = r"(.*\.)?(gate|router|shared_expert_gate)(\..*)?"  # the modules that choose the experts
 
 
@@ -136,10 +138,9 @@ def advise(args: CommonArgs) -> None:
 
 def _compare(args: CommonArgs, config: "LoraConfig", start: str | Path) -> None:
     """Raise UserError if a flag on the command line contradicts the settings of the adapter."""
-    for field in dataclasses.fields(CommonArgs):
-        name = "r" if field.name == "lora_r" else field.name
-        if name in OWN and getattr(args, field.name) not in (field.default, getattr(config, name)):
-            raise UserError(f"--{field.name} {getattr(args, field.name)}: {start} has {getattr(config, name)}, which stays")
+    for flag, name in OWN.items():
+        if getattr(args, flag) not in (getattr(CommonArgs, flag), getattr(config, name)):
+            raise UserError(f"--{flag} {getattr(args, flag)}: {start} has {getattr(config, name)}, which stays")
     if args.lora_target_modules is not None:
         raise UserError(f"--lora_target_modules: {start} has its own, which stay")
 
@@ -149,22 +150,17 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
     peft = import_peft("--use_peft")
     wanted = args.lora_target_modules
     everything = wanted is None or [name.lower() for name in wanted] == ["all-linear"]
-    left_out = []
-    decoder = lm.get_decoder() if hasattr(lm, "get_decoder") else lm
-    prefix = next((name for name, module in lm.named_modules() if module is decoder), "")
-    head = lm.get_output_embeddings()
+    unfit = UNFIT.get(lm.config.model_type, ())
+    if not everything and (named := [name for name in wanted if name in unfit]):
+        raise UserError(f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}")
+    left_out = [rf".*\.{name}" for name in unfit]
+    decoder, names = lm.get_decoder(), {id(module): name for name, module in lm.named_modules()}
+    head, prefix = lm.get_output_embeddings(), names.get(id(decoder), "")
     linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    if not all(name.startswith(prefix) for name in linear):
+    if not all(name.startswith(prefix) for name in linear):  # a vision or audio tower
         left_out.append(rf"(?!{re.escape(prefix)}\.).*")
-    grouped = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and not _is_one_product(module)]
-    if everything:
-        left_out += map(re.escape, grouped)
-    elif named := [name for name in grouped if name.split(".")[-1] in wanted]:
-        raise UserError(f"--lora_target_modules {named[0].split('.')[-1]}: not one matrix product; adapters do not fit it")
-    if everything and any("experts" in name.split(".") for name, _ in lm.named_modules()):
+    if everything and any("experts" in name.split(".") for name in names.values()):
         left_out.append(GATE)
-    if everything and lm.config.model_type in MAMBA:
-        left_out.append(r".*\.(out_proj|conv1d)")
     config = peft.LoraConfig(
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
@@ -179,19 +175,6 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
     if everything:
         _without_routers(config, lm)
     return config
-
-
-def _is_one_product(linear: nn.Linear) -> bool:
-    """Whether a linear layer multiplies by a single matrix: DeepSeek-V4 has some that hold several."""
-    if not type(linear).__module__.startswith("transformers.models"):
-        return True
-    with torch.no_grad():
-        x = torch.ones(2, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
-        try:
-            out = linear(x)
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            return False
-    return not isinstance(out, torch.Tensor) or out.shape == (2, linear.out_features)  # a router returns its choices
 
 
 def _without_routers(config: "LoraConfig", lm: nn.Module) -> None:

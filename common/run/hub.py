@@ -18,7 +18,6 @@ from typing import Any
 from common.args import CommonArgs
 from common.errors import UserError, quoted, say
 from common.model.save import EXTRA
-from common.model.shards import refuse_shards
 from common.run.folder import CARD, CLASSIFIER, MODEL, WEIGHTS
 
 TIMEOUT = 300  # seconds without an answer from the Hub
@@ -98,7 +97,6 @@ def upload(folder: Path, repo: str, private: bool, card: str | None, message: st
 
     with contextlib.suppress(AttributeError):
         get_session().timeout = TIMEOUT  # otherwise a hanging request never ends
-    refuse_shards(folder)
     files = files_to_push(folder)
     if not any(path.match(pattern) for path in files.values() for pattern in WEIGHTS):
         raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")

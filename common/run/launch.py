@@ -11,14 +11,13 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, say
+from common.extras import extra
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
-from common.model.quantised import check_quantisation
 from common.processes import gather_lists
 from common.run.folder import open_folder
 from common.run.hub import check_push
 from common.run.metrics import check_tracker
-from common.run.sharded import check_sharded
 
 import torch
 from accelerate import Accelerator
@@ -73,7 +72,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
             "look for ACCELERATE_*, WORLD_SIZE, RANK and MASTER_ADDR in the environment"
         ) from None
     _refuse_false_launches(accelerator)
-    check_quantisation(args, accelerator.distributed_type in SHARDED)
+    if args.load_in_4bit or args.load_in_8bit:
+        extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
     check_optimizer(args, accelerator.distributed_type)
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
         plugin = accelerator.state.fsdp_plugin  # it would round loss weights, log-probabilities and gradient sums
@@ -89,7 +89,6 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # a checkpoint of another run
         seen = checkpoint if named else output_dir / (checkpoint.name if checkpoint else "args.yaml")
         refuse_a_disk_of_its_own(accelerator, seen, needed=checkpoint is not None)
-    check_sharded(args, accelerator)
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")

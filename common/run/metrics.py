@@ -1,8 +1,8 @@
-"""The output of a run: metrics.jsonl, console lines, trackers, samples, events, summary.json, and the pictures curves.png
-and report.html."""
+"""The output of a run: metrics.jsonl, console lines, trackers, samples, events, summary.json, report.html."""
 
 import contextlib
 import errno
+import functools
 import importlib.util
 import json
 import math
@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.errors import UserError, hidden, quoted, say
+from common.errors import UserError, hidden, say
+from common.extras import extra
 from common.files import replace_text
 from common.memory import finest_dtype, memory, relieve
 from common.model.flat_model import peak_flops
 from common.processes import gather_lists
-from common.run.curves import draw_curves
 from common.run.folder import LINES, is_held, writing
-from common.run.report import Report
 
 import torch
 from accelerate import Accelerator
@@ -88,7 +87,6 @@ class Metrics:
         self.started = self.clock = time.perf_counter()
         self.clock_tokens = 0
         self.seconds_before = 0.0  # run time before the checkpoint it resumed from
-        self.report: Report | None = None  # on the main process
         self.run_name = args.run_name or self.output_dir.name
 
     def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
@@ -186,7 +184,6 @@ class Metrics:
                         continue  # truncated by a kill, or damaged
                 with writing(self.output_dir):
                     replace_text(path, "".join(line + "\n" for line in kept))
-            self.report = Report(self.output_dir)
         if self.accelerator.log_with:
             self._start_tracker(last)
 
@@ -226,8 +223,8 @@ class Metrics:
         self._write(step, values)
         if bar is not None and "loss" in values:  # not if all windows since the last line were bad
             bar.set_postfix_str(f"{_main(values)}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
-        if self.report:
-            self.report.write_if_due()
+        if self.accelerator.is_main_process:
+            self.report.log(step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
         """Warn when the loss spikes. GRPO's loss is centred on 0 by construction, so it is not watched."""
@@ -289,23 +286,24 @@ class Metrics:
                 say(f"{path} cannot be written ({error.strerror}): training goes on, lines are lost")
             self.lost_lines += len(rows)
 
-    def write_report(self, summary: dict[str, Any] | None = None) -> None:
-        """Write report.html. summary: see finish."""
-        if self.report:
-            self.report.write(summary)
+    def write_report(self, at_once: bool = False) -> None:
+        """Write report.html. at_once: however much time that takes."""
+        if self.accelerator.is_main_process:
+            (self.report.close if at_once else self.report.write)()
+
+    @functools.cached_property
+    def report(self) -> Any:
+        """Writes report.html, on the main process."""
+        return extra("report").Report(self.output_dir)
 
     def finish(
         self, text: str, best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
-        """Write curves.png, report.html, what `also` makes of the summary, and finally summary.json, which marks a complete
-        run. text: of the event "finished". best: facts about the best evaluation."""
+        """Write what `also` makes of the summary, summary.json, which marks a complete run, and report.html. text: of the
+        event "finished". best: facts about the best evaluation."""
         if not self.accelerator.is_main_process:
             return
         self.event("finished", int(self.last.get("step", 0)), text)
-        try:
-            draw_curves(self.output_dir, self.run_name)
-        except Exception as error:  # the disk, or matplotlib's configuration: a picture may not fail a run
-            say(f"curves.png was not drawn: {quoted(error, 200, str)}", sys.stderr)
         summary = {
             "final": self.last,
             "before": self.first_eval,
@@ -322,11 +320,11 @@ class Metrics:
             "versions": versions(),
             "python": platform.python_version(),
         }
-        self.write_report(summary)
         with writing(self.output_dir):
             if also is not None:
                 also(summary)
             replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
+        self.write_report(at_once=True)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         values = {name: float(value) for name, value in values.items()}

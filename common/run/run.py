@@ -30,12 +30,12 @@ from common.extras import extra
 from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
+from common.model.save import base_dtype, final_dtype
 from common.run.alerts import Alerts
 from common.run.best import Best
 from common.run.card import make_card, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
-from common.run.export_dtype import base_dtype, export_dtype
 from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.hub import Push
 from common.run.launch import KEPT, start
@@ -167,7 +167,7 @@ class Run:
 
     def _note_death(self, error: BaseException) -> None:
         self.metrics.event("stopped", self.step, f"died: {error if isinstance(error, UserError) else repr(error)}")
-        self.metrics.write_report()
+        self.metrics.write_report(at_once=True)
 
     def _save_before_the_end(self, error: BaseException) -> None:
         """Save a checkpoint before an error ends the run; all processes are here. Impossible if an evaluation failed between
@@ -211,7 +211,7 @@ class Run:
             self._save(step)
         if asked_for == "stop":
             self.metrics.event("stopped", step, f"by {self.signals.reason}; the same command goes on")
-            self.metrics.write_report()
+            self.metrics.write_report(at_once=True)
             self._each("close")
             self.signals.leave(self.args.output_dir, step)
         return step == self.last_step or self.best.stops(step)
@@ -278,12 +278,12 @@ class Run:
             say(line)
 
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
-        """Write the final model, summary.json, curves.png and report.html, and print where they are and what to try next.
+        """Write the final model, summary.json and report.html, and print where they are and what to try next.
         also: writes further files of the final model, on the main process, before the run counts as complete."""
         args, best, metrics = self.args, self.best, self.metrics
         self.nonfinite.check_weights(self.model, self.step)
         refuse_deleted_folder(self.accelerator, Path(args.output_dir))
-        dtype = export_dtype(args, self.base_dtype)
+        dtype = final_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
@@ -297,7 +297,7 @@ class Run:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
         what = "adapter" if args.use_peft and not args.merge_lora else "model"
         suite = "regression.jsonl, " if self.regression else ""
-        files = f"metrics.jsonl, samples.jsonl, {suite}summary.json, curves.png, report.html"
+        files = f"metrics.jsonl, samples.jsonl, {suite}summary.json, report.html"
         say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
         if what == "adapter":
             say(

@@ -1,16 +1,85 @@
-"""Metrics of a rollout, and the selection of completions and tokens to train on."""
+"""The rollouts of a run: the prompts of each, and the metrics of its completions."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from common.collators import Window
-from common.processes import gather_lists
+from common.args import CommonArgs
+from common.data.load import Rows
+from common.errors import UserError
 from common.sampling.rewards import Reward
 
-import numpy as np
 import torch
 from accelerate import Accelerator
+
+
+class RolloutSchedule:
+    """The prompts of each rollout, and the number of steps trained on it."""
+
+    def __init__(
+        self,
+        args: CommonArgs,
+        accelerator: Accelerator,
+        prompts: Rows,
+        *,
+        num_generations: int,
+        max_completion_length: int,
+        windows_per_rollout: int,
+        updates_per_rollout: int,
+    ):
+        """num_generations: completions per prompt. updates_per_rollout: steps per rollout, a multiple of its windows. The
+        run lasts max_steps steps, or num_train_epochs passes over the prompts. Raises UserError if num_generations does not
+        divide the completions of a window."""
+        self.train, self.updates_per_rollout = prompts, updates_per_rollout
+        self.window_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+        self.step_size = f"{self.window_size} completions"
+        if self.window_size % num_generations:
+            raise UserError(
+                f"--num_generations {num_generations} does not divide the {self.window_size} completions of a step "
+                f"(per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
+                f"{args.gradient_accumulation_steps} x {accelerator.num_processes} processes)"
+            )
+        self.num_prompts = self.window_size * windows_per_rollout // num_generations  # per rollout
+        epochs = math.ceil(args.num_train_epochs * len(prompts) / self.num_prompts) * updates_per_rollout
+        self._steps = args.max_steps if args.max_steps > 0 else epochs
+        self.longest = prompts.longest + max_completion_length  # tokens of a sequence
+        self._largest_micro_batch = [self.longest] * args.per_device_train_batch_size
+        self._num_generations, self._max_completion_length = num_generations, max_completion_length
+        self._accelerator = accelerator
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def prompts(self, rollout: int) -> list[dict[str, Any]]:
+        """The prompts of a rollout, each repeated num_generations times in succession: new ones for each rollout."""
+        positions = range(rollout * self.num_prompts, (rollout + 1) * self.num_prompts)
+        return [prompt for position in positions for prompt in [self.train.at(position)] * self._num_generations]
+
+    def mine(self) -> range:
+        """The indices of the completions of a rollout that this process samples."""
+        share = self.num_prompts * self._num_generations // self._accelerator.num_processes
+        return range(self._accelerator.process_index * share, (self._accelerator.process_index + 1) * share)
+
+    def plan(self) -> dict[str, Any]:
+        """Like Windows.plan, with prompts as examples."""
+        mean = self.train.lengths.mean() + self._max_completion_length
+        return {
+            "steps": len(self),
+            "examples_per_step": self.num_prompts / self.updates_per_rollout,
+            "tokens_per_step": round(self.window_size * mean),
+            "steps_per_epoch": math.ceil(len(self.train) / self.num_prompts) * self.updates_per_rollout,
+            "largest_micro_batch": self._largest_micro_batch,
+        }
+
+    def largest(self) -> None:
+        """None: the memory for the longest completions is unknown before they are sampled."""
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Nothing: the prompts of a rollout are a function of its number."""
+        return {}
+
+    def restore(self, step: int, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
 
 
 class Scored(Protocol):
@@ -66,29 +135,3 @@ def rollout_lines(step: int, completions: Sequence[Scored], rewards: list[Reward
             line["advantage"] = c.advantage
         lines.append(line)
     return lines
-
-
-def far_from_sampler(windows: list[Window], accelerator: Accelerator, cap: float) -> list[int]:
-    """The places (in the rollout, over all processes) of completions that the model before its update would have written
-    more than `cap` times as often as the model that sampled them.
-
-    The windows' sequences have old_logps, sampled_logps and `place`. As in TRL's sequence_mask, the ratio is that of the
-    whole completion, so that long ones reach the bound sooner. Unlike there, kept completions are not weighted by their
-    ratios, and dropped ones contribute neither to the KL term nor to any denominator.
-    """
-    far = []
-    for sequence in (sequence for window in windows for sequence in window.sequences):
-        ratio = (sequence["old_logps"] - sequence["sampled_logps"]) * sequence["loss_mask"]
-        if ratio.sum(dtype=np.float64) > math.log(cap):
-            far.append(int(sequence["place"]))
-    return gather_lists(accelerator, far)
-
-
-def keep_high_entropy(window: Window, accelerator: Accelerator, share: float) -> None:
-    """Add `policy_mask` to the sequences: 1 on that share of the window's tokens (over all processes) with the highest
-    entropy (Wang et al. 2025, arXiv 2506.01939). The sequences have `entropy`."""
-    mine = [sequence["entropy"][sequence["loss_mask"] > 0] for sequence in window.sequences]
-    all_tokens = np.concatenate([np.zeros(0, np.float32), *gather_lists(accelerator, mine)])
-    threshold = np.quantile(all_tokens.astype(np.float64), 1 - share) if len(all_tokens) else 0.0
-    for sequence in (sequence for example in window.examples for sequence in example):
-        sequence["policy_mask"] = (sequence["entropy"] >= threshold).astype(np.float32)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.errors import UserError
+from common.model.flat_model import FlatModel
 from common.model.load import grow_embedding, load_pretrained
 from common.model.lora import START, add_lora, advise, at_start, is_trained_part
 from common.model.reference import Reference, fingerprint
@@ -66,7 +67,7 @@ def test_all_linear_layers_are_adapted_but_no_router_and_no_vision_tower(kind):
     lm = getattr(transformers, name)(config())
     wanted = {n for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and m is not lm.get_output_embeddings()}
     wanted -= {n for n in wanted if "vision" in n or "router" in n or "shared_expert_gate" in n}
-    model = add_lora(CommonArgs(**ARGS, lora_target_modules=asked), SimpleNamespace(lm=lm, padded=False))
+    model = add_lora(CommonArgs(**ARGS, lora_target_modules=asked), FlatModel(lm))
     names = {
         n.removeprefix("base_model.model.").split(".lora_A")[0] for n, _ in model.lm.named_parameters() if ".lora_A." in n
     }
@@ -79,7 +80,7 @@ def test_all_linear_layers_are_adapted_but_no_router_and_no_vision_tower(kind):
 
 def test_layers_that_are_named_are_adapted_even_a_router():
     lm = transformers.PhimoeForCausalLM(MIXED["a linear router"][1]())
-    model = add_lora(CommonArgs(**ARGS, lora_target_modules=["router", "q_proj"]), SimpleNamespace(lm=lm, padded=False))
+    model = add_lora(CommonArgs(**ARGS, lora_target_modules=["router", "q_proj"]), FlatModel(lm))
     assert {n.split(".lora_A")[0].split(".")[-1] for n, _ in model.lm.named_parameters() if "lora_A" in n} == {
         "router",
         "q_proj",
@@ -93,12 +94,12 @@ def test_layers_of_several_matrices_are_left_out_and_not_adapted_when_named():
         pytest.skip("transformers has no DeepSeek-V4")
     sizes = SIZE | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16}
     sizes |= {"o_groups": 2, "o_lora_rank": 8, "head_dim": 16, "qk_rope_head_dim": 8, "num_key_value_heads": 1}
-    make = lambda: SimpleNamespace(lm=transformers.AutoModelForCausalLM.from_config(v4(**sizes)), padded=False)  # noqa: E731
+    make = lambda: FlatModel(transformers.AutoModelForCausalLM.from_config(v4(**sizes)))  # noqa: E731
     model = add_lora(CommonArgs(**ARGS), make())
     adapted = {n.split(".lora_A")[0].split(".")[-1] for n, _ in model.lm.named_parameters() if "lora_A" in n}
     assert "o_b_proj" in adapted and "o_a_proj" not in adapted
     assert model.lm(input_ids=torch.arange(8)[None]).logits.isfinite().all()
-    with pytest.raises(UserError, match="--lora_target_modules o_a_proj: not one matrix product"):
+    with pytest.raises(UserError, match="--lora_target_modules o_a_proj: adapters do not fit"):
         add_lora(CommonArgs(**ARGS, lora_target_modules=["o_a_proj", "o_b_proj"]), make())
 
 

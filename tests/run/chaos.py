@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tests.conftest  # noqa: F401, I001  (before torch: threads, folder)
+from tests.conftest import demo, module_of  # isort: skip  (before torch: threads, folder)
 from common.command_line import launch
 from common.model import FlatModel
 from common.run.metrics import Metrics
@@ -30,9 +30,9 @@ for module in (
     "train_sft",
     "train_dpo",
     "train_grpo",
+    "experiments.train_grpo_ahead",
     "transformers",
     "peft",
-    "matplotlib.pyplot",
     "torch.distributed.fsdp",
 ):
     try:
@@ -98,7 +98,7 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
             moments.around(owner, name, "save")
     for module in ("checkpoint", "run"):
         moments.around(importlib.import_module(f"common.run.{module}"), "prune", "prune")
-    moments.around(importlib.import_module("common.run.metrics"), "draw_curves", "curves")
+    moments.around(importlib.import_module("common.extras.report"), "write_page", "page")
 
     append, seed_dropout = Metrics.append, Retry._seed_dropout
 
@@ -122,12 +122,12 @@ def _attempt(stage: str, words: list[str], log: str, epoch: int, kind: str | Non
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(out, descriptor)
-    script = importlib.import_module(f"train_{stage}")
+    script = importlib.import_module(module_of(stage))
     sys.argv = [f"train_{stage}.py", *words]
     moments = Moments(kind, at)
     watch(moments, script, epoch)
     try:
-        launch(script.main, script.Args, f"data/configs/{stage}.yaml")
+        launch(script.main, script.Args, demo(stage))
     finally:
         Path(log).with_suffix(".json").write_text(json.dumps(moments.passed))
 

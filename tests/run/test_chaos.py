@@ -88,7 +88,7 @@ CASES = {
         3,
     ),
     "grpo, ahead, tokens of high entropy": (
-        "grpo",
+        "grpo_ahead",
         f"{GRPO} --model_name_or_path {{llama}} --rollout_ahead 2 --importance_cap 1.01 --top_entropy_quantile 0.5 --max_steps 12"
         " --save_steps 2 --num_iterations 2",
         6,
@@ -108,7 +108,7 @@ CASES = {
 }
 if importlib.util.find_spec("bitsandbytes") is None:
     del CASES["sft, a base in 4 bits, DoRA"]
-KINDS = ("step", "save", "evaluation", "line", "epoch", "rollout", "prune", "curves")
+KINDS = ("step", "save", "evaluation", "line", "epoch", "rollout", "prune", "page")
 DEFAULT = [
     ("pretrain, epochs, dropout", "epoch"),
     ("pretrain, streamed, several sources, save_best", "step"),
@@ -165,7 +165,7 @@ def whole(tmp_path_factory, token_cache):
                 code = attempt(stage, [*words, *more, "--output_dir", str(output)], log, epoch=epoch)
                 assert code == 0, log.read_text()[-4000:]
             moments = json.loads(log.with_suffix(".json").read_text())
-            assert moments.keys() == set(KINDS) - ({"rollout"} if stage != "grpo" else set()), moments
+            assert moments.keys() == set(KINDS) - (set() if "grpo" in stage else {"rollout"}), moments
             known[case] = words, output, moments, time.monotonic() - began
         return known[case]
 
@@ -222,9 +222,9 @@ def test_a_killed_run_ends_as_if_nothing_had_been(case, kind, whole, tmp_path):
     assert_nothing_is_lost(case, whole, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["prune", "curves"])
+@pytest.mark.parametrize("kind", ["prune", "page"])
 def test_what_comes_after_the_last_save_is_made_up_for(kind, whole, tmp_path):
-    """The checkpoints that are one too many, the figures of the summary, the curves."""
+    """The checkpoints that are one too many, the figures of the summary, the page."""
     case = "sft, packing, LoRA with dropout, several sources"
     words, _, moments, _ = whole(case)
     for doomed in ({"kind": kind, "at": moments[kind] - 1}, {}):

@@ -75,22 +75,7 @@ def test_a_disk_that_is_full_for_a_while_leaves_whole_lines(tmp_path, capsys):
     metrics.finish()
     assert [json.loads(line)["step"] for line in file.read_text().split("\n")[:-1]] == [1, 2, 5, 6, 7]
     assert json.loads((tmp_path / "summary.json").read_text())["lost_lines"] == 2
-    assert capsys.readouterr().out.count("cannot be written") == 1 and (tmp_path / "curves.png").exists()
-
-
-@pytest.mark.parametrize("how", ["a line is damaged", "no such backend", "no place"])
-def test_a_picture_is_not_worth_a_run(how, tmp_path, monkeypatch, capsys):
-    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
-    metrics.log(1, loss=1.0)
-    if how == "a line is damaged":
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo\n\n{"step": 2, "loss": 1.0}\n')
-    elif how == "no place":
-        (tmp_path / "curves.png").mkdir()
-    else:
-        monkeypatch.setattr("common.run.metrics.draw_curves", lambda _: {}["nosuch"])
-    metrics.finish()
-    assert (tmp_path / "summary.json").exists()
-    assert ("curves.png was not drawn" in capsys.readouterr().err) == (how != "a line is damaged")
+    assert capsys.readouterr().out.count("cannot be written") == 1
 
 
 def test_who_speaks(monkeypatch, capsys):

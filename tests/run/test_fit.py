@@ -122,7 +122,6 @@ def test_the_largest_micro_batch_is_tried_once_where_it_is_asked_for(launch, mon
 
     monkeypatch.setattr(FlatModel, "forward", watched)
     monkeypatch.setattr(Retry, "try_largest", lambda self, gradients, window, optimizer: tried.append(sum(window.largest())))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # no curves.png: it takes longer than the runs
     words = [*STAGES["sft"], *ONE, "--save_steps", "2"]
     launch("sft", *words, "--max_steps", "2")
     launch("sft", *words, "--auto_micro_batch")
@@ -157,7 +156,7 @@ def test_only_one_of_two_processes_runs_out(launch, tmp_path):
 def test_memory_that_really_runs_out(tmp_path):
     """A limit on the address space that a micro-batch of 64 does not fit in, and smaller ones do."""
     code = (
-        "import sys, resource, train_sft, matplotlib.backends.backend_agg; from common.command_line import parse_args\n"
+        "import sys, resource, train_sft; from common.command_line import parse_args\n"
         "import common.run.retry, common.run.run as room; common.run.retry.tokens_at_once = lambda *args: float('inf')\n"
         "class Limited(room.Signals):\n"
         "    def __init__(self, *args, **options):\n"

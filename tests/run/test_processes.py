@@ -96,11 +96,10 @@ def test_a_reward_that_raises_on_one_process_ends_both_with_its_line(two, tmp_pa
 
 def test_completions_that_end_at_once_on_one_process_and_never_on_the_other(two):
     change = """
-import common.sampling.sampler as sampler
-sample = sampler.sample
+sample = script.sample
 def uneven(model, prompts, keys, **options):
     return sample(model, prompts, keys, stop_ids=list(range(512)) if RANK == 0 else [], **options)
-sampler.sample = uneven
+script.sample = uneven
 """
     run, output, _ = two("grpo", [*GRPO, "--beta", "0.04", "--num_iterations", "2"], change)
     assert run.returncode == 0, run.stderr[-4000:]
@@ -226,14 +225,14 @@ def test_processes_share_what_servers_sample(two, tmp_path, launch):
 
 SERVER_REFUSES = """
 from common.errors import UserError
-from common.sampling.servers import RolloutServers
-complete = RolloutServers._complete
+from common.extras.vllm import RolloutServers
+complete = RolloutServers._complete_all
 def broken(self, *args):
     if RANK == 1:
         open(os.environ["FAILED"], "w").close()
         raise UserError("no server is left for the second process")
     return complete(self, *args)
-RolloutServers._complete = broken
+RolloutServers._complete_all = broken
 """
 
 

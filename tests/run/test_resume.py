@@ -1,6 +1,5 @@
 """A run that was stopped goes on exactly where it was, and a broken checkpoint is never taken for a whole one."""
 
-import json
 import os
 import re
 import signal
@@ -105,8 +104,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
     resumed = launch(stage, *arguments, output="stopped")
     assert len(places) == ("--dataset_streaming" in arguments)  # a stream is not read again from its start
     assert read_metrics(resumed) == read_metrics(whole)
-    states = [json.loads((checkpoints(run)[-1] / "trainer_state.json").read_text()) for run in (whole, resumed)]
-    assert states[0]["weight_norms"] == states[1]["weight_norms"]  # of the start of the run
     weights = "adapter_model.safetensors" if "--use_peft" in arguments else "model.safetensors"
     for file in [weights, "extra.safetensors"] if (whole / "extra.safetensors").exists() else [weights]:
         one, other = load_file(whole / file), load_file(resumed / file)
@@ -114,10 +111,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage, ahead, first", [("grpo", 1, 4), ("grpo", 2, 5), ("ppo", 1, 4)])
+@pytest.mark.parametrize("stage, ahead, first", [("grpo_ahead", 1, 4), ("grpo_ahead", 2, 5)])
 def test_a_run_that_is_made_longer_equals_one_that_was_that_long(stage, ahead, first, launch, monkeypatch):
     """Two steps a rollout. What the longer run has sampled ahead of the step at which the short one ends, that one has, too."""
-    arguments = [*STAGES[stage], *COMMON, "--eval_steps", "0", "--save_steps", "2", "--rollout_ahead", ahead]
+    arguments = [*STAGES["grpo"], *COMMON, "--eval_steps", "0", "--save_steps", "2", "--rollout_ahead", ahead]
     whole = launch(stage, *arguments, output="whole")
     launch(stage, *arguments, "--max_steps", first, output="longer")
     with monkeypatch.context() as patch, pytest.raises(Stop):
@@ -126,9 +123,8 @@ def test_a_run_that_is_made_longer_equals_one_that_was_that_long(stage, ahead, f
     longer = launch(stage, *arguments, output="longer")
     assert (longer / "completions.jsonl").read_text() == (whole / "completions.jsonl").read_text()
     assert read_metrics(longer) == read_metrics(whole)
-    for file in ("model.safetensors", "extra.safetensors")[: 1 + (stage == "ppo")]:
-        one, other = load_file(whole / file), load_file(longer / file)
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    one, other = load_file(whole / "model.safetensors"), load_file(longer / "model.safetensors")
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_dropout_is_a_function_of_the_step_so_that_resuming_changes_nothing(launch, monkeypatch, tmp_path):

@@ -1,9 +1,9 @@
 """A server that speaks vLLM's protocol (0.32, as it was recorded) over the project's own sampler, and can play its faults.
 
 Plays: "slow", "dies in a rollout", "dies in a reload", "hangs", "500", "500 twice" (for each completion), "breaks off twice",
-"400 of its own" (NaN), "aborts", "refuses a reload", "old weights" (the version is right), "half a reload" (one matrix stays),
-"old cache" (computed with the weights of before), "restarts" (other weights in the middle of a rollout), "old version",
-"unknown version", "no development mode", "garbage".
+"aborts", "refuses a reload", "old weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed
+with the weights of before), "restarts" (other weights in the middle of a rollout), "no development mode", "garbage", "unknown
+token", "half a token", "NaN", "drips" (a byte now and then).
 """
 
 import json
@@ -52,19 +52,18 @@ class FakeVLLM:
         generation_config: str = "vllm",
         play: str = "",
         keys: dict[int, tuple[int, ...]] | None = None,
-        device: str = "cuda",
         port: int = 0,
         key: str = "",
-        tls: Any = None,
+        off: float = 0.0,
     ):
         """model: of transformers, or a folder. keys: of the project's sampler, by the seed that a request has instead.
-        key: that /v1 wants. tls: an SSL context, with which it speaks https."""
+        key: that /v1 wants. off: times the sine of a token is added to its log-probability."""
         lm = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str | Path) else model
         self.model, self.keys = wrap(lm.eval()), keys or {}
         self.first = {name: value.clone() for name, value in lm.state_dict().items()}
         self.V = lm.get_input_embeddings().weight.shape[0]
         self.mode, self.max_model_len, self.block, self.dtype, self.play = mode, max_model_len, block, dtype, play
-        self.generation_config, self.device, self.key = generation_config, device, key
+        self.generation_config, self.key, self.off = generation_config, key, off
         self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
         self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
         self.tries: dict[int, int] = {}  # of the seeds that it has broken off or answered 500
@@ -87,7 +86,7 @@ class FakeVLLM:
 
             def _answer(self, body: dict[str, Any] | None) -> None:
                 try:
-                    status, answer = 401, {"error": "Unauthorized"}
+                    status, answer = 401, {"error": f"Unauthorized: {self.headers['Authorization']}"}
                     is_open = not fake.key or not self.path.startswith("/v1")
                     if is_open or self.headers["Authorization"] == f"Bearer {fake.key}":
                         status, answer = fake.answer(self.path.split("?")[0], body)
@@ -98,7 +97,11 @@ class FakeVLLM:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                self.wfile.write(text)
+                drips = fake.play == "drips" and body is not None and fake.counts(body)
+                for at in range(len(text) if drips else 0):
+                    self.wfile.write(text[at : at + 1])
+                    time.sleep(0.1)
+                self.wfile.write(b"" if drips else text)
 
         class Quiet(ThreadingHTTPServer):
             daemon_threads, request_queue_size = True, 256
@@ -107,9 +110,7 @@ class FakeVLLM:
                 pass
 
         self.http = Quiet(("127.0.0.1", port), Handler)
-        if tls is not None:
-            self.http.socket = tls.wrap_socket(self.http.socket, server_side=True)
-        self.url = f"http{'s' * (tls is not None)}://127.0.0.1:{self.http.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
     def __enter__(self) -> "FakeVLLM":
@@ -136,8 +137,6 @@ class FakeVLLM:
         self.asked.append(path)
         if path == "/health":
             return 200, None
-        if path == "/version":
-            return 200, {"version": {"old version": "0.31.2", "unknown version": "1.0.dev7"}.get(self.play, "0.32.0")}
         if path == "/v1/completions":
             return self._complete(body)
         if self.play == "no development mode":
@@ -146,10 +145,8 @@ class FakeVLLM:
             model = {"model": "m", "dtype": f"torch.{self.dtype}", "max_model_len": self.max_model_len}
             model |= {"logprobs_mode": self.mode, "generation_config": self.generation_config}
             cache = {"block_size": self.block, "enable_prefix_caching": True}
-            config = {"model_config": model, "cache_config": cache, "device_config": {"device": self.device}}
+            config = {"model_config": model, "cache_config": cache}
             return 200, {"vllm_config": config, "vllm_env": {"VLLM_SERVER_DEV_MODE": True}}
-        if path == "/is_paused":
-            return 200, {"is_paused": self.paused}
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
             return 200, {"status": path.strip("/") + "d"}
@@ -198,7 +195,7 @@ class FakeVLLM:
                 return 400, error(text)
         if len(prompt) >= self.max_model_len:
             return 400, error(f"This model's maximum context length is {self.max_model_len} tokens.")
-        is_of_rollout = "seed" in body and self.reloads > 0 and body.get("max_tokens") and self._counts(body)
+        is_of_rollout = "seed" in body and self.reloads > 0 and body.get("max_tokens") and self.counts(body)
         if is_of_rollout:
             self.served += 1
             if self.play == "dies in a rollout" and self.served > 2:
@@ -217,8 +214,6 @@ class FakeVLLM:
                 raise ConnectionAbortedError
         if is_of_rollout and (self.play == "500" or self.play == "500 twice" and tried <= 2):
             return 500, error("EngineCore encountered an issue. See stack trace (above) for the root cause.")
-        if self.play == "garbage" and is_of_rollout:
-            return 200, {"choices": []}
         while (self.paused or self.play == "hangs" and is_of_rollout) and not self.is_dead:
             time.sleep(0.02)
         asked = Asked(body, min(limit, self.max_model_len - len(prompt)))
@@ -234,10 +229,14 @@ class FakeVLLM:
         reason = "stop" if finished else "length"
         if self.play == "aborts" and is_of_rollout:
             ids, logps, reason = ids[:1], logps[:1], "abort"
+        if is_of_rollout:
+            ids = {"unknown token": [self.V, *ids[1:]], "half a token": [ids[0] + 0.5, *ids[1:]]}.get(self.play, ids)
+            logps = [math.nan, *logps[1:]] if self.play == "NaN" else logps
         choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logps}, "finish_reason": reason, "token_ids": ids}
-        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
+        choices = [] if self.play == "garbage" and is_of_rollout else [choice]
+        return 200, {"choices": choices, "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
 
-    def _counts(self, body: dict[str, Any]) -> bool:
+    def counts(self, body: dict[str, Any]) -> bool:
         """Whether a request is one of a rollout: a probe has no stop tokens."""
         return bool(body.get("stop_token_ids"))
 
@@ -286,7 +285,8 @@ class FakeVLLM:
                 ordered, order = logits.softmax(-1).sort(descending=True)
                 drop = ordered.cumsum(-1) - ordered >= drawing["top_p"]
                 logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
-        return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        logps = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        return (logps + self.off * torch.tensor(ids).sin()).tolist()
 
 
 def error(message: str) -> dict[str, Any]:

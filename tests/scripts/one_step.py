@@ -7,7 +7,6 @@ without padding, batches or shared beginnings, from the formulas of the papers.
 
 import json
 import math
-import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -157,7 +156,6 @@ def watched(launch: Any, stage: str, model: str, *flags: Any, output: str = "out
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", watched_step)
-        patch.setitem(sys.modules, "matplotlib.figure", None)  # no curves.png: it takes longer than the run
         run.output = launch(stage, "--model_name_or_path", model, *PLAIN, *flags, output=output)
     return run
 

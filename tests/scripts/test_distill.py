@@ -3,6 +3,7 @@
 import experiments.train_distill as script
 from common.errors import UserError
 from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
+from tests.scripts.grpo_by_hand import CHATS, STOPS, chat_rows, prompt_ids
 from tests.scripts.one_step import (
     assert_gradient,
     assert_metrics,
@@ -16,7 +17,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-from tests.scripts.test_grpo import CHATS, STOPS, chat_rows, prompt_ids
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ STAGES = {
     "tools": ["--config", "experiments/configs/tools.yaml", "--max_steps", "2", "--num_generations", "4"],
     "grpo": ["--config", "data/configs/grpo.yaml", "--max_steps", "2", "--num_generations", "4", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
-    "grpo entropy": [
+    "grpo_ahead entropy": [
         "--config",
         "data/configs/grpo.yaml",
         "--max_steps",
@@ -46,7 +46,7 @@ STAGES = {
         "",
     ]
     + ["--top_entropy_quantile", "0.4", "--loss_type", "bnpo"],
-    "grpo ahead": ["--config", "data/configs/grpo.yaml", "--max_steps", "4", "--num_generations", "4", "--eval_prompts", ""]
+    "grpo_ahead": ["--config", "data/configs/grpo.yaml", "--max_steps", "4", "--num_generations", "4", "--eval_prompts", ""]
     + ["--rollout_ahead", "1", "--importance_correction", "sequence_mask", "--importance_cap", "1.02"],
     "ppo": ["--config", "experiments/configs/ppo.yaml", "--max_steps", "5", "--steps_per_generation", "2", "--beta", "0.02"]
     + ["--num_iterations", "2", "--eval_prompts", ""],
@@ -69,8 +69,8 @@ SLOW = (
     "label_smoothing",
     "rft",
     "tools",
-    "grpo entropy",
-    "grpo ahead",
+    "grpo_ahead entropy",
+    "grpo_ahead",
     "ppo",
     "distill",
 )  # their fast tests are in tests/scripts

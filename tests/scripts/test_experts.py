@@ -27,11 +27,6 @@ LOSSES = ["--router_aux_loss_coef", "20"]
 ROUTERS = ("moe/aux_loss", "moe/max_load", "moe/unused_experts")
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # drawing takes longer than the run
-
-
 @pytest.fixture(scope="module")
 def upcycled(tmp_path_factory):
     """data/base_model with each MLP six times, which differ a little (Komatsuzaki et al. 2022, arXiv 2212.05055)."""

@@ -262,7 +262,7 @@ def test_the_notebook_runs_on_the_demo(tmp_path):
     cells = json.loads(page("docs/quickstart.ipynb"))["cells"]
     assert all(not cell.get("outputs") for cell in cells)
     shown = "import sys, types\nsys.modules['IPython'] = types.ModuleType('IPython')\n"
-    shown += "d = sys.modules['IPython.display'] = types.ModuleType('IPython.display')\nd.Image, d.display = (lambda f: open(f, 'rb').read(8)), print\n"
+    shown += "d = sys.modules['IPython.display'] = types.ModuleType('IPython.display')\nd.HTML = len\n"
     code = shown + "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     (tmp_path / "cells.py").write_text(code)
     environ = {"STEPS": "60", "OUTPUT": str(tmp_path / "out"), "PYTHONPATH": str(ROOT)}

@@ -4,6 +4,7 @@ import statistics
 from dataclasses import dataclass
 
 from common.errors import UserError
+from tests.scripts.grpo_by_hand import LONGEST, REWARDS, STOPS, chat_rows, prompt_ids
 from tests.scripts.one_step import (
     assert_gradient,
     assert_metrics,
@@ -15,7 +16,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-from tests.scripts.test_grpo import LONGEST, REWARDS, STOPS, chat_rows, prompt_ids
 
 import pytest
 import torch

@@ -1,7 +1,6 @@
 """The small experiments from train_sft.py against float64: one step of each, its gradient, and DFT's recorded values."""
 
 import json
-import sys
 
 from common.errors import UserError
 from common.model.wrap import wrap
@@ -95,18 +94,16 @@ def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, tmp_
     words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
     words += ["--reward_funcs", f"{tmp_path}/rewards.py:short", "--reward_threshold", "0.4", "--num_generations", 12]
     words += ["--max_completion_length", 20, "--max_steps", 2, "--eval_steps", 0, "--save_steps", 2, "--num_samples", 0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib.figure", None)
-        output = launch("rft", *words)
-        written = read_rows(output / "accepted.jsonl")
-        accepted = [(row["prompt"], row["completion"][0]["content"]) for row in written]
-        assert any("tools" in row for row in written)  # what the chat template has shown while they were sampled
-        assert all(row.get("tools") == (rows[1]["tools"] if row["prompt"] == rows[1]["prompt"] else None) for row in written)
-        assert f"{len(accepted)} distinct answers to 2 of 3 prompts are accepted" in capsys.readouterr().out
-        launch("rft", *words, "--max_steps", 3)
-        assert "are accepted" not in capsys.readouterr().out
-        with pytest.raises(UserError, match="no answer has at most 20 tokens and a reward of 9 or more"):
-            launch("rft", *words, "--reward_threshold", "9", output="none")
+    output = launch("rft", *words)
+    written = read_rows(output / "accepted.jsonl")
+    accepted = [(row["prompt"], row["completion"][0]["content"]) for row in written]
+    assert any("tools" in row for row in written)  # what the chat template has shown while they were sampled
+    assert all(row.get("tools") == (rows[1]["tools"] if row["prompt"] == rows[1]["prompt"] else None) for row in written)
+    assert f"{len(accepted)} distinct answers to 2 of 3 prompts are accepted" in capsys.readouterr().out
+    launch("rft", *words, "--max_steps", 3)
+    assert "are accepted" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="no answer has at most 20 tokens and a reward of 9 or more"):
+        launch("rft", *words, "--reward_threshold", "9", output="none")
     # The same draws by the sampler: what it gives for these keys is tested in tests/sampling.
     lm = wrap(AutoModelForCausalLM.from_pretrained(model))
     prompts = [

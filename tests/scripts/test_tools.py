@@ -129,7 +129,6 @@ def calling(monkeypatch):
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
     """Of a run over four chats with Counter: two of them are told where it starts."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # no curves.png: it takes longer than the run
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
     rows = [{"prompt": [{"role": "user", "content": text}], "kind": ("told", "any")[i % 2]} for i, text in enumerate(CHATS)]
     found = ["--dataset_name", write_rows(tmp_path / "prompts.jsonl", rows), "--num_generations", 4]
@@ -221,7 +220,7 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     keys = []
     with monkeypatch.context() as patch:
         kept = lambda model, prompts, k, **options: keys.extend(k) or sample(model, prompts, k, **options)  # noqa: E731
-        patch.setattr("common.sampling.sampler.sample", kept)
+        patch.setattr("experiments.train_tools.sample", kept)
         launch("tools", *words, output="whole")
     assert keys[:16] == [(0, 0, i, 0) for i in range(16)] and len({*keys}) == len(keys) > 16  # no turn draws as another does
     whole = list(completions)

@@ -3,14 +3,14 @@
 --load_in_4bit: NF4 in blocks of 64 with quantised scales; --load_in_8bit: int8 rows with a scale each. Only weights are
 rounded, in the matrices between the embedding and the head: for each use, forward and backward, they are dequantised to the
 run's dtype (autocast's under autocast), so that a token's result does not depend on the others of its row. bitsandbytes' own
-8-bit layer would round the activations, too, depending on all tokens.
+layers do not promise that: the 8-bit one rounds the activations, too, depending on all tokens of a call, and on a CPU the
+4-bit one keeps coarser scales once it was evaluated.
 """
 
 import copy
 import importlib.util
-from collections.abc import Iterable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError
@@ -19,14 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig
-
 
 def check_quantisation(args: CommonArgs, sharded: bool) -> None:
     """Raise UserError for quantisation flags that conflict, and if bitsandbytes is missing."""
-    if not (args.load_in_4bit or args.load_in_8bit):
-        return
     flag = "--load_in_4bit" if args.load_in_4bit else "--load_in_8bit"
     if args.load_in_4bit and args.load_in_8bit:
         raise UserError("--load_in_4bit and --load_in_8bit: one of them")
@@ -40,74 +35,35 @@ def check_quantisation(args: CommonArgs, sharded: bool) -> None:
         raise UserError(f"{flag}: quantised weights are not sharded (FSDP, DeepSpeed): DDP, as in multi_gpu.yaml")
 
 
-def quantisation(args: CommonArgs) -> "BitsAndBytesConfig | None":
-    """The quantisation config for transformers; None if the weights are not quantised."""
-    if not (args.load_in_4bit or args.load_in_8bit):
-        return None
+def loading_options(args: CommonArgs, device: torch.device | None) -> dict[str, Any]:
+    """What from_pretrained needs to quantise a model, on this device."""
     from transformers import BitsAndBytesConfig
 
-    if args.load_in_8bit:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    if args.load_in_4bit:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    return {"quantization_config": config, "device_map": {"": str(device or "cpu")}}
 
 
-def use_plain_arithmetic(lm: nn.Module) -> None:
-    """Make the quantised layers of a model compute as this module's docstring says.
-
-    On a CPU bitsandbytes would also repack 4-bit weights for inference with coarser scales, and keep those.
-    """
-    for module in lm.modules():
-        if _is_quantised(module):
-            module.forward = MethodType(_forward, module)
-
-
-def sizes(parameters: Iterable[Tensor]) -> list[int]:
-    """The number of elements of each parameter; two 4-bit ones share a byte."""
-    return [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
+def use_plain_arithmetic(args: CommonArgs, lm: nn.Module) -> None:
+    """Make the quantised layers of a model compute as this module's docstring says. Raises UserError if the flags
+    found none."""
+    layers = _quantised_layers(lm)
+    unfit = not layers or lm.config.model_type in ("mamba", "falcon_mamba")  # whose kernels read the weights directly
+    if unfit and (args.load_in_4bit or args.load_in_8bit):
+        raise UserError(f"--load_in_4bit, --load_in_8bit: {type(lm).__name__} has no layers that can be quantised here")
+    for module in layers.values():
+        module.forward = MethodType(_forward, module)
 
 
-def scales(parameters: Iterable[Tensor]) -> list[Tensor]:
+def scales(lm: nn.Module) -> list[Tensor]:
     """The scales kept beside quantised parameters, which are neither parameters nor buffers of the model."""
     found: list[Any] = []
-    for p in parameters:
+    for p in lm.parameters():
         states = [s for s in (getattr(p, "quant_state", None),) if s is not None]
         states += [s.state2 for s in states if s.nested]
         found += [s.absmax for s in states] + [getattr(p, "SCB", None)]
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
-
-
-def is_quantised(lm: nn.Module) -> bool:
-    return any(map(_is_quantised, lm.modules()))
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and type(module).__module__.startswith("bitsandbytes")
-
-
-def _forward(self: nn.Module, x: Tensor) -> Tensor:
-    kind = x.device.type
-    x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-    weight = self.weight
-    if hasattr(weight, "quant_state") and kind == "cuda":  # its kernels read 4 bits directly if there are few tokens
-        import bitsandbytes
-
-        out = bitsandbytes.matmul_4bit(x, weight, quant_state=weight.quant_state)
-    else:
-        out = _Linear.apply(x, weight)
-    return out if self.bias is None else out + self.bias.to(out.dtype)
-
-
-class _Linear(torch.autograd.Function):
-    """x W^T for x (..., in); only the quantised weight is saved for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return F.linear(x, dequantised(weight).to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ dequantised(ctx.weight).to(gradient.dtype), None
 
 
 def dequantised(weight: Tensor) -> Tensor:
@@ -124,5 +80,38 @@ def dequantised(weight: Tensor) -> Tensor:
 
 def dequantised_layers(lm: nn.Module) -> dict[str, Tensor]:
     """The dequantised weights of the quantised layers, by name."""
-    found = {name: module for name, module in lm.named_modules() if _is_quantised(module)}
-    return {f"{name}.weight": dequantised(module.weight).cpu() for name, module in found.items()}
+    return {f"{name}.weight": dequantised(module.weight).cpu() for name, module in _quantised_layers(lm).items()}
+
+
+def _quantised_layers(lm: nn.Module) -> dict[str, nn.Module]:
+    kinds = ("Linear4bit", "Linear8bitLt")
+    return {
+        name: module
+        for name, module in lm.named_modules()
+        if type(module).__name__ in kinds and type(module).__module__.startswith("bitsandbytes")
+    }
+
+
+def _forward(self: nn.Module, x: Tensor) -> Tensor:
+    kind = x.device.type
+    x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    if hasattr(self.weight, "quant_state") and kind == "cuda":  # its kernels read 4 bits directly if there are few tokens
+        import bitsandbytes
+
+        out = bitsandbytes.matmul_4bit(x, self.weight, quant_state=self.weight.quant_state)
+    else:
+        out = _Linear.apply(x, self.weight)
+    return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T for x (..., in); only the quantised weight is saved for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, dequantised(weight).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ dequantised(ctx.weight).to(gradient.dtype), None

@@ -8,10 +8,9 @@ import subprocess
 import threading
 from pathlib import Path
 
-from common.run.report import page, write_report
-from common.run.report.describe import describe_run
-from common.run.report.read import Folder
-from tests.run.test_page import EVIL, a_run, data_of, write_lines
+from common.extras.report import page, write_report
+from common.extras.report_data import describe_run
+from tests.extras.test_report import EVIL, a_run, data_of, write_lines
 
 import pytest
 
@@ -89,7 +88,7 @@ def test_the_values_under_the_pointer_are_shown_in_every_frame(tmp_path, browse)
         const at = { clientX: box.left + 44 + (box.width - 54) / 2, clientY: box.top + 50, bubbles: true };
         document.querySelector("svg.plot").dispatchEvent(new PointerEvent("pointermove", at));
     }, 100)</script></body>"""
-    (tmp_path / "page.html").write_text(page([describe_run(Folder(folder))]).replace("</body>", move))
+    (tmp_path / "page.html").write_text(page([describe_run(folder)]).replace("</body>", move))
     markup, text = visible(browse(address_of(tmp_path / "page.html", "#smooth=0")))
     assert "step 20" in text and markup.count('<circle class="at"') >= 2
     assert "<output>0.2</output>" in markup and "<output>2</output>" in markup  # 4 / 20, and 20 % 3 in another frame
@@ -130,8 +129,8 @@ def test_a_comparison_lays_curves_over_one_another_and_samples_side_by_side(tmp_
 def test_a_page_renews_itself_until_the_run_has_ended_and_keeps_the_switches(state, tmp_path, browse):
     """The server has a newer page for whoever asks again."""
     folder = a_run(tmp_path / "run")
-    older = describe_run(Folder(folder)) | {"state": state, "name": "older", "written": 1}
-    newest = describe_run(Folder(folder)) | {"state": "finished", "name": "newest", "written": 2}
+    older = describe_run(folder) | {"state": state, "name": "older", "written": 1}
+    newest = describe_run(folder) | {"state": "finished", "name": "newest", "written": 2}
     asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,17 +1,15 @@
 """A base in 4 or 8 bits: the same numbers as with the weights that it stands for, forward and backward."""
 
 import copy
-import importlib.util
 
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.errors import UserError
-from common.model.flat_model import count_parameters
+from common.extras.quantised import check_quantisation, dequantised
+from common.model.flat_model import count_parameters, is_quantised
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
-from common.model.quantised import check_quantisation, dequantised, is_quantised
 from common.model.wrap import wrap
-from common.run.estimate import estimate, nbytes
 from tests.model.test_lora import ARGS, disturb
 from tests.tiny import tiny_lm
 
@@ -45,10 +43,10 @@ def plain_like(lm, kind):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("bits", BITS)
-def test_logits_and_gradients_are_those_of_the_weights_that_it_stands_for(bits, kind, bitsandbytes, tmp_path):
+def test_results_are_those_of_the_dequantised_weights(bits, kind, bitsandbytes, tmp_path):
     tiny_lm(kind).save_pretrained(tmp_path)
     model = load_pretrained(CommonArgs(**BITS[bits]), tmp_path)
-    assert is_quantised(model) and not model.padded
+    assert is_quantised(model.lm) and not model.padded
     plain = plain_like(model.lm, kind)
     exact = dict(tiny_lm(kind).named_parameters())
     for name, weight in plain.named_parameters():  # 16 levels up to the largest of 64 numbers, 255 up to that of a row
@@ -76,16 +74,10 @@ def test_logits_and_gradients_are_those_of_the_weights_that_it_stands_for(bits, 
             )
     trained, everything = count_parameters(model)
     assert (trained, everything) == count_parameters(other)
-    sizes = {each: estimate(each, 30, 30)["weights"] * 2**30 for each in (model, other)}
-    saved = sum(exact[name].numel() for name in changed) * (4 - (0.5 + 1 / 64 if bits == 4 else 1))
-    assert sizes[other] - sizes[model] == pytest.approx(saved, rel=0.05)  # and few scales of scales, or of rows
-    assert nbytes(p for p in model.parameters() if p.requires_grad) == nbytes(
-        p for p in other.parameters() if p.requires_grad
-    )
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_under_autocast_it_computes_as_a_linear_layer_does(bits, bitsandbytes, tmp_path):
+def test_under_autocast_it_is_a_linear_layer(bits, bitsandbytes, tmp_path):
     tiny_lm("llama").save_pretrained(tmp_path)
     layer = load_pretrained(CommonArgs(**BITS[bits]), tmp_path).lm.model.layers[0].mlp.up_proj
     x = torch.randn(3, 32)
@@ -102,23 +94,13 @@ def test_under_autocast_it_computes_as_a_linear_layer_does(bits, bitsandbytes, t
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"load_in_4bit": True},
-            "--load_in_4bit: quantised weights cannot be trained, adapters on them can: with --use_peft",
-        ),
         ({"load_in_8bit": True}, "--load_in_8bit: quantised weights cannot be trained"),
         ({"load_in_4bit": True, "load_in_8bit": True, "use_peft": True}, "one of them"),
-        ({"load_in_4bit": True, "use_peft": True}, "--load_in_4bit needs bitsandbytes: pip install bitsandbytes"),
+        ({"load_in_4bit": True, "use_peft": True, "use_dora": True}, "--load_in_4bit: not with --use_dora"),
+        ({"load_in_4bit": True, "use_peft": True}, "not sharded"),
     ],
 )
-def test_flags_that_cannot_be_are_refused_in_a_line(options, said, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_flags_that_conflict_are_refused(options, said, bitsandbytes):
     with pytest.raises(UserError, match=said):
-        check_quantisation(CommonArgs(**options), sharded=False)
-
-
-def test_quantised_weights_are_not_sharded(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+        check_quantisation(CommonArgs(**options), sharded=True)
     check_quantisation(CommonArgs(load_in_4bit=True, use_peft=True), sharded=False)
-    with pytest.raises(UserError, match="not sharded"):
-        check_quantisation(CommonArgs(load_in_4bit=True, use_peft=True), sharded=True)

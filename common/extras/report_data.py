@@ -1,0 +1,418 @@
+"""What report.html shows of a run, as JSON, from the files in its output folder.
+
+The files are read anew for each page, line by line, and nothing in them is trusted or executed. A page stays below 2 MB.
+"""
+
+import ast
+import dataclasses
+import itertools
+import json
+import math
+import re
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.args import CommonArgs, first_definition
+
+import numpy as np
+import yaml
+
+POINTS, NUMBERS = 800, 110_000  # of a curve; in all curves of a page, about ten bytes each
+EVALUATIONS, ROLLOUTS, EVENTS = 16, 24, 64  # of a run that are shown; events: of each kind
+PROMPTS, GROUPS, ANSWERS, FAILED = 400, 3, 16, 80  # of an evaluation, of a rollout, of a group, of a suite
+TEXT, SETTING = 1500, 300  # characters
+SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # bytes
+SECRET = re.compile(r"webhook|secret|password|passwd|api_key|hub_token|hf_token", re.I)  # settings that no page shows
+OF_DATA = ("sources", "eval_sources", "lengths", "packing", "example", "batched_as", "plan", "marked")
+STATES = {"started": "running", "resumed": "running", "stopped": "stopped", "finished": "finished"}  # by the last event
+OF_THE_MACHINE = ("device", "processes", "mixed_precision", "distributed", "python")
+OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
+NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds")  # axes, and what they determine
+FIRST = ("reward", "rewards/margins", "rewards/accuracies", "loss", "mean_token_accuracy")
+LAST = ("perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gib", "bad_steps")
+MACHINE = LAST[1:]
+SCORE = re.compile(r"rewards/(.+)/mean")
+
+Row = dict[str, Any]
+
+
+def describe_run(folder: Path) -> Row:
+    """Everything that a page shows of a run."""
+    data, summary, inputs = (read(folder / f"{name}.json") for name in ("dataset", "summary", "inputs"))
+    settings, metrics, events = read(folder / "args.yaml"), Metrics(folder), list(lines(folder / "events.jsonl"))
+    begun = next((event for event in reversed(events) if event.get("kind") in ("started", "resumed")), {})
+    script = str(begun.get("script") or inputs.get("script") or "")
+    evaluated = {name: points[:, 1] for name, points in metrics.points.items() if name.startswith("eval_")}
+    return {
+        "name": str(settings.get("run_name") or folder.resolve().name),
+        "folder": str(folder),
+        "script": Path(script).name,
+        "state": state_of(events, summary),
+        "written": round(time.time()),
+        "step": metrics.last("step") or 0,
+        "steps": attempt(lambda: data["plan"]["steps"]),
+        "seconds": metrics.last("seconds"),
+        "tokens": metrics.last("num_tokens"),
+        "before": {name: values[0] for name, values in evaluated.items()},
+        "after": {name: values[-1] for name, values in evaluated.items()},
+        "best": summary.get("best"),
+        **curves_of(metrics),
+        "events": attempt(lambda: shown_events(events)) or [],
+        "happened": len(events),
+        "samples": attempt(lambda: samples_of(folder)),
+        "completions": attempt(lambda: completions_of(folder)),
+        "data": {name: data.get(name) for name in OF_DATA} if data else None,
+        "memory": attempt(lambda: memory_of(metrics, data, begun)),
+        "settings": attempt(lambda: settings_of(settings, folder / Path(script).name)) or [],
+        "about": attempt(lambda: about(begun, data)) or [],
+        "command": attempt(lambda: command_of(script, folder, begun)),
+        "regression": attempt(lambda: regression_of(folder)),
+    }
+
+
+def attempt(make: Callable[[], Any]) -> Any:
+    """What `make` returns; None if a file has other contents than a run writes."""
+    try:
+        return make()
+    except (OSError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        return None
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+def lines(path: Path) -> Iterator[Row]:
+    """The objects with a step in a JSON-lines file; a line that is damaged, or not yet whole, is passed over."""
+    if path.is_file():
+        with open(path, "rb") as file:
+            for line in file:
+                row = attempt(lambda line=line: json.loads(line))
+                if isinstance(row, dict) and is_number(row.get("step")):
+                    yield row
+
+
+def groups(path: Path) -> Iterator[list[Row]]:
+    """The rows of each step in a JSON-lines file."""
+    for _, rows in itertools.groupby(lines(path), key=lambda row: row["step"]):
+        yield list(rows)
+
+
+def read(path: Path) -> Row:
+    """The object in a JSON or YAML file; {} if there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if path.suffix == ".json" else json.loads(json.dumps(yaml.safe_load(text), default=str))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def cut(text: Any, limit: int = TEXT) -> str:
+    text = "" if text is None else str(text)
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
+
+
+def short(value: Any) -> Any:
+    """A number rounded to the five digits that a page shows."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def spread(items: Iterable[Any], most: int) -> list[Any]:
+    """At most `most` (an even number) of the items, evenly spread, and the last one; never holds more of them."""
+    kept: list[Any] = []
+    stride, item = 1, None
+    for number, item in enumerate(items):
+        if number % stride == 0 and len(kept) == most:
+            kept, stride = kept[::2], 2 * stride
+        if number % stride == 0:
+            kept.append(item)
+    return kept if not kept or kept[-1] is item else [*kept, item]
+
+
+# --- curves ---------------------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """metrics.jsonl: the points (step, value) of each metric, how many values were no finite numbers, and the axes."""
+
+    def __init__(self, folder: Path):
+        self.missing: Counter[str] = Counter()
+        self.axis: list[tuple[float, float, float | None]] = []  # (step, tokens, seconds)
+        pairs: dict[str, array[float]] = {}
+        for row in lines(folder / "metrics.jsonl"):
+            for name, value in row.items():
+                if is_number(value):
+                    pairs.setdefault(name, array("d")).extend((row["step"], value))
+                elif value is None:
+                    self.missing[name] += 1
+            if is_number(row.get("num_tokens")):
+                self.axis.append((row["step"], row["num_tokens"], row.get("seconds")))
+        self.points = {name: np.frombuffer(found).reshape(-1, 2) for name, found in pairs.items()}
+
+    def last(self, name: str) -> float | None:
+        return self.points[name][-1, 1] if name in self.points else None
+
+
+def curves_of(metrics: Metrics) -> Row:
+    """The curves, their plots in order, the metrics that stayed constant, and the tokens and seconds at some steps."""
+    steps: list[list[int]] = []
+    curves, frames, constant = [], [], {}
+    most = min(POINTS, NUMBERS // (3 * max(1, len(metrics.points))))
+    for frame, names in frames_of(metrics.points).items():
+        values = np.concatenate([metrics.points[name][:, 1] for name in names])
+        least, greatest = float(values.min()), float(values.max())
+        if least == greatest and len(values) > len(names):
+            constant[frame] = short(least)
+            continue
+        frames.append({"name": frame, "log": is_logarithmic(frame, least, greatest), "machine": frame in MACHINE})
+        for name in names:
+            table = thinned(metrics.points[name], most)
+            if (x := table.pop("x")) not in steps:
+                steps.append(x)
+            curve = {"name": name, "frame": frame, "eval": name.startswith("eval_"), "machine": frame in MACHINE}
+            curves.append(curve | {"x": steps.index(x), "missing": metrics.missing[name]} | table)
+    axis = spread(metrics.axis, POINTS // 2)
+    axes = {name: [row[k] for row in axis] for k, name in enumerate(("step", "tokens", "seconds"))}
+    return {"x": steps, "curves": curves, "frames": frames, "constant": constant, "axis": axes}
+
+
+def thinned(points: np.ndarray, most: int) -> Row:
+    """{"x": steps, "y": values} in at most `most` groups of neighbours. If a group has several values, y is their mean, and
+    "low" and "high" are their range: no peak is lost. points: [n, 2], n > 0."""
+    parts = np.array_split(points, min(most, len(points)))
+    found = {"y": [part[:, 1].mean() for part in parts]}
+    if len(points) > most:
+        found |= {"low": [part[:, 1].min() for part in parts], "high": [part[:, 1].max() for part in parts]}
+    rounded = {name: [short(value) for value in column] for name, column in found.items()}
+    return rounded | {"x": [round((part[0, 0] + part[-1, 0]) / 2) for part in parts]}
+
+
+def frame_of(name: str) -> str:
+    """The plot that a metric belongs to: training and evaluation share one, as do all temperatures, a reward and its
+    evaluation, and memory and its peak."""
+    frame = re.sub(r"_t[\d.]+$", "", name.removeprefix("eval_")) if name.startswith("eval_") else name
+    score = SCORE.fullmatch(frame)
+    return score[1] if score else "memory_gib" if frame == "peak_memory_gib" else frame
+
+
+def frames_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """{plot: its metrics, training first}, in order of importance: rewards, margins and the loss first, then scores of
+    completions, machine statistics last."""
+    frames: dict[str, list[str]] = {}
+    drawn = [name for name in names if name not in NOT_DRAWN]
+    for name in sorted(drawn, key=lambda name: name.startswith("eval_")):
+        frames.setdefault(frame_of(name), []).append(name)
+    rewarded = "reward" in frames  # then the loss is centred on 0 by construction
+
+    def place(frame: str) -> tuple[int, int, str]:
+        if frame in LAST:
+            return 5, LAST.index(frame), frame
+        if frame in FIRST and not (rewarded and frame == "loss"):
+            return (1 if frame == "reward" or not rewarded else 3), FIRST.index(frame), frame
+        if any(SCORE.fullmatch(name) for name in frames[frame]):
+            return 2, 0, frame
+        if all(name.startswith("eval_") for name in frames[frame]) and not frame.endswith("loss"):
+            return 2, 1, frame
+        if frame in ("completions/mean_length", "entropy", "kl"):
+            return 3, 0, frame
+        return 4, int(frame.startswith(("clip_ratio", "sampling"))), frame
+
+    return {frame: frames[frame] for frame in sorted(frames, key=place)}
+
+
+def is_logarithmic(frame: str, least: float, greatest: float) -> bool:
+    """Whether a plot reads better on a logarithmic scale: a loss that falls to a small fraction of its start."""
+    return bool(re.search("loss|perplexity", frame)) and least > 0 and greatest > 8 * least
+
+
+# --- events and texts -----------------------------------------------------------------------------------------------
+
+
+def state_of(events: list[Row], summary: Row) -> str:
+    last = next((event["kind"] for event in reversed(events) if str(event.get("kind")) in STATES), "")
+    return "finished" if summary else STATES.get(last, "unknown")
+
+
+def shown_events(events: list[Row]) -> list[Row]:
+    """The events, oldest first, with frequent kinds thinned out."""
+    shown = []
+    for kind in dict.fromkeys(event["kind"] for event in events):
+        shown += spread((event for event in events if event["kind"] == kind), EVENTS)
+    return [event | {"text": cut(event.get("text"), SETTING)} for event in sorted(shown, key=lambda event: event["time"])]
+
+
+def samples_of(folder: Path) -> Row:
+    """{"steps", "names" (of scores), "prompts": [{"prompt", "temperature", "texts", "scores"}], "of": how many there are}.
+
+    A text equal to that of the evaluation before is 0, an unknown one None. As many prompts as fit into the page. Raises
+    LookupError if nothing was sampled.
+    """
+    found = spread(((len(rows), rows[:PROMPTS]) for rows in groups(folder / "samples.jsonl")), EVALUATIONS)
+    tables = [{asked(row): row for row in rows} for _, rows in found]
+    prompts, left = [], SAMPLES_SIZE
+    for key, last in tables[-1].items():
+        rows = [table.get(key) for table in tables]
+        texts = [cut(row["completion"]) if row else None for row in rows]
+        told = [0 if text is not None and text == before else text for before, text in itertools.pairwise([None, *texts])]
+        scores = {name: [short(row.get(name)) if row else None for row in rows] for name in scores_of(last)}
+        prompt = {"prompt": prompt_text(last), "temperature": last.get("temperature"), "texts": told, "scores": scores}
+        left -= len(embedded(prompt).encode("utf-8", "replace"))
+        if left < 0 and prompts:
+            break
+        prompts.append(prompt)
+    names = sorted({name for prompt in prompts for name in prompt["scores"]})
+    return {"steps": [rows[0]["step"] for _, rows in found], "names": names, "prompts": prompts, "of": found[-1][0]}
+
+
+def asked(row: Row) -> str:
+    """What a completion answers: the prompt and the temperature."""
+    return json.dumps([row.get("prompt"), row.get("temperature")], sort_keys=True)
+
+
+def scores_of(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in OF_A_SAMPLE and (value is None or is_number(value))}
+
+
+def prompt_text(row: Row) -> str:
+    """A prompt as text, also if it is a list of chat messages."""
+    prompt = row["prompt"]
+    if isinstance(prompt, list) and len(prompt) > 1:
+        prompt = "\n".join(f"{turn['role']}: {turn.get('content')}" for turn in prompt)
+    return cut(prompt[0]["content"] if isinstance(prompt, list) else prompt)
+
+
+def completions_of(folder: Path) -> list[Row] | None:
+    """From rollouts over the run: the first group of completions, those whose rewards differ most, and all rewards."""
+    described = [rollout(rows) for rows in spread(groups(folder / "completions.jsonl"), ROLLOUTS)]
+    while len(described) > 1 and len(embedded(described).encode("utf-8", "replace")) > COMPLETIONS_SIZE:
+        described = [*described[:-1][1::2], described[-1]]
+    return described or None
+
+
+def rollout(rows: list[Row]) -> Row:
+    prompts: dict[str, list[Row]] = {}
+    for row in rows:
+        prompts.setdefault(asked(row), []).append(row)
+    first, *others = prompts.values()
+    apart = sorted(others, key=lambda group: -np.var([row["reward"] or 0.0 for row in group]))
+    shown = [{"prompt": prompt_text(group[0]), "rows": answers(group)} for group in [first, *apart[: GROUPS - 1]]]
+    rewards = sorted(short(row["reward"]) for row in rows if row["reward"] is not None)[:512]
+    return {"step": rows[0]["step"], "count": len(rows), "groups": shown, "rewards": rewards}
+
+
+def answers(group: list[Row]) -> list[Row]:
+    """The completions of a prompt, the best first."""
+    found = []
+    for row in sorted(group[:ANSWERS], key=lambda row: math.inf if row["reward"] is None else -row["reward"]):
+        shown = {name: short(row.get(name)) for name in ("reward", "advantage")}
+        shown["rewards"] = {name: short(value) for name, value in (row.get("rewards") or {}).items()}
+        found.append(shown | {"text": cut(row["completion"]), "cut": row.get("finished") is False})
+    return found
+
+
+def regression_of(folder: Path) -> list[Row] | None:
+    """For each evaluation of a suite {"step", "groups"}; for the last one also the cases that turned or failed, as text."""
+    last: Row = {}
+    found = []
+    for last in lines(folder / "regression.jsonl"):
+        found.append({"step": last["step"], "groups": last["groups"]})
+    turned = []
+    for name, since in (("since_last", "since step"), ("since_base", "since the start, step")):
+        for word in ("fell", "rose"):
+            if then := (last.get("turned") or {}).get(name):
+                turned += [f"{word} {since} {then['step']}: {', '.join(then[word])}"] if then[word] else []
+    failed = [f"{name}: {why['why']} · {why['completion']}" for name, why in (last.get("failed") or {}).items()]
+    told = {"turned": [cut(line, SETTING) for line in turned], "failed": [cut(line, SETTING) for line in failed[:FAILED]]}
+    return [*found[:-1], found[-1] | told] if found else None
+
+
+def memory_of(metrics: Metrics, data: Row, begun: Row) -> Row | None:
+    """Memory in GiB: the estimate by part, the peak that was used, and the total available."""
+    parts = {name: short(value) for name, value in (data.get("memory_gib") or {}).items()}
+    peak = short(max(metrics.points["peak_memory_gib"][:, 1])) if "peak_memory_gib" in metrics.points else None
+    return {"parts": parts, "peak": peak, "limit": short(begun.get("memory_limit_gib"))} if peak or parts else None
+
+
+def settings_of(settings: Row, script: Path) -> list[Row]:
+    """[{"group", "rows": [[name, value, whether it is the default]]}], in the order of --help."""
+    defaults, shared = defaults_of(script), {field.name for field in dataclasses.fields(CommonArgs)}
+    table: dict[str, list[Any]] = {"This script": []} | {str(cls.__doc__): [] for cls in CommonArgs.__mro__[-2:0:-1]}
+    for name, value in settings.items():
+        if not SECRET.search(name):
+            group = str(first_definition(CommonArgs, name)[0].__doc__) if name in shared else "This script"
+            table[group].append([name, cut(as_typed(value), SETTING), name in defaults and defaults[name] == value])
+    return [{"group": group, "rows": rows} for group, rows in table.items() if rows]
+
+
+def defaults_of(script: Path) -> Row:
+    """The defaults of the shared arguments, and of the script's own, read from its copy without executing it."""
+    found = {}
+    for field in dataclasses.fields(CommonArgs):
+        found[field.name] = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    for node in ast.walk(attempt(lambda: ast.parse(script.read_text(encoding="utf-8"))) or ast.Module()):
+        match node:  # name: type = arg(default, ...)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(args=given)):
+                found[name] = attempt(lambda given=given: ast.literal_eval(given[0]))
+    return found
+
+
+def as_typed(value: Any) -> str:
+    """A value as one would type it on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(map(as_typed, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {as_typed(part)}" for name, part in value.items())
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def about(begun: Row, data: Row) -> list[list[str]]:
+    """[label, text] pairs: the model, the machine, the versions."""
+    model, counts = data.get("model") or {}, data.get("parameters") or {}
+    found = {
+        "model": model.get("class"),
+        "parameters": " of ".join(f"{counts[name]:,}" for name in ("trained", "all") if name in counts),
+        "dtype": model.get("dtype"),
+        "quantised layers": model.get("quantised"),
+        "adapted layers": model.get("adapted_layers"),
+        "stop tokens": model.get("stop_tokens"),
+        **{name.replace("_", " "): begun.get(name) for name in OF_THE_MACHINE},
+        **(begun.get("versions") or {}),
+    }
+    return [[name, cut(as_typed(value), SETTING)] for name, value in found.items() if value]
+
+
+def command_of(script: str, folder: Path, begun: Row) -> str:
+    """The command that repeats the run, in a new folder."""
+    processes, precision = begun.get("processes") or 1, begun.get("mixed_precision") or "no"
+    words = ["accelerate launch"]
+    words += [f"--num_processes {processes}"] if processes != 1 else []
+    words += [f"--mixed_precision {precision}"] if precision != "no" else []
+    path = Path(script).with_suffix("")
+    is_module = len(path.parts) > 1 and not path.is_absolute() and ".." not in path.parts  # it imports from the root
+    words.append(f"-m {'.'.join(path.parts)}" if is_module else script)
+    return " ".join([*words, f"--config {folder}/args.yaml --output_dir {folder}-again"])
+
+
+def embedded(value: Any) -> str:
+    """JSON that is safe in a <script>: no "<" remains that could end the element or begin a comment."""
+    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def finite(value: Any) -> Any:
+    """A value from a file as valid JSON: NaN and infinity become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): finite(part) for name, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list | tuple) else value

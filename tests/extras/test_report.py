@@ -1,0 +1,359 @@
+"""report.html: what is kept of a long log, what is embedded and how, and what a comparison computes."""
+
+import json
+import os
+import random
+import re
+import signal
+
+from common.args import CommonArgs
+from common.errors import UserError
+from common.extras.report import Report, difference, page, write_report
+from common.extras.report_data import defaults_of, describe_run, embedded, frames_of, is_logarithmic, spread, thinned
+from common.run.folder import lock as take_lock
+from common.run.metrics import Metrics
+from tests.conftest import ROOT, SFT
+from tools import report
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+
+EVIL = (
+    '</script><script>document.title="owned"</script><img src=x onerror="document.title=1"><!-- \u2028 \ud800 {{x}} @@data@@'
+)
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def data_of(text):
+    """The JSON of a page."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
+
+
+def shown_of(folder):
+    """The first run of the page in a folder."""
+    return data_of((folder / "report.html").read_text())["runs"][0]
+
+
+def a_run(folder, *, steps=40, name="run", evil="", better=0):
+    """An output folder as a run leaves it; `evil` stands wherever text comes from the outside."""
+    folder.mkdir(exist_ok=True)
+    metrics = [{"step": 0, "eval_right": 0.0, "seconds": 0.1}, {"step": 0, "eval_loss": 5.0, "seconds": 0.1}]
+    for step in range(1, steps + 1):
+        more = {"num_tokens": 100 * step, "seconds": 2.0 * step}
+        metrics.append({"step": step, "loss": 4 / step, f"odd{evil}": step % 3} | more)
+    metrics.append({"step": steps, "eval_loss": 0.5, "eval_right": 0.5, "seconds": 2.0 * steps})
+    write_lines(folder / "metrics.jsonl", metrics)
+    samples = []
+    for step in (0, steps):
+        for i in range(20):
+            text = f"answer {i} at {step if i % 2 else 0}{evil}"
+            row = {"step": step, "temperature": 0.0, "prompt": f"question {i}{evil}", "completion": text}
+            samples.append(row | {"right": float(step > 0 and i < 8 + better)})
+    write_lines(folder / "samples.jsonl", samples)
+    events = [{"step": 0, "time": 1e9, "kind": "started", "text": f"from the beginning{evil}", "script": "train_sft.py"}]
+    events += [{"step": steps // 2, "time": 1e9 + 60, "kind": "spike", "text": f"the loss jumps{evil}"}]
+    write_lines(folder / "events.jsonl", [*events, {"step": steps, "time": 1e9 + 99, "kind": "finished", "text": ""}])
+    (folder / "args.yaml").write_text(f"run_name: {json.dumps(name + evil)}\nlearning_rate: {0.1 + better}\nseed: 0\n")
+    source = {"source": f"chats{evil}", "path": evil, "format": "messages", "rows": 3, "examples": 2, "tokens": 9}
+    source |= {"share": 1.0, "dropped": {f"empty{evil}": {"count": 1, "first": [f"x:1{evil}"]}}}
+    facts = {"sources": [source], "example": "chat", "marked": [{"side": "", "parts": [[f"a{evil}", False], ["b", True]]}]}
+    (folder / "dataset.json").write_text(json.dumps(facts))
+    return folder
+
+
+# --- thinning -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length, most", [(3, 8), (9, 8), (1000, 8), (801, 800), (1000, 7)])
+def test_a_thinned_curve_keeps_every_peak(length, most):
+    values = np.random.default_rng(length).normal(size=length)
+    table = thinned(np.stack([np.arange(length), values], axis=1), most)
+    assert len(table["x"]) == len(table["y"]) == min(length, most) and ("low" in table) == (length > most)
+    assert max(table.get("high", table["y"])) == pytest.approx(values.max(), rel=1e-4)
+    assert min(table.get("low", table["y"])) == pytest.approx(values.min(), rel=1e-4)
+    shares = [-(-(length - k) // len(table["x"])) for k in range(len(table["x"]))]  # values of each group
+    assert np.average(table["y"], weights=shares) == pytest.approx(values.mean(), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 17, 100])
+def test_a_spread_keeps_both_ends(count):
+    items = spread(iter(range(count)), 4)
+    assert len(items) <= 5 and items[:1] == [0][:count] and items[-1:] == [count - 1][: len(items)]
+    assert len(set(np.diff(items[:-1]))) <= 1
+
+
+def test_a_long_log_gives_a_small_page(tmp_path):
+    """100,000 steps of 25 metrics, one of them with a peak."""
+    draw = random.Random(0)
+    rows = []
+    for step in range(20, 100_001, 20):
+        row = {f"metric_{k}": round(draw.random(), 6) for k in range(25)} | {"loss": 1000.0 if step == 31_240 else 1 / step}
+        rows.append({"step": step, **row, "num_tokens": step * 10})
+    write_lines(tmp_path / "metrics.jsonl", rows)
+    with (tmp_path / "metrics.jsonl").open("a") as out:
+        out.write('[1]\n{"step": true}\n{"step": 100010, "loss": null}\n{"step": 100020, "lo')
+    run = describe_run(tmp_path)
+    assert len(page([run]).encode()) < 2_000_000
+    loss = next(curve for curve in run["curves"] if curve["name"] == "loss")
+    assert max(loss["high"]) == 1000 and len(loss["y"]) == 800 and loss["missing"] == 1
+    assert abs(run["x"][loss["x"]][loss["high"].index(1000)] - 31_240) <= 20 * 7
+    assert run["axis"]["step"][-1] == 100_000 and run["axis"]["tokens"][-1] == 1_000_000
+
+
+def test_many_metrics_and_heavy_texts_give_a_small_page(tmp_path):
+    rows = [
+        {"step": s} | {f"metric_{k}": s * k * 1.2345678e-5 for k in range(1, 100)} | {"peak": s == 777} for s in range(1000)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", [row | {"peak": float(row["peak"])} for row in rows])
+    text = "<\0😀" * 1000
+    rows = [{"step": s, "prompt": f"{i}{text}", "completion": f"{s} {i}{text}"} for s in range(4) for i in range(99)]
+    write_lines(tmp_path / "samples.jsonl", rows)
+    write_lines(tmp_path / "completions.jsonl", [row | {"prompt": row["prompt"][:1] + text, "reward": 1.0} for row in rows])
+    write_report([tmp_path], tmp_path / "report.html")
+    shown = shown_of(tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 2_000_000
+    peak = next(curve for curve in shown["curves"] if curve["name"] == "peak")
+    assert len(shown["curves"]) == 100 and max(peak["high"]) == 1 and len(peak["y"]) > 300
+    assert shown["samples"]["prompts"] and shown["completions"][-1]["step"] == 3
+
+
+# --- what a page holds ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_run_can_leave_its_element(tmp_path):
+    text = page([describe_run(a_run(tmp_path / "run", evil=EVIL))])
+    shown = data_of(text)["runs"][0]
+    before, after = text.split('id="data">')[0], text.split('id="data">')[1].split("</script>", 1)[1]
+    assert "<script>document" not in before + after and text.count("</script>") == 2 and "<" not in embedded(shown)
+    assert shown["name"] == "run" + EVIL and shown["samples"]["prompts"][0]["texts"][0].endswith(EVIL)
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|url\(|fetch\(|XMLHttp""", text), "nothing is loaded"
+    assert shown["before"] == {"eval_right": 0, "eval_loss": 5} and shown["after"] == {"eval_loss": 0.5, "eval_right": 0.5}
+    assert shown["state"] == "finished" and shown["script"] == "train_sft.py"
+    assert [event["kind"] for event in shown["events"]] == ["started", "spike", "finished"]
+
+
+def test_a_text_that_stayed_is_embedded_once(tmp_path):
+    samples = describe_run(a_run(tmp_path / "run"))["samples"]
+    assert samples["steps"] == [0, 40] and samples["of"] == len(samples["prompts"]) == 20
+    assert samples["prompts"][0]["texts"] == ["answer 0 at 0", 0]
+    assert samples["prompts"][1]["texts"] == ["answer 1 at 0", "answer 1 at 40"]
+    assert samples["prompts"][1]["scores"] == {"right": [0, 1]}
+
+
+def test_rollouts_show_the_groups_that_differ_most(tmp_path):
+    rows = []
+    for k, rewards in enumerate([(0, 0), (1, 1), (0, 1), (None, 5), (0, 0)]):
+        rows += [{"step": 1, "prompt": f"q{k}", "completion": "x", "finished": False, "reward": r} for r in rewards]
+    write_lines(tmp_path / "completions.jsonl", rows)
+    (rollout,) = describe_run(tmp_path)["completions"]
+    assert [group["prompt"] for group in rollout["groups"]] == ["q0", "q3", "q2"]
+    assert [row["reward"] for row in rollout["groups"][1]["rows"]] == [5, None]
+    assert rollout["count"] == 10 and rollout["rewards"] == [0] * 5 + [1] * 3 + [5]
+
+
+def test_a_killed_run_is_shown_as_killed(tmp_path):
+    """While it lives its lock is held; after kill -9 nobody holds it, and nothing has been written of its end."""
+    folder = a_run(tmp_path / "run")
+    events = (folder / "events.jsonl").read_text().splitlines()
+    (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in events if "finished" not in line))
+
+    def state():
+        write_report([folder], folder / "report.html")
+        return shown_of(folder)["state"]
+
+    assert state() == "running", "who knows: it left no lock"
+    told, tells = os.pipe()
+    if not (child := os.fork()):
+        os.write(tells, str(take_lock(folder)).encode())
+        signal.pause()
+    assert os.read(told, 99) == b"None" and state() == "running"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert state() == "killed"
+    lock = folder / ".lock"
+    lock.write_text(lock.read_text().replace(" on ", " on another-"))
+    assert state() == "running", "a machine whose locks may not be seen here"
+
+
+TABLES = ("metrics", "samples", "completions", "events", "regression")
+DAMAGED = [
+    "",
+    "{",
+    "[1]",
+    "null",
+    "\x00",
+    "a: &a [*a]",
+    '{"runs": NaN}',
+    '{"step": 1, "prompt": [1], "groups": 1, "kind": []}',
+]
+
+
+@pytest.mark.parametrize(
+    "text", [*DAMAGED, '{"model": 1, "plan": 2, "memory_gib": "x", "best": 3, "versions": 4, "seed": 1e999}']
+)
+def test_damaged_files_cost_their_part_only(text, tmp_path):
+    for name in ("args.yaml", "dataset.json", "summary.json", "inputs.json", *(f"{table}.jsonl" for table in TABLES)):
+        (tmp_path / name).write_text(text)
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
+    write_report([tmp_path, tmp_path], tmp_path / "report.html")
+    assert shown_of(tmp_path)["curves"][0]["y"] == [2.0]
+
+
+def test_a_page_that_fails_costs_one_line(tmp_path, capsys):
+    (tmp_path / "report.html").mkdir()
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    for step in (1, 2):
+        metrics.log_eval(step, {"eval_loss": 1.0}, [], show=0)
+    metrics.finish("2 steps")
+    assert (tmp_path / "summary.json").exists() and capsys.readouterr().err.count("report.html was not written") == 1
+
+
+def test_pages_take_a_small_share_of_the_time(tmp_path, monkeypatch):
+    """A disk that takes two seconds for a page, lines of metrics at every second, an evaluation at every tenth."""
+    clock, written = [100.0], []
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+
+    def slow(path, runs):
+        written.append(clock[0])
+        clock[0] += 2.0
+
+    monkeypatch.setattr("common.extras.report.write_page", slow)
+    report = Report(tmp_path)
+    for second in range(1000):
+        clock[0] += 1.0
+        report.write() if second % 10 == 0 else report.log(second, {})
+    assert 9 <= len(written) <= 11
+    report.close("finished")
+    assert len(written) <= 12
+
+
+def test_a_resumed_run_has_one_history(launch, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    words = [*SFT, "--eval_prompts", tmp_path / "prompts.jsonl", "--eval_max_new_tokens", "2", "--eval_steps", "2"]
+    words += ["--save_best", "eval_loss", "--save_steps", "2", "--max_train_samples", "40", "--logging_steps", "1"]
+    launch("sft", *words, "--max_steps", "2")
+    output = launch("sft", *words, "--max_steps", "4")
+    events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
+    kinds = [(event["kind"], event["step"]) for event in events if event["kind"] != "best"]
+    assert kinds == [("started", 0), ("saved", 2), ("finished", 2), ("resumed", 2), ("saved", 4), ("finished", 4)]
+    run = shown_of(output)
+    assert run["state"] == "finished" and run["step"] == run["steps"] == 4 and run["best"]["metric"] == "eval_loss"
+    assert run["data"]["marked"][0]["parts"] and any(trained for _, trained in run["data"]["marked"][0]["parts"])
+    assert run["frames"][0]["name"] == "loss" and run["frames"][1]["name"] == "mean_token_accuracy"
+    seconds = [json.loads(line)["seconds"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert seconds == sorted(seconds), "over both stretches"
+    changed = {name for group in run["settings"] for name, _, unchanged in group["rows"] if not unchanged}
+    assert {"max_steps", "save_best"} <= changed and not {"seed", "weight_decay", "train_on"} & changed
+    assert run["command"].startswith("accelerate launch train_sft.py --config ")
+
+
+def test_secret_settings_are_on_no_page(tmp_path):
+    a_run(tmp_path / "run")
+    with (tmp_path / "run" / "args.yaml").open("a") as out:
+        out.write("alert_webhook: https://hooks.example/SECRET\nhub_token: SECRET\n")
+    assert "SECRET" not in page([describe_run(tmp_path / "run")])
+
+
+def test_defaults_are_read_without_executing_the_script(tmp_path):
+    script = tmp_path / "train_mine.py"
+    script.write_text("raise SystemExit(3)\nclass Args:\n    a: float = arg(0.5, help='x')\n    c: str = f()\n")
+    assert {"a": 0.5, "c": None, "seed": 0}.items() <= defaults_of(script).items()
+    found = defaults_of(ROOT / "train_grpo.py")
+    assert found["num_generations"] == 8 and found["reward_funcs"] == ["exact_number"] and found["learning_rate"] == 1e-6
+
+
+def test_the_command_says_how_it_was_launched(tmp_path):
+    begun = {"step": 0, "time": 1, "kind": "started", "processes": 2, "mixed_precision": "bf16"}
+    write_lines(tmp_path / "events.jsonl", [begun | {"script": "experiments/train_kto.py"}])
+    start = "accelerate launch --num_processes 2 --mixed_precision bf16 -m experiments.train_kto --config"
+    assert describe_run(tmp_path)["command"] == f"{start} {tmp_path}/args.yaml --output_dir {tmp_path}-again"
+
+
+def test_what_matters_most_comes_first():
+    grpo = ["loss", "entropy", "grad_norm", "reward", "rewards/exact/mean", "rewards/exact/std", "memory_gib", "eval_reward"]
+    assert [*frames_of([*grpo, "eval_exact", "step", "seconds"])][:2] == ["reward", "exact"]
+    assert frames_of([*grpo, "eval_exact_t0.7"])["exact"] == ["rewards/exact/mean", "eval_exact_t0.7"]
+    assert [*frames_of(grpo)][-1] == "memory_gib"
+    dpo = ["logps/chosen", "loss", "rewards/accuracies", "rewards/margins", "eval_polite", "eval_polite_t0.7"]
+    assert [*frames_of(dpo)][:4] == ["rewards/margins", "rewards/accuracies", "loss", "polite"]
+    sft = ["entropy", "mean_token_accuracy", "eval_loss", "loss", "eval_exact", "learning_rate"]
+    assert [*frames_of(sft)] == ["loss", "mean_token_accuracy", "exact", "entropy", "learning_rate"]
+    assert is_logarithmic("loss", 0.1, 5) and not is_logarithmic("loss", -1, 5) and not is_logarithmic("exact", 0.1, 5)
+
+
+# --- comparing ------------------------------------------------------------------------------------------------------
+
+
+def outcomes(right, total, first=0):
+    return {first + i: float(i < right) for i in range(total)}
+
+
+def test_tests_agree_with_hand_worked_numbers():
+    assert difference(outcomes(45, 100), outcomes(60, 100, first=1))["p"] == pytest.approx(0.03367, abs=1e-5)
+    assert difference(outcomes(0, 9), outcomes(0, 7))["p"] == 1.0
+    first, here = {i: float(i == 8) for i in range(9)}, {i: float(i < 8) for i in range(9)}
+    found = difference(first, here)
+    assert found["p"] == pytest.approx(2 * (1 + 9) / 2**9) and (found["gained"], found["lost"]) == (8, 1)
+    assert difference(first, first)["p"] == 1.0
+
+
+def test_runs_are_compared_by_settings_and_prompts(tmp_path):
+    one, two = a_run(tmp_path / "one", name="one"), a_run(tmp_path / "two", name="two", better=6)
+    write_report([one, two], tmp_path / "both.html")
+    compared = data_of((tmp_path / "both.html").read_text())["compared"]
+    assert compared["settings"] == [["learning_rate", ["0.1", "6.1"]]]
+    (rate,) = compared["rates"]
+    assert rate["name"] == "right" and [row["passed"] for row in rate["runs"]] == [8, 14]
+    assert rate["runs"][1]["test"].startswith("McNemar") and rate["runs"][1]["p"] == pytest.approx(2 / 2**6)
+    assert (rate["runs"][1]["gained"], rate["runs"][1]["lost"]) == (6, 0) and "p" not in rate["runs"][0]
+
+
+def test_suites_are_compared_case_by_case(tmp_path):
+    """7 of 9 that failed pass now, none fell: McNemar's exact p is 2 / 2^7. A case that was edited is not the same."""
+    for name, right in (("one", 1), ("two", 8)):
+        cases = {f"c{i}": {"rate": float(i < right), "digest": "x", "group": "easy"} for i in range(9)}
+        cases["c0"] = {"rate": 0.0, "digest": name, "group": "edited"}
+        cases["c9"] = {"rate": 0.0, "digest": "x", "group": "hard"}
+        row = {"step": 40, "groups": {"easy": {"passed": right, "total": 9}}, "cases": cases}
+        row |= {"turned": {"since_last": {"step": 0, "fell": [], "rose": ["a", "b"]}, "since_base": None}}
+        row |= {"failed": {"c": {"why": "not equal", "completion": "7"}}}
+        write_lines(a_run(tmp_path / name) / "regression.jsonl", [row | {"step": 0}, row])
+    write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html")
+    shown = data_of((tmp_path / "both.html").read_text())
+    second = {rate["name"]: rate["runs"][1] for rate in shown["compared"]["rates"]}
+    assert second["suite: easy"]["test"] == "McNemar, exact" and second["suite: easy"]["p"] == 2 / 2**7
+    assert second["suite: hard"]["p"] == 1 and second["suite: edited"]["test"] == "two proportions"
+    last = shown["runs"][0]["regression"][-1]
+    assert last["turned"] == ["rose since step 0: a, b"] and last["failed"] == ["c: not equal · 7"]
+
+
+# --- python -m tools.report -----------------------------------------------------------------------------------------
+
+
+def test_the_tool_writes_a_page_or_a_comparison(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    one, two = a_run(tmp_path / "sft", name="same"), a_run(tmp_path / "other" / "sft", name="same")
+    report.main([str(one)])
+    assert "report.html" in capsys.readouterr().out and shown_of(one)["name"] == "same"
+    report.main([str(one), str(two)])
+    shown = data_of((tmp_path / "comparison.html").read_text())
+    assert [run["name"] for run in shown["runs"]] == [str(one), str(two)], "of one name: they are told apart"
+    report.main([str(one), str(two), "--to", "pages/all.html"])
+    assert (tmp_path / "pages" / "all.html").exists()
+
+
+def test_the_tool_refuses_what_is_no_run(tmp_path):
+    run = str(a_run(tmp_path / "run"))
+    for words, named in (
+        ([str(tmp_path)], str(tmp_path)),
+        (["x"] * 9, "8"),
+        ([run, "--to", "/proc/no/page.html"], "/proc/no"),
+    ):
+        with pytest.raises(UserError) as error:
+            report.main(words)
+        assert named in str(error.value)
