@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 from common.args import CommonArgs
 from common.collators import Batch, eval_batches
-from common.data.dropped import convert
+from common.data.encode import convert
 from common.data.examples import Examples
 from common.data.formats import as_prompt
 from common.data.load import Rows
 from common.data.order import Shuffled
 from common.data.sources import Source, load_rows, read_rows
-from common.data.stream import Stream
 from common.data.tokens import tokenize_row
 from common.data.types import BadRow, Row, Tokenizer
 from common.errors import UserError
@@ -119,7 +118,7 @@ def mean_over_sources(sources: list[Source], sums: list[list[float]], counts: li
     ]
 
 
-def unigram_perplexity(train: Shuffled | Stream, held_out: Examples, vocab_size: int) -> float | None:
+def unigram_perplexity(train: Shuffled, held_out: Examples, vocab_size: int) -> float | None:
     """Perplexity on the held-out rows of a model that knows only token frequencies: a baseline to beat. None without
     held-out rows."""
     if not len(held_out):
@@ -144,7 +143,7 @@ def load_eval_prompts(
     args: CommonArgs,
     accelerator: Accelerator,
     tokenizer: Tokenizer,
-    train: Shuffled | Stream | Rows,
+    train: Shuffled | Rows,
     held_out: Examples | Rows,
     *,
     prompt_of: Callable[[Row], dict[str, Any]] = as_prompt,
