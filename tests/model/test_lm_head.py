@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.model.flat_model import disable_dropout
-from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
+from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.lm_head import head_bytes, log_probs, weighted_nll
 from common.model.lora import add_lora
 from common.model.wrap import wrap
@@ -310,51 +310,6 @@ def test_bfloat16_rounds_products_and_nothing_else(autocast, rows, chunks):
     for value in (loss, -(w.float() * by_logps).sum()):
         for a, b, leaf in zip(torch.autograd.grad(value, leaves(toy, hidden)), wanted, leaves(toy, hidden), strict=True):
             assert a.dtype == leaf.dtype and relative_error(a, b) < 0.01
-
-
-class Strides(TorchDispatchMode):
-    """Of the 16-bit matrices of logits in matrix products: the bytes from row to row, and from the start of memory to the first."""
-
-    def __init__(self, V):
-        super().__init__()
-        self.V, self.found = V, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            for x in [*args, *(kwargs or {}).values()]:
-                if isinstance(x, torch.Tensor) and x.dim() == 2 and x.dtype == torch.bfloat16 and max(x.stride()) >= self.V:
-                    self.found.add((max(x.stride()) * 2, x.storage_offset() * 2))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("frozen", "rows"), [(False, 4), (False, 64), (True, 4)])
-def test_rows_of_16_bits_are_aligned(frozen, rows, chunks, monkeypatch):
-    """An odd vocabulary, and memory beyond it that holds NaN: values and gradients are those of dense rows."""
-    toy = Toy(V=203, D=8, dtype=torch.float32, frozen=frozen)
-    hidden, tokens, w, u = positions(toy, N=11, dtype=torch.float32)
-    chunks(elements=1, rows=rows)  # the head's gradient in several parts, too
-
-    def run():
-        with torch.autocast("cpu", torch.bfloat16), Strides(203) as strides:
-            loss, _ = weighted_nll(toy, hidden, tokens, w)
-            logps, entropy, _ = log_probs(toy, hidden, tokens, entropy=True)
-            (loss + (u * logps).sum()).backward()
-        found = [loss.detach(), logps.detach(), entropy.detach(), *(x.grad.clone() for x in leaves(toy, hidden))]
-        for x in leaves(toy, hidden):
-            x.grad = None
-        return found, strides.found
-
-    dense, as_is = run()
-    assert any(row % 16 for row, _ in as_is)
-    monkeypatch.setitem(ROW_MULTIPLE, "cpu", 64)
-    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
-    try:
-        padded, aligned = run()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert aligned and all(row % 128 == 0 and offset % 16 == 0 for row, offset in aligned)
-    for a, b in zip(dense, padded, strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7 * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("rows", [16, 1000], ids=["chunks", "one chunk"])
