@@ -196,19 +196,6 @@ def test_a_loss_of_logits_is_exact():
     assert_same_gradients(model.lm, lm, 2e-4)
 
 
-def test_the_logits_of_one_chunk_exist_at_once(monkeypatch):
-    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", 1)
-    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", 48)
-    model, batch = wrap(make(CONFIGS["llama"])).train(), flat_batch(examples(), CPU)
-    N, sizes, kept = len(batch["targets"]), [], []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        out = model(batch, map_logits=lambda logits, rows: sizes.append(len(logits)) or logits.logsumexp(-1))
-    assert sizes == [48] * (N // 48) + [N % 48] and out.mapped.shape == (N,)
-    assert 48 * 512 not in kept  # no chunk of logits waits for the backward pass
-    out.mapped.sum().backward()
-    assert sorted(sizes) == sorted(2 * ([48] * (N // 48) + [N % 48]))
-
-
 def test_mapped_results_may_have_any_shape():
     model = wrap(make(CONFIGS["llama"]))
     batch = flat_batch(examples(), CPU)
@@ -219,27 +206,6 @@ def test_mapped_results_may_have_any_shape():
 
 
 # --- mixtures of experts -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_router_logits_are_those_of_sequences_alone(name):
-    model, lm = wrap(make(EXPERTS[name])).train(), make(EXPERTS[name]).train()
-    assert not model.padded
-    out = model(flat_batch(examples(), CPU), router_logits=True)
-    alone = []
-    for example in examples():
-        ids = torch.as_tensor(example[0]["input_ids"])[None]
-        alone.append(lm(input_ids=ids, use_cache=False, output_router_logits=True).router_logits)
-    assert len(out.router_logits) == 2 and model(flat_batch(examples(), CPU)).router_logits is None
-    generator, losses = torch.Generator().manual_seed(1), [0.0, 0.0]
-    for found, parts in zip(out.router_logits, zip(*alone, strict=True), strict=True):
-        expected = torch.cat(parts)
-        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
-        weights = torch.randn(expected.shape, generator=generator)
-        losses = [loss + (x * weights).sum() for loss, x in zip(losses, (found, expected), strict=True)]
-    for loss in losses:
-        loss.backward()
-    assert_same_gradients(model.lm, lm, 2e-3)
 
 
 def test_a_model_without_experts_has_no_router_logits():
