@@ -94,7 +94,6 @@ class DataArgs:
     dataset_weights: list[float] | None = arg(
         help="shares of the sources; unset: each row once per epoch", within="(0, inf)"
     )
-    dataset_format: str | None = arg(help="require a format, by name (docs/data.md); unset: recognised by the columns")
     columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
     eval_dataset_name: list[str] | None = arg(help="datasets for evaluation", may_change="evaluation", is_path=True)
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row", within="[0, 1)")
@@ -102,7 +101,6 @@ class DataArgs:
     max_eval_samples: int | None = arg(
         help="evaluate on the first N rows of each source", within="[1, inf)", may_change="evaluation"
     )
-    strict_data: bool = arg(False, help="end the run at an unusable row", may_change="execution")
     dataset_cache_dir: str = arg(
         "outputs/token_cache", help="cache of tokenised datasets", may_change="execution", is_path=True
     )
@@ -110,19 +108,7 @@ class DataArgs:
         help="processes that tokenise; unset: one per core", within="[1, 1e3]", may_change="execution"
     )
     dataset_streaming: bool = arg(False, help="read and tokenise while training; needs max_steps")
-    streaming_buffer_size: int = arg(
-        10_000,
-        help="rows that are packed and shuffled together when streaming",
-        within="[1, 1e9]",
-        needs="dataset_streaming",
-    )
     curriculum_column: str | None = arg(help="column with each row's difficulty, or length: start the run from easy to hard")
-    curriculum_fraction: float = arg(
-        0.5,
-        help="share of the first epoch ordered from easy to hard; the rest is shuffled",
-        within="(0, 1]",
-        needs="curriculum_column",
-    )
     dry_run: bool = arg(False, help="show what would be trained, and how; writes no output_dir", may_change="execution")
 
 
@@ -220,12 +206,6 @@ class EvalArgs:
         help="URL that alerts are posted to (Slack, Discord, JSON); it is a secret: better set PLAINLOOP_ALERT_WEBHOOK",
         secret=True,
     )
-    alert_memory_above: float = arg(
-        0.95, help="alert when this share of the memory has been used; 1: never", within="(0, 1]", needs="alert_webhook"
-    )
-    alert_stall_minutes: float = arg(
-        30.0, help="alert when no step ends for this many minutes; 0: never", within="[0, 1e6]", needs="alert_webhook"
-    )
 
 
 @dataclass
@@ -243,10 +223,6 @@ class RunArgs:
     seed: int = arg(0, help="seed of the order, initial weights, dropout, sampling", within="[0, 1e9]", may_change="no")
     push_to_hub: bool = arg(False, help="push the final model and its card to the Hub")
     hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", needs="push_to_hub")
-    hub_private_repo: bool = arg(False, help="make a new repository private", needs="push_to_hub")
-    hub_strategy: Literal["end", "every_save"] = arg(
-        "end", help="every_save: also push each checkpoint's model during training", needs="push_to_hub"
-    )
 
 
 @dataclass

@@ -7,6 +7,8 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
+    "alerts": "--alert_webhook",
+    "hub": "every run, when its model card is written; --push_to_hub",
     "cuda_graph": "sampling on a CUDA device",
     "experts": "a mixture of experts",
     "sharded": "an accelerate config with FSDP",
@@ -17,6 +19,7 @@ EXTRAS: dict[str, str] = {
     "regression": "--regression_suite",
     "report": "every run, when report.html is written",
     "report_data": "what report.html shows",
+    "stream": "--dataset_streaming",
     "vllm": "--rollout_server",
 }
 

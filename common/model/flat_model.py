@@ -8,7 +8,6 @@ import contextlib
 import copy
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +18,7 @@ from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import FlatRow, first_occurrences, plan_flat_row
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -118,7 +118,8 @@ class FlatModel(nn.Module):
         experts. extra: names of modules in `self.extra` to call on the hidden states (T, D).
 
         In a filler (flat_batch) logps, entropy, correct, nll and mapped are 0. A backward pass through a value without
-        gradient is an error. Raises UserError for router_logits of a model without experts, for a name that is not in
+        gradient is an error. Raises ValueError for nll_weights of another length, or that (or a temperature that) require a
+        gradient; UserError for router_logits of a model without experts, for a name that is not in
         `self.extra`, and for a sequence longer than the model's positions.
         """
         if nll_weights is not None and entropy_grad:
@@ -126,6 +127,12 @@ class FlatModel(nn.Module):
         for name in extra:
             if name not in self.extra:
                 raise UserError(f"the model has no extra module {name!r}; it has: {', '.join(self.extra) or 'none'}")
+        if getattr(temperature, "requires_grad", False):
+            raise ValueError("the temperature gets no gradient here: divide the logits by it in map_logits")
+        if nll_weights is not None and nll_weights.requires_grad:
+            raise ValueError("nll_weights get no gradient here: use -(weights * out.logps).sum()")
+        if nll_weights is not None and nll_weights.shape != batch["input_ids"].shape[1:]:
+            raise ValueError(f"nll_weights {tuple(nll_weights.shape)}: one for each of {batch['input_ids'].shape[1]} tokens")
         check_positions(self, max(batch["lengths"]))
         watched = self.experts is not None and self.experts.watches and (torch.is_grad_enabled() or self.experts.counting)
         states, predicting, routers, chosen = self._run_body(batch, router_logits or watched)
@@ -215,8 +222,12 @@ class FlatModel(nn.Module):
         padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
         mask = torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
 
+        # Known here: a mask would have to be asked of the device.
+        places = np.concatenate([i * padded.shape[1] + np.arange(n) for i, n in enumerate(lengths)])
+        places = to_device(places, ids.device)
+
         def to_row(x: Tensor) -> Tensor:
-            x = x.reshape(*mask.shape, -1)[mask]
+            x = x.reshape(mask.numel(), -1)[places]
             return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
 
         with self._calling(lengths):
@@ -411,30 +422,3 @@ def size_of_all_layers(config: "PreTrainedConfig", name: str) -> int:
     except Exception:  # its own exception class, for a size that differs between layers
         return 0
     return value if isinstance(value, int) else 0
-
-
-# Dense bfloat16 operations per second (T4, V100: float16) from the data sheets, matched by words of the device name.
-PEAK_FLOPS = {
-    ("B200",): 2250e12,
-    ("H200",): 989e12,
-    ("H100", "PCIE"): 756e12,
-    ("H100", "NVL"): 835e12,
-    ("H100",): 989e12,
-    ("A100",): 312e12,
-    ("A10",): 125e12,
-    ("L40S",): 362e12,
-    ("L40",): 181e12,
-    ("L4",): 121e12,
-    ("T4",): 65e12,
-    ("V100",): 125e12,
-    ("4090",): 165e12,
-    ("3090",): 71e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Peak operations per second of the GPU, from the table, or None."""
-    if device.type != "cuda":
-        return None
-    words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
-    return next((value for name, value in PEAK_FLOPS.items() if words.issuperset(name)), None)

@@ -17,13 +17,11 @@ Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows o
 from collections.abc import Callable
 
 from common.model.fused_head import (
-    BLOCK_ELEMENTS,
     LogitTransform,
     LogProbs,
     WeightedNLL,
     chunk_rows,
     compute_dtype,
-    of_device,
 )
 
 import torch
@@ -143,34 +141,16 @@ def weighted_nll(
     return -(weights * logps).sum(), (logps.detach(), entropy.detach(), correct)
 
 
-def head_bytes(inner: nn.Module, N: int, device: torch.device, autocast: torch.dtype | None) -> int:
-    """Peak bytes that `weighted_nll`, or `log_probs` with its backward pass, hold for N positions, including gradients."""
-    weight = weight_of(inner.get_output_embeddings())
-    V, D = weight.shape
-    dtype = autocast or weight.dtype
-    exact = torch.promote_types(dtype, torch.float32)
-    rows = min(N, chunk_rows(device, V))
-    hidden = 2 * N * D * weight.dtype.itemsize  # and its gradient
-    if _plain_linear(inner) is None:  # logits, autograd's copies of them, and gradients accumulated one by one
-        return (
-            hidden
-            + rows * V * (dtype.itemsize + 3 * exact.itemsize)
-            + 3 * weight.requires_grad * V * D * weight.dtype.itemsize
-        )
-    block = min(rows * V, max(V, of_device(BLOCK_ELEMENTS, device)))
-    held = hidden + (rows * V + 2 * block) * exact.itemsize + weight.requires_grad * V * D * exact.itemsize
-    held += (dtype != exact) * rows * V * dtype.itemsize  # the matrix product before its copy to float32
-    held += (dtype != weight.dtype) * V * D * dtype.itemsize  # the weight, cast
-    return held
-
-
 # --- the head of a model --------------------------------------------------------------------------------------------
 
 
 def _logit_transform(inner: nn.Module, temperature: float = 1.0) -> LogitTransform:
-    config = inner.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    config, scale = inner.config.get_text_config(), 1.0
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
+        scale *= getattr(config, name, None) or 1.0
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite, Inkling; HyperCLOVA X multiplies
+        factor = getattr(config, name, None) or 1.0
+        scale = scale * factor if config.model_type.startswith("hyperclovax") else scale / factor
     caps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma, RecurrentGemma, xLSTM
     cap = next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
     return LogitTransform(scale / temperature, cap and cap / temperature)

@@ -16,7 +16,6 @@ from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
 from common.processes import gather_lists
 from common.run.folder import open_folder
-from common.run.hub import check_push
 from common.run.metrics import check_tracker
 
 import torch
@@ -42,7 +41,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     folder holds a run already, `begin` does that later, once this run has loaded everything it needs.
     """
     check_tracker(args.report_to)
-    check_push(args)
+    if args.push_to_hub:
+        extra("hub").check_repo(args.hub_model_id)
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         value = os.environ.get(f"ACCELERATE_USE_{kind}", "false")
         if value.lower() not in ("true", "false", "") or (kind == "MEGATRON_LM" and value.lower() == "true"):

@@ -1,10 +1,9 @@
 """The same window gives the same loss and the same gradient, however it is split."""
 
 import json
-import socket
 import sys
 
-from tests.conftest import run_script, teacher, train_metrics, words_of
+from tests.conftest import assert_same, free_port, losses, run_script, teacher, words_of
 
 import pytest
 
@@ -57,23 +56,6 @@ STAGES = {
 BASE = {stage: ["--model_name_or_path", "data/base_model"] for stage in STAGES if stage != "pretrain"}
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def losses(output):
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in train_metrics(output)]
-
-
-def assert_same(one, other, tolerance=1e-5, norm_tolerance=None):
-    assert [step for step, *_ in one] == [step for step, *_ in other]
-    for (_, loss, norm), (_, loss2, norm2) in zip(one, other, strict=True):
-        assert loss == pytest.approx(loss2, rel=tolerance, abs=1e-6)
-        assert norm == pytest.approx(norm2, rel=norm_tolerance or tolerance * 3)
-
-
 def arguments(stage, batch, accumulation):
     return [*STAGES[stage], *BASE.get(stage, []), *COMMON, "--per_device_train_batch_size", str(batch)] + [
         "--gradient_accumulation_steps",
@@ -120,7 +102,7 @@ def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stag
 def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss_and_gradient(launch, tmp_path):
     """Micro-batches filled by tokens, from two weighted sources, packed, streamed: who computes what makes no difference."""
     words = ["--dataset_name", "data/sft", "data/sft/validation.jsonl", "--dataset_weights", "2", "1", "--packing"]
-    words += ["--dataset_streaming", "--streaming_buffer_size", "30", "--max_tokens_per_batch", "256", "--max_steps", "3"]
+    words += ["--dataset_streaming", "--max_tokens_per_batch", "256", "--max_steps", "3"]
     words += ["--max_length", "256"]
     whole = losses(launch("sft", *arguments("sft", 8, 2), *words))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
