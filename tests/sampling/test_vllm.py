@@ -144,8 +144,8 @@ def one_run(files, server, tmp_path_factory):
     return script_run(files, STEPS, tmp_path_factory.mktemp("run") / "out", "--rollout_server", server.url)
 
 
-def script_run(files, steps, output, *more):
-    command = [sys.executable, "train_grpo.py", *arguments(files, steps, "--output_dir", output, *more)]
+def script_run(files, steps, output, *more, script=("train_grpo.py",)):
+    command = [sys.executable, *script, *arguments(files, steps, "--output_dir", output, *more)]
     done = run_script(command, timeout=600, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     return output
@@ -228,7 +228,7 @@ def test_lora_is_merged_into_what_the_server_gets(files, server, tmp_path):
 
 def test_sampling_ahead_is_corrected_and_learns(files, server, tmp_path):
     more = ("--rollout_server", server.url, "--rollout_ahead", 1, "--learning_rate", "3e-3")
-    output = script_run(files, STEPS, tmp_path / "ahead", *more)
+    output = script_run(files, STEPS, tmp_path / "ahead", *more, script=("-m", "experiments.train_grpo_ahead"))
     rewards, differences = column(output, "reward"), column(output, "sampling/logp_difference")
     assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:2]) + 0.15
     assert differences[0] < 1e-3 < min(differences[1:])  # from then on the weights are a step older
