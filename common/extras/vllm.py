@@ -172,6 +172,8 @@ class RolloutServers:
         wait(self.running)  # a rollout uses one set of weights; its errors are raised where it is awaited
         self.running.clear()
         failed = dict(gather_lists(self.accelerator, list(self.failed.items())))
+        for url in failed.keys() - self.failed.keys():  # another process has met it
+            say(f"{url} has failed ({failed[url]}): the others sample its completions, with the same seeds")
         path, self.version, self.synced = self.folder / f"step-{step}", f"{step}-{self.run}", step
         self._write(path)
         prompt = np.random.default_rng(0).integers(3, min(256, self.vocabulary), size=PROBE_PROMPT).tolist()
