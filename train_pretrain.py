@@ -112,8 +112,8 @@ def main(args: Args) -> None:
     else:
         tokenizer = train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
 
-    def recognise_text(row: Row, wanted: str | None) -> str:
-        return text_format(row, wanted, args.dataset_text_field)
+    def recognise_text(row: Row) -> str:
+        return text_format(row, args.dataset_text_field)
 
     def first_words(row: Row) -> dict[str, str]:
         return {"prompt": " ".join(as_text(row, args.dataset_text_field).split()[:8])}

@@ -73,11 +73,12 @@ def work(task: str, kind: str, folder: Path, hidden: int, layers: int, rounds: i
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, gather_object
+    from torch.distributed.fsdp import StateDictType
 
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # Accelerate takes FSDP for GPUs only
     accelerator, tokenizer = Accelerator(), load_tokenizer(CommonArgs(), "data/base_model")
-    rows = []
+    rows, kinds = [], {"folder": StateDictType.FULL_STATE_DICT, "shards": StateDictType.SHARDED_STATE_DICT}
 
     def note(what: str, watched: Watched, kind: str = kind) -> None:
         rows.append({"what": what, "kind": kind, "seconds": watched.seconds, "mib": gather_object([watched.mib])})
@@ -105,12 +106,14 @@ def work(task: str, kind: str, folder: Path, hidden: int, layers: int, rounds: i
         rows.append({"what": "parameters", "kind": "", "count": count})
         for _ in range(rounds):
             for kind in ("folder", "shards"):
-                args = CommonArgs(output_dir=str(folder / kind), sharded_checkpoints=kind == "shards")
+                args = CommonArgs(output_dir=str(folder / kind))
+                accelerator.state.fsdp_plugin.state_dict_type = kinds[kind]
                 with Watched(accelerator) as watched:
                     assert save_checkpoint(args, accelerator, model, optimizer, tokenizer, 1, {}, Best(args))
                 note("save", watched, kind)
         for kind in ("folder", "shards"):
-            args = CommonArgs(output_dir=str(folder / kind), sharded_checkpoints=kind == "shards")
+            args = CommonArgs(output_dir=str(folder / kind))
+            accelerator.state.fsdp_plugin.state_dict_type = kinds[kind]
             with Watched(accelerator) as watched:
                 export(args, accelerator, model, tokenizer)
             note("final model", watched, kind)

@@ -18,9 +18,8 @@ from compare import ROOT
 sys.path.insert(0, str(ROOT))
 
 from common.args import CommonArgs  # noqa: E402
-from common.memory import empty_caches  # noqa: E402
+from common.memory import empty_caches, peak_flops  # noqa: E402
 from common.model import make_optimizer  # noqa: E402
-from common.model.flat_model import peak_flops  # noqa: E402
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -31,9 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.clock import reset_peak, resident  # noqa: E402
 from common.args import CommonArgs  # noqa: E402
 from common.collators import Windows  # noqa: E402
-from common.data.examples import Examples, TokenFile  # noqa: E402
+from common.data.examples import Examples, TokenFile, pack  # noqa: E402
 from common.data.order import Order, Shuffled  # noqa: E402
-from common.data.packing import pack  # noqa: E402
 from common.sampling.generate import Sampled  # noqa: E402
 
 import numpy as np  # noqa: E402

@@ -65,11 +65,6 @@ class ModelArgs:
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     trust_remote_code: bool = arg(False, help="run Python code that comes with a Hub model", may_change="execution")
     dtype: Literal["float32", "bfloat16"] = arg("float32", help="dtype of the weights; accelerate config sets autocast")
-    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = arg(
-        "auto",
-        help="dtype of the final model; auto: its base's. Checkpoints keep the training dtype",
-        may_change="execution",
-    )
     gradient_checkpointing: bool = arg(False, help="recompute activations: less memory, 30 % slower", may_change="execution")
     torch_compile: bool = arg(False, help="compile the model's layers", may_change="execution")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")
@@ -99,7 +94,6 @@ class DataArgs:
     dataset_weights: list[float] | None = arg(
         help="shares of the sources; unset: each row once per epoch", within="(0, inf)"
     )
-    dataset_format: str | None = arg(help="require a format, by name (docs/data.md); unset: recognised by the columns")
     columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
     eval_dataset_name: list[str] | None = arg(help="datasets for evaluation", may_change="evaluation", is_path=True)
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row", within="[0, 1)")
@@ -107,7 +101,6 @@ class DataArgs:
     max_eval_samples: int | None = arg(
         help="evaluate on the first N rows of each source", within="[1, inf)", may_change="evaluation"
     )
-    strict_data: bool = arg(False, help="end the run at an unusable row", may_change="execution")
     dataset_cache_dir: str = arg(
         "outputs/token_cache", help="cache of tokenised datasets", may_change="execution", is_path=True
     )
@@ -115,19 +108,7 @@ class DataArgs:
         help="processes that tokenise; unset: one per core", within="[1, 1e3]", may_change="execution"
     )
     dataset_streaming: bool = arg(False, help="read and tokenise while training; needs max_steps")
-    streaming_buffer_size: int = arg(
-        10_000,
-        help="rows that are packed and shuffled together when streaming",
-        within="[1, 1e9]",
-        needs="dataset_streaming",
-    )
     curriculum_column: str | None = arg(help="column with each row's difficulty, or length: start the run from easy to hard")
-    curriculum_fraction: float = arg(
-        0.5,
-        help="share of the first epoch ordered from easy to hard; the rest is shuffled",
-        within="(0, 1]",
-        needs="curriculum_column",
-    )
     dry_run: bool = arg(False, help="show what would be trained, and how; writes no output_dir", may_change="execution")
 
 
@@ -204,9 +185,6 @@ class EvalArgs:
     save_steps: int = arg(500, help="write a checkpoint every N steps; 0: only the final model", within="[0, 1e12]")
     save_minutes: float | None = arg(help="also write a checkpoint after this many minutes", within="(0, 1e9]")
     save_total_limit: int = arg(2, help="checkpoints to keep; 0: all", within="[0, 1e6]")
-    sharded_checkpoints: bool = arg(
-        False, help="each process writes its own part; tools.consolidate turns one into a model folder (docs/runs.md)"
-    )
     save_best: str | None = arg(
         help="a metric of the evaluations (min:NAME, max:NAME): its best checkpoint is kept and exported",
         may_change="course",
@@ -251,10 +229,6 @@ class RunArgs:
     seed: int = arg(0, help="seed of the order, initial weights, dropout, sampling", within="[0, 1e9]", may_change="no")
     push_to_hub: bool = arg(False, help="push the final model and its card to the Hub")
     hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", needs="push_to_hub")
-    hub_private_repo: bool = arg(False, help="make a new repository private", needs="push_to_hub")
-    hub_strategy: Literal["end", "every_save"] = arg(
-        "end", help="every_save: also push each checkpoint's model during training", needs="push_to_hub"
-    )
 
 
 @dataclass

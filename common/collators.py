@@ -14,10 +14,10 @@ from collections.abc import Sequence as Listing
 from typing import Any
 
 from common.args import CommonArgs
+from common.data.encode import check_sequence, layout_of
+from common.data.examples import balance
 from common.data.order import Shuffled
-from common.data.packing import balance
-from common.data.stream import Stream
-from common.data.types import Example, Sequence
+from common.data.types import RESERVED, Example, Sequence
 from common.errors import UserError
 from common.memory import SHARDED, empty_caches, is_oom, to_device
 
@@ -75,7 +75,7 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     }
     for name, value in sequences[0].items():
         if name not in ("input_ids", "loss_mask"):
-            if name in (*batch, "lengths", "token_map"):
+            if name in RESERVED:
                 raise UserError(f"a sequence has a field {name}, which is a name of the batch's own: call it otherwise")
             values = np.asarray(row(name) if np.ndim(value) else [sequence[name] for sequence in sequences])
             batch[name] = (values * weight).astype(np.int64 if values.dtype.kind in "iub" else np.float32)
@@ -130,6 +130,8 @@ class Window:
         process has the same number of micro-batches. indivisible: sequences of an example that stay together even if a
         micro-batch is split: 2 for pairs. origins(): the source and row of each example. num_tokens: over all processes, if
         `examples` does not contain all of them."""
+        if num_tokens is not None:  # made by the script: checked as what `encode` returns
+            layout_of([check_sequence(sequence) for example in examples for sequence in example], "a window")
         self.examples, self.origins, self._num_tokens = examples, origins, num_tokens
         self._accelerator, self._mine, self._indivisible = accelerator, mine, indivisible
         self._micro_batches = self._split(1, math.inf)
@@ -275,12 +277,12 @@ class Windows:
         self,
         args: CommonArgs,
         accelerator: Accelerator,
-        train: Shuffled | Stream,
+        train: Shuffled,
         *,
         max_tokens: int = 0,
         indivisible: int = 1,
     ):
-        """train: the example at each position of the run. indivisible: see Window.
+        """train: the example at each position of the run (or a stream of them). indivisible: see Window.
 
         A window has gradient_accumulation_steps micro-batches on each process, each of per_device_train_batch_size examples;
         or, if max_tokens is positive, of up to max_tokens tokens, distributed so that all cost about the same. The run lasts

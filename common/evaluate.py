@@ -8,22 +8,22 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from common.args import CommonArgs
 from common.collators import Batch, eval_batches
-from common.data.dropped import convert
+from common.data.encode import convert
 from common.data.examples import Examples
 from common.data.formats import as_prompt
 from common.data.load import Rows
 from common.data.order import Shuffled
-from common.data.sources import Source, load_rows, read_rows
-from common.data.stream import Stream
+from common.data.sources import load_rows, read_rows
 from common.data.tokens import tokenize_row
 from common.data.types import BadRow, Row, Tokenizer
 from common.errors import UserError
-from common.processes import gather_lists
-from common.sampling import Reward, Scorer, load_rewards, sample, scorer
+from common.processes import gather_lists, on_main_process
+from common.sampling import Reward, load_rewards, sample, score_by_name
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ class EvalPrompts(NamedTuple):
     """The prompts completed at each evaluation, and their scoring."""
 
     rows: list[dict[str, Any]]  # {"prompt", "prompt_ids", and columns for the rewards}
-    score: Scorer | None  # (rows, token ids of the completions) -> {name: scores}; None: no scoring
+    rewards: list[Reward]
+    weights: list[float] | None  # of the rewards' sum; None: it is not scored
 
 
 @contextlib.contextmanager
@@ -94,32 +95,21 @@ def evaluate_means(
                 counts = batch[weights][::step]
                 sums = sums + torch.stack([*((value * counts).sum() for value in values.values()), counts.sum()])
             table.append(accelerator.reduce(sums, "sum").tolist())
-    means = mean_over_sources(held_out.sources, [row[:-1] for row in table], [row[-1] for row in table])
-    result = {f"eval_{name}": value for name, value in zip(names, means, strict=True)}
+    shares = [source.weight for source in held_out.sources]
+    if None in shares:
+        shares = [row[-1] for row in table]
+    means = {}
+    for k, name in enumerate(names):
+        of_sources = (share * row[k] / row[-1] for share, row in zip(shares, table, strict=True))
+        means[f"eval_{name}"] = sum(of_sources) / sum(shares)
     if len(table) > 1 and "loss" in names:
         k = names.index("loss")
-        result |= {
-            f"eval_{source.label}_loss": row[k] / row[-1] for source, row in zip(held_out.sources, table, strict=True)
-        }
-    return result
+        for source, row in zip(held_out.sources, table, strict=True):
+            means[f"eval_{source.label}_loss"] = row[k] / row[-1]
+    return means
 
 
-def mean_over_sources(sources: list[Source], sums: list[list[float]], counts: list[float]) -> list[float]:
-    """For each column of sums (one row per source): the mean over everything, or by the sources' weights if they have
-    some."""
-    if not sources:
-        return []
-    weights = [source.weight for source in sources]
-    if None in weights:
-        weights = counts
-    total = sum(weights)
-    return [
-        sum(weight * row[k] / count for weight, row, count in zip(weights, sums, counts, strict=True)) / total
-        for k in range(len(sums[0]))
-    ]
-
-
-def unigram_perplexity(train: Shuffled | Stream, held_out: Examples, vocab_size: int) -> float | None:
+def unigram_perplexity(train: Shuffled, held_out: Examples, vocab_size: int) -> float | None:
     """Perplexity on the held-out rows of a model that knows only token frequencies: a baseline to beat. None without
     held-out rows."""
     if not len(held_out):
@@ -127,10 +117,9 @@ def unigram_perplexity(train: Shuffled | Stream, held_out: Examples, vocab_size:
 
     def count(examples: Examples) -> np.ndarray:  # the first token of a sequence is not a target
         counts = np.zeros(vocab_size, np.int64)
-        for at in range(0, len(examples), 1000):
-            some = [examples[i] for i in range(at, min(at + 1000, len(examples)))]
-            ids = np.concatenate([sequence["input_ids"][1:] for example in some for sequence in example])
-            counts += np.bincount(ids, minlength=vocab_size)
+        for i in range(len(examples)):
+            for sequence in examples[i]:
+                np.add.at(counts, sequence["input_ids"][1:], 1)
         return counts
 
     smoothed, scored = count(train.examples) + 1, count(held_out)
@@ -144,7 +133,7 @@ def load_eval_prompts(
     args: CommonArgs,
     accelerator: Accelerator,
     tokenizer: Tokenizer,
-    train: Shuffled | Stream | Rows,
+    train: Shuffled | Rows,
     held_out: Examples | Rows,
     *,
     prompt_of: Callable[[Row], dict[str, Any]] = as_prompt,
@@ -160,15 +149,15 @@ def load_eval_prompts(
     the weights of their sum.
     """
     own = load_rewards(args.eval_reward_funcs, accelerator.device, "--eval_reward_funcs")
-    score = scorer(own or rewards or [], tokenizer, None if own else weights)
+    scoring = (own, None) if own else (rewards or [], weights)
     if args.eval_prompts:
 
         def ids_of(row: Row) -> dict[str, Any]:
             return encode(row, tokenizer, args) if encode else tokenize_row(as_prompt(row), tokenizer)
 
-        return EvalPrompts(convert(load_rows(args.eval_prompts), ids_of, "prompts of --eval_prompts")[0], score)
+        return EvalPrompts(convert(load_rows(args.eval_prompts), ids_of, "prompts of --eval_prompts")[0], *scoring)
     if isinstance(held_out, Rows):
-        return EvalPrompts([held_out[i] for i in range(len(held_out))], score)
+        return EvalPrompts([held_out[i] for i in range(len(held_out))], *scoring)
     rows = []
     found = (row for source in held_out.sources or train.sources for row, _ in read_rows(source))
     for row in itertools.islice(found, 50 * args.num_samples):
@@ -176,7 +165,7 @@ def load_eval_prompts(
             rows.append(tokenize_row({"prompt": prompt_of(row)["prompt"]}, tokenizer))
         if len(rows) == args.num_samples:
             break
-    return EvalPrompts(rows, score)
+    return EvalPrompts(rows, *scoring)
 
 
 class Completed(NamedTuple):
@@ -228,8 +217,9 @@ def complete_prompts(
     how = {"max_new_tokens": args.eval_max_new_tokens, "seed": args.seed}
     for temperature in args.eval_temperatures if rows else ():
         found = complete(accelerator, model, tokenizer, ids, temperature=temperature, **how)
-        scores = prompts.score(rows, [c.ids for c in found]) if prompts.score else {}
-        means, shown = summarise(args, temperature, rows, [c.text for c in found], scores)
+        texts = [c.text for c in found]
+        scored = partial(score_by_name, prompts.rewards, rows, texts, [c.ids for c in found], prompts.weights)
+        means, shown = summarise(args, temperature, rows, texts, on_main_process(accelerator, scored))
         metrics, samples = metrics | means, samples + shown
     return metrics, samples
 

@@ -4,7 +4,7 @@ of prompts and answers."""
 from typing import Any
 
 from common.data.formats import Columns, as_chat, chat_format
-from common.data.types import BadRow, Example, Row, Sequence
+from common.data.types import BadRow, Example, Row, Sequence, may_reject
 from common.errors import UserError
 
 import numpy as np
@@ -13,8 +13,8 @@ LABELS = ("label", "kto_tag")  # true for a good answer; kto_tag is LLaMA-Factor
 TEXTS = {"true": True, "false": False, "1": True, "0": False}  # labels in tables, which hold only text
 
 
-def labelled_format(columns: Columns, wanted: str | None = None) -> str:
-    """The name of the chat's format. Raises UserError if none fits, or not `wanted`, and if there is no label."""
+def labelled_format(columns: Columns) -> str:
+    """The name of the chat's format. Raises UserError if none fits, and if there is no label."""
     found = ", ".join(columns) or "none"
     if columns.get("chosen") is not None and columns.get("rejected") is not None and columns.get("completion") is None:
         raise UserError(
@@ -25,21 +25,22 @@ def labelled_format(columns: Columns, wanted: str | None = None) -> str:
         raise UserError(
             f"no column label (true: a good answer, false: a bad one); found {found} (map it: --columns label=...)"
         )
-    if (name := chat_format(_chat(columns), wanted)) == "text":
+    if (name := chat_format(_chat(columns))) == "text":
         raise UserError(f"a label needs prompt + completion, or a chat; found columns {', '.join(columns)}")
     return name
 
 
-def as_labelled(columns: Columns, format: str | None = None) -> dict[str, Any]:
+@may_reject
+def as_labelled(columns: Columns) -> dict[str, Any]:
     """The result of as_chat plus "label": true for a good answer, false for a bad one; for messages also "prompt_turns".
 
-    Raises UserError if the format does not fit, BadRow for an unusable row.
+    Raises UserError for columns of no known format, BadRow for an unusable row.
     """
     label = next((columns[name] for name in LABELS if columns.get(name) is not None), None)
     label = TEXTS.get(label.strip().lower(), label) if isinstance(label, str) else label
     if label not in (True, False):  # true of 1 and 0 as well
         raise BadRow(f"label is {str(label)[:20]!r}; expected true or false")
-    chat = as_chat(_chat(columns), format)
+    chat = as_chat(_chat(columns))
     if "messages" in chat:  # without a marked prompt, the last turn is the answer
         chat.setdefault("prompt_turns", len(chat["messages"]) - 1)
     return chat | {"label": bool(label)}

@@ -25,14 +25,15 @@ from functools import partial
 from typing import Any, Literal
 
 from common.args import CommonArgs, arg
-from common.collators import Window
+from common.collators import Batch, Window
 from common.command_line import launch
 from common.data import BadRow, Row, Tokenizer, as_chat, as_prompt, load_prompts, prompt_format, tokenize_chat, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.extras import extra
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
-from common.model.reference import load_frozen
+from common.model.lm_head import logits_of
+from common.model.reference import Reference, load_frozen
 from common.processes import gather_lists
 from common.run import Run
 from common.sampling import RolloutSchedule, Sampled, sample
@@ -126,6 +127,25 @@ def generalized_jsd(logits: torch.Tensor, teacher_logits: torch.Tensor, beta: fl
         return (s.exp() * (s - t)).sum(-1)
     m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
     return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
+
+
+@torch.no_grad()
+def logits_at(teacher: Reference, batch: Batch, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """f(rows (n,)) -> (n, V) float32: the teacher's logits for targets of the batch, divided by the temperature.
+
+    rows: as map_logits passes them to its function. The body runs in this call, the LM head in f, so that the full logits
+    never exist.
+    """
+    with teacher.accelerator.autocast():
+        predicting = teacher.model.predicting(batch)  # (N, D)
+
+    @torch.no_grad()
+    def at(rows: torch.Tensor) -> torch.Tensor:
+        with teacher.accelerator.autocast():
+            states = predicting[torch.searchsorted(batch["targets"], rows)]
+            return logits_of(teacher.model.lm, states).float() / temperature
+
+    return at
 
 
 def divergence(
@@ -245,7 +265,7 @@ def main(args: Args) -> None:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 known = batch | {"input_ids": batch["input_ids"].clamp(max=teacher_tokens - 1)}
-                to_teacher = partial(divergence, teacher_logits=teacher.logits(known, args.temperature), beta=args.beta)
+                to_teacher = partial(divergence, teacher_logits=logits_at(teacher, known, args.temperature), beta=args.beta)
                 out = model(batch, temperature=args.temperature, entropy=True, map_logits=to_teacher)
                 losses = torch.zeros_like(mask).index_put((batch["targets"],), out.mapped)  # (T,)
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm

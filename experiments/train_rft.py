@@ -127,7 +127,7 @@ def main(args: Args) -> None:
     if run.resume_from is None:  # else the file exists, with answers of the initial model
         write_accepted(args, accelerator, model, tokenizer, file)
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
-    own |= dict.fromkeys(("dataset_config", "dataset_weights", "dataset_format"))
+    own |= dict.fromkeys(("dataset_config", "dataset_weights"))
     train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer, recognise=chat_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)

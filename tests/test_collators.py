@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import Window, Windows, eval_batches, flat_batch
+from common.data.examples import balance
 from common.data.order import Order, Shuffled
-from common.data.packing import balance
 from common.data.types import whole
 from common.errors import UserError
 

@@ -26,7 +26,7 @@ SHARED = {field.name for field in dataclasses.fields(CommonArgs)}
 # From the ground up: a module imports what stands below it, and modules of its own wing. `extras` may import all.
 FLOORS = [
     {"errors", "losses", "extras"},  # of extras only the table, whose modules are loaded by name
-    {"memory", "processes"},
+    {"files", "memory", "processes"},
     {"args"},
     {"command_line"},
     {"data"},

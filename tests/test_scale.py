@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from benchmarks.scale import MODES, chats, over, rollout, traffic, traffic_table
+from common.data.examples import pack
 from common.data.order import Order, Shuffled
-from common.data.packing import pack
 
 import numpy as np
 import pytest

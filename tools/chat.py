@@ -1,7 +1,7 @@
 """Talk to a model: `python -m tools.chat outputs/sft`.
 
 The model is the folder of a run, one of its checkpoints, an adapter, or a name on the Hub. Answers appear as they are
-generated; Ctrl-C stops one early. A line that begins with a slash is a command:
+generated; Ctrl-C stops one early, and leaves at the prompt. A line that begins with a slash is a command:
 
     /system TEXT        start over, with this system message (without TEXT: with none)
     /retry              generate the last answer again
@@ -23,7 +23,6 @@ from common.errors import UserError, as_command, printable, quoted
 from common.memory import is_oom
 from common.model.load import hub_errors
 from common.model.lora import import_peft
-from common.model.shards import refuse_shards
 
 import torch
 
@@ -39,7 +38,6 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    refuse_shards(name)
     options = {"dtype": "auto", "trust_remote_code": trust_remote_code}
     with hub_errors("model", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -144,15 +142,6 @@ class Chat:
             raise UserError(f"{name}: one of {', '.join(COMMANDS)}")
 
 
-def as_text(words: str) -> str:
-    """Words from the command line or a pipe. Raises UserError for bytes that are not valid text."""
-    try:
-        words.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError("what was written is not valid UTF-8") from None
-    return words
-
-
 def as_temperature(text: str) -> float:
     try:
         value = float(text)
@@ -176,36 +165,26 @@ def main(argv: list[str] | None = None) -> None:
     temperature = as_temperature(args.temperature)
     if args.max_new_tokens < 1:
         raise UserError("--max_new_tokens: at least 1")
-    system, prompt = as_text(args.system), as_text(args.prompt or "")
     model, tokenizer = load(args.model, trust_remote_code=args.trust_remote_code)
     torch.manual_seed(args.seed)
-    chat = Chat(model, tokenizer, system=system, temperature=temperature, max_new_tokens=args.max_new_tokens)
+    chat = Chat(model, tokenizer, system=args.system, temperature=temperature, max_new_tokens=args.max_new_tokens)
     if args.prompt is not None:
-        chat.ask(prompt)
+        chat.ask(args.prompt)
         return
     print(f"{args.model}: write, and press Enter. {' '.join(COMMANDS)}")
-    leaving = False
     while True:
         try:
             line = input("> ").strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             print()
             return
-        except KeyboardInterrupt:
-            print()
-            if leaving:
-                return
-            leaving = True
-            print("once more Ctrl-C, or Ctrl-D, to leave; /save FILE keeps the chat")
-            continue
-        leaving = False
         if line == "/quit":
             return
         try:
             if line.startswith("/"):
-                chat.command(as_text(line))
+                chat.command(line)
             elif line:
-                chat.ask(as_text(line))
+                chat.ask(line)
         except UserError as error:
             print(f"error: {printable(str(error))}", file=sys.stderr)
         except KeyboardInterrupt:  # before the answer began

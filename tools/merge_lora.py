@@ -8,9 +8,8 @@ import argparse
 from pathlib import Path
 
 from common.errors import as_command
+from common.extras.hub import merged_card
 from common.model.merge import merge_adapter
-from common.run.card import merged_card
-from common.run.folder import CARD
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,11 +19,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--base", help="base model, if not the one that the adapter names")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     args = parser.parse_args(argv)
-
-    def write_card(folder: Path, dtype: str) -> None:
-        (folder / CARD).write_text(merged_card(args.adapter, folder, args.base, dtype), encoding="utf-8")
-
-    merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code, also=write_card)
+    dtype = merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code)
+    merged_card(args.adapter, Path(args.out), args.base, dtype)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,33 @@
 """The cache of tokenised data: each source is tokenised once, in parallel, into memory-mapped files that later runs use.
 
 A source's folder holds the token ids of all its sequences end to end (uint16 or uint32), the mask of trained tokens, any
-further fields, the offsets of the sequences, and facts about the rows. Its name is a hash of everything that it depends on
-(cache_key.py).
+further fields, the offsets of the sequences, and facts about the rows. It is used again for the same rows, tokenizer,
+libraries and code (`key_of`), if the arguments that `encode` read have the values that they had.
 """
 
+import ast
+import glob
+import hashlib
+import inspect
 import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
-from common.data.cache_key import cache_key
-from common.data.dropped import Dropped
-from common.data.encoding import Encode, Job, Layout, agree, encode_all
+from common.data.encode import Dropped, Encode, Job, Layout, agree, encode_all
 from common.data.examples import Examples, TokenFile
-from common.data.folders import build_once, content
-from common.data.sources import Source, read_rows
+from common.data.sources import Source, identity, read_rows
 from common.data.types import Tokenizer
-from common.errors import printable
+from common.errors import UserError, printable
+from common.files import file_hash, flush, loaded_code
 
 import numpy as np
 from tqdm import tqdm
@@ -26,35 +35,22 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+ARRAYS = ("lengths", "rows", "difficulty")  # see TokenFile
 
-def tokenize(
-    args: CommonArgs,
-    accelerator: "Accelerator",
-    sources: list[Source],
-    encode: Encode,
-    tokenizer: Tokenizer,
-    curriculum_column: str | None = None,
-) -> Examples:
-    """All rows of the sources as examples, from the cache where available. Called on every process.
 
-    encode(row, tokenizer, args): the sequences of a row, or its text, which becomes a document. A BadRow that it raises is
-    counted (with strict_data, an error); a UserError ends the run. See cache_key.py for the cache key.
-    """
-    column = None if curriculum_column == "length" else curriculum_column
-    job, files = Job(encode, tokenizer, args, column), []
+def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Examples:
+    """All rows of the sources as examples, from the cache where available. Called on every process."""
+    files = []
     for source in sources:
-        folder = Path(args.dataset_cache_dir, f"{source.label}-{cache_key(source, *job)}")
-        build_once(accelerator, folder, lambda into, source=source: _build(source, job, into))
-        file = _open(folder)
-        dropped = Dropped(file.facts["dropped"])
-        dropped.say(file.facts["rows"], f"rows of {source.label}", len(file.starts))
-        if args.strict_data:
-            dropped.refuse()
-        files.append(file)
+        name = Path(job.args.dataset_cache_dir, f"{source.label}-{digest([job.key, job.column, identity(source)])}")
+        folder = build_once(
+            accelerator, name, lambda into, source=source: _build(source, job, into), lambda made: _fits(made, job.args)
+        )
+        files.append(_open(folder))
+        facts = files[-1].facts
+        Dropped(facts["dropped"]).say(facts["rows"], f"rows of {source.label}", facts["examples"])
     examples = Examples(files, sources)
-    if curriculum_column == "length":
-        examples.difficulty = examples.lengths
-    elif column:
+    if job.column:
         examples.difficulty = np.concatenate([file.difficulty for file in files] or [np.zeros(0)])
     return examples
 
@@ -62,10 +58,10 @@ def tokenize(
 def _build(source: Source, job: Job, folder: Path) -> None:
     """Tokenise a source into a folder. Raises UserError if the rows cannot be used."""
     facts: dict[str, Any] = {"rows": 0, "examples": 0, "tokens": 0, "trained_tokens": 0, "dtype": "uint16"}
-    dropped, columns = Dropped(), []
+    dropped, columns, read, code = Dropped(), [], set(), {}
     layout: Layout | None = None
-    bar = tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2)
     with ExitStack() as stack:
+        bar = tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2)
         stack.enter_context(bar)
         files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in ("ids", "mask")}
         for count, encoded in encode_all(enumerate(row for row, _ in read_rows(source)), job, job.args.dataset_num_proc):
@@ -76,31 +72,35 @@ def _build(source: Source, job: Job, folder: Path) -> None:
                 if (file := f"field-{number}") not in files:
                     files[file] = stack.enter_context(open(folder / f"{file}.bin", "wb"))
                 encoded.fields[name].tofile(files[file])
-            columns.append((encoded.lengths, encoded.rows, encoded.difficulty))
+            columns.append([getattr(encoded, name) for name in ARRAYS])
             facts["rows"] += count
             facts["examples"] += len(encoded.rows)
             facts["tokens"] += len(encoded.ids)
             facts["trained_tokens"] += int(encoded.mask.sum(dtype=np.int64))
             facts["dtype"] = str(encoded.ids.dtype)
             dropped.merge(encoded.dropped)
+            read |= encoded.read
+            code |= encoded.code
             bar.update(count)
-            if job.args.strict_data:
-                dropped.refuse()
     if facts["trained_tokens"] == facts["tokens"]:
         (folder / "mask.bin").unlink()
-    for name, parts in zip(("lengths", "rows", "difficulty"), zip(*columns, strict=True), strict=True):
+    for name, parts in zip(ARRAYS, zip(*columns, strict=True), strict=True):
         np.save(folder / f"{name}.npy", np.concatenate(parts))
     facts["per_example"], facts["fields"] = (layout.per_example, layout.fields) if layout else (1, {})
-    facts["dropped"] = dropped.reasons
+    facts["dropped"] = dropped
+    facts["args"] = {name: digest([getattr(job.args, name)]) for name in sorted(read)}
+    facts["code"] = code | loaded_code(inspect.getsourcefile(job.encode))
+    names = ["ids.bin", "mask.bin", *(f"{name}.npy" for name in ARRAYS)]
+    names += [f"field-{number}.bin" for number in range(len(facts["fields"]))]
+    hashes = "".join(file_hash(folder / name) for name in names if (folder / name).exists())
+    facts["digest"] = hashlib.sha256(hashes.encode()).hexdigest()[:16]
     (folder / "facts.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def _open(folder: Path) -> TokenFile:
     """Open a folder written by _build, with its tokens memory-mapped."""
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    fields = [f"field-{number}.bin" for number in range(len(facts["fields"]))]
-    facts["digest"] = content(folder, "ids.bin", "mask.bin", "lengths.npy", "rows.npy", "difficulty.npy", *fields)
-    lengths, rows, difficulty = (np.load(folder / f"{name}.npy") for name in ("lengths", "rows", "difficulty"))
+    lengths, rows, difficulty = (np.load(folder / f"{name}.npy") for name in ARRAYS)
     ends = np.cumsum(lengths)
 
     def mapped(name: str, dtype: str) -> np.ndarray:
@@ -115,6 +115,169 @@ def _open(folder: Path) -> TokenFile:
         else:
             per_sequence[name] = np.fromfile(folder / f"field-{number}.bin", dtype)
     mask = mapped("mask", "uint8") if (folder / "mask.bin").exists() else None
-    starts, each = ends - lengths, facts["per_example"]
-    ids = mapped("ids", facts["dtype"])
-    return TokenFile(ids, mask, starts, ends, each, rows, difficulty, facts, per_token, per_sequence)
+    ids, each = mapped("ids", facts["dtype"]), facts["per_example"]
+    return TokenFile(ids, mask, ends - lengths, ends, each, rows, difficulty, facts, per_token, per_sequence)
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+def build_once(
+    accelerator: "Accelerator", name: Path, build: Callable[[Path], None], fits: Callable[[Path], bool] = Path.is_dir
+) -> Path:
+    """A complete folder of this name (and a suffix) for which fits(folder) is true; if there is none, build(folder) writes
+    it. Called on every process."""
+    # One process builds it, and one on every other node whose disk is not shared.
+    first = accelerator.is_main_process
+    for mine in (first, accelerator.is_local_main_process and not first):
+        if mine and _find(name, fits) is None:
+            _write(name, build)
+        accelerator.wait_for_everyone()
+    if (folder := _find(name, fits)) is None:
+        raise UserError(f"--dataset_cache_dir {name.parent}: what another process of this machine wrote is not there")
+    return folder
+
+
+def _find(name: Path, fits: Callable[[Path], bool]) -> Path | None:
+    for folder in sorted(name.parent.glob(f"{glob.escape(name.name)}-*")):
+        try:
+            sizes = json.loads((folder / "files.json").read_text())
+            if all((folder / file).stat().st_size == size for file, size in sizes.items()) and fits(folder):
+                return folder
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue  # a damaged folder, or a stray file
+    return None
+
+
+def _write(name: Path, build: Callable[[Path], None]) -> None:
+    """Build a folder under a temporary name: it gets its own once it is all on disk, so that a kill leaves none half
+    written. Two runs may do so at the same time: then there are two."""
+    suffix = f"{os.getpid()}{time.time_ns():x}"  # in a container every run has pid 1
+    temporary = name.with_name(f".{name.name}-{suffix}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        build(temporary)
+        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
+        (temporary / "files.json").write_text(json.dumps(sizes))
+        for file in temporary.iterdir():
+            flush(file)
+        os.rename(temporary, name.with_name(f"{name.name}-{suffix}"))
+    except OSError as error:
+        raise UserError(f"--dataset_cache_dir {name.parent}: cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# --- what tokens depend on ------------------------------------------------------------------------------------------
+
+
+def make_job(
+    accelerator: "Accelerator", encode: Encode, tokenizer: Tokenizer, args: CommonArgs, column: str | None = None
+) -> Job:
+    """Called on every process, which all get the main process's key: a script's constants may depend on the process."""
+    if not inspect.isfunction(encode) or "<locals>" in encode.__qualname__:
+        raise UserError(f"encode is {encode!r}; expected a function of (row, tokenizer, args) at the script's top level")
+    from common.processes import on_main_process  # it takes a second, and workers need it not
+
+    return Job(encode, tokenizer, args, column, on_main_process(accelerator, lambda: key_of(encode, tokenizer)))
+
+
+def key_of(encode: Encode, tokenizer: Tokenizer) -> str:
+    """A hash of the tokenizer, the libraries, this folder's code, the script without its `main`, all other code of the user
+    that is loaded, and the values that the modules of both hold: they may come from a file or the environment."""
+    script = inspect.getsourcefile(encode)
+    own = loaded_code(script)
+    modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in own]
+    tables = {module.__name__: vars(module) for module in modules} | {encode.__module__: encode.__globals__}
+    values, seen = {}, {}
+    for module, table in sorted(tables.items()):
+        plain = {name: _plain(value, set(tables), seen) for name, value in _public(table).items()}
+        values[module] = {name: value for name, value in plain.items() if isinstance(value, str) or len(value) > 1}
+    return digest([_code(Path(script)), sorted(own.values()), values, fingerprint(tokenizer), *versions()])
+
+
+def _fits(folder: Path, args: CommonArgs) -> bool:
+    """Whether `encode` would read and import the same as when the folder was written."""
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    return all(digest([getattr(args, name)]) == found for name, found in facts["args"].items()) and all(
+        file_hash(Path(path)) == found for path, found in facts["code"].items()
+    )
+
+
+def digest(parts: list[Any]) -> str:
+    """A hash of JSON-serialisable parts, as 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def versions() -> list[str]:
+    """Of the code that reads and tokenises: this folder's and the libraries'."""
+    ours = [file_hash(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return [*ours, version("transformers"), version("tokenizers")]
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """A hash of a tokenizer's behaviour: its tables, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        tables = json.dumps(sorted(tokenizer.get_vocab().items()))
+    else:
+        backend.no_truncation()  # left by an earlier call, not a property of the tokenizer
+        backend.no_padding()
+        tables = backend.to_str()
+    return digest([type(tokenizer).__name__, tables, tokenizer.special_tokens_map, tokenizer.chat_template])
+
+
+def _code(script: Path) -> str:
+    """A script without what cannot change tokens: comments, docstrings, `main`, what only `main` imports, and the fields of
+    its arguments, whose values count."""
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if getattr(node, "name", "") != "main"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [part for part in node.body if not _is_idle(part)] or [ast.Pass()]
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {"*"}
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [one for one in node.names if (one.asname or one.name).split(".")[0] in used]
+    return "\n".join(ast.unparse(node) for node in tree.body if getattr(node, "names", True))
+
+
+def _is_idle(node: ast.stmt) -> bool:
+    """A docstring, or a field of a script's arguments."""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+        return ast.unparse(node.value.func) == "arg"
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _public(names: Mapping[str, Any], but: Iterable[str] = ()) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if not name.startswith("__") and name not in but}
+
+
+def _plain(value: Any, own: set[str], seen: dict[int, Any]) -> Any:
+    """A value of a module as JSON, the same in every process; of code its defaults and the attributes of classes; of objects
+    of other modules than `own` only the class. seen: values by id, to stop at circles.
+    """
+    if isinstance(value, str | bytes | int | float | complex | None | np.generic | Path):
+        return repr(value)
+    if isinstance(value, re.Pattern):
+        return [value.pattern, value.flags]
+    if hasattr(value, "detach") and hasattr(value, "shape"):  # a tensor
+        value = value.detach().cpu().double().numpy()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return [str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value)).hexdigest()]
+    if id(value) in seen:
+        return "seen"
+    seen[id(value)] = value  # kept, so that no other value gets its number
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_plain(item, own, seen)) for item in value)
+    kind = value if isinstance(value, type) else type(value)
+    parts: Any = ()
+    if isinstance(value, dict):
+        parts = [part for pair in value.items() for part in pair]
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif inspect.isfunction(value) and value.__module__ in own:
+        parts = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif kind.__module__ in own and hasattr(value, "__dict__"):
+        parts = [_public(vars(value), getattr(value, "__dataclass_fields__", ()) if value is kind else ())]
+    return [kind.__qualname__, *(_plain(part, own, seen) for part in parts)]

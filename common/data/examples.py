@@ -1,15 +1,20 @@
-"""Examples in memory-mapped files: the form of a tokenised source."""
+"""Examples in memory-mapped files: the form of a tokenised source. Packed into rows, cut into rows, and distributed over
+micro-batches."""
 
-from bisect import bisect_right
-from typing import Any, NamedTuple
+import bisect
+import heapq
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple, TypeVar
 
-from common.data.dropped import Dropped
-from common.data.fields import Field, as_field, require_fields
+from common.data.encode import Dropped, Layout, agree
+from common.data.order import BANDS
 from common.data.sources import Source
 from common.data.types import Example, Sequence, whole
 from common.errors import UserError
 
 import numpy as np
+
+Data = TypeVar("Data", "Examples", Any)  # Examples, or training data with them: Shuffled, or a stream
 
 
 class TokenFile(NamedTuple):
@@ -26,14 +31,23 @@ class TokenFile(NamedTuple):
     per_token: dict[str, np.ndarray] = {}  # further fields, (T,) int64 or float32
     per_sequence: dict[str, np.ndarray] = {}  # further fields, (S,) int64 or float32
 
-    def fields(self) -> dict[str, Field]:
-        return {name: Field(True, str(values.dtype)) for name, values in self.per_token.items()} | {
-            name: Field(False, str(values.dtype)) for name, values in self.per_sequence.items()
-        }
+    def layout(self, where: str) -> Layout:
+        fields = {name: (True, str(values.dtype)) for name, values in self.per_token.items()}
+        fields |= {name: (False, str(values.dtype)) for name, values in self.per_sequence.items()}
+        return Layout(self.per_example, fields, where)
+
+    def sequence(self, i: int) -> Sequence:
+        span = slice(self.starts[i], self.ends[i])
+        ids = self.ids[span]
+        sequence = whole(ids) if self.mask is None else {"input_ids": ids, "loss_mask": self.mask[span]}
+        sequence |= {name: values[span] for name, values in self.per_token.items()}
+        return sequence | {name: values[i].item() for name, values in self.per_sequence.items()}
 
 
 class Examples:
     """The examples of several sources, one source after another. Indexing reads from the memory-mapped files."""
+
+    max_length = 0  # tokens that a pack may have; 0: these are not packs
 
     def __init__(self, files: list[TokenFile], sources: list[Source]):
         """Raises UserError if the sources have different fields."""
@@ -44,10 +58,9 @@ class Examples:
         self.lengths = np.concatenate([size.sum(1) for size in sizes] or [np.zeros(0, np.int64)])  # (examples,) tokens
         self.longest = max((int(size.max()) for size in sizes if size.size), default=0)  # tokens of the longest sequence
         self.difficulty: np.ndarray | None = None  # (examples,), for a curriculum
-        filled = [s for s, count in enumerate(self.counts) if count]
-        for s in filled[1:]:
-            first = filled[0]
-            require_fields(files[s].fields(), files[first].fields(), sources[s].path, sources[first].path)
+        layout = None
+        for file, source in zip(files, sources, strict=True):
+            layout = agree(layout, file.layout(source.path) if len(file.starts) else None)
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -55,21 +68,19 @@ class Examples:
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        s = bisect_right(self._firsts, index) - 1
+        s = bisect.bisect_right(self._firsts, index) - 1
         file = self.files[s]
         first = (index - self._firsts[s]) * file.per_example
-        return [_sequence(file, i) for i in range(first, first + file.per_example)]
+        return [file.sequence(i) for i in range(first, first + file.per_example)]
 
     def where(self, index: int) -> str:
         """The source and row of an example."""
-        s = bisect_right(self._firsts, index) - 1
+        s = bisect.bisect_right(self._firsts, index) - 1
         return f"{self.sources[s].path} row {int(self.files[s].rows[index - self._firsts[s]]) + 1}"
 
     def add_field(self, name: str, values: np.ndarray) -> None:
         """Add a number for every sequence, (sequences,) over all sources, as the per-sequence field `name`."""
-        numbers = as_field(name, values)
-        borders = np.cumsum([len(file.starts) for file in self.files])[:-1]
-        parts = np.split(numbers, borders)
+        parts = np.split(values, np.cumsum([len(file.starts) for file in self.files])[:-1])
         self.files = [
             file._replace(per_sequence=file.per_sequence | {name: part})
             for file, part in zip(self.files, parts, strict=True)
@@ -77,10 +88,7 @@ class Examples:
 
     def of_source(self, s: int) -> "Examples":
         """The examples of one source."""
-        part = Examples([self.files[s]], [self.sources[s]])
-        if self.difficulty is not None:
-            part.difficulty = self.difficulty[self._firsts[s] : self._firsts[s + 1]]
-        return part
+        return Examples([self.files[s]], [self.sources[s]])
 
     def digests(self) -> dict[str, str]:
         """{label: a hash of all data from that source}."""
@@ -88,32 +96,82 @@ class Examples:
 
     def facts(self) -> list[dict[str, Any]]:
         """For each source: its description, rows, examples, tokens, and what was left out and why."""
+        names = ("rows", "examples", "tokens", "trained_tokens")
         described = []
         for source, file in zip(self.sources, self.files, strict=True):
-            found = source.facts() | {"dropped": Dropped(file.facts["dropped"]).facts()}
-            described.append(found | {name: file.facts[name] for name in ("rows", "examples", "tokens", "trained_tokens")})
+            found = source.facts() | {"dropped": Dropped(file.facts["dropped"]).ranked()}
+            described.append(found | {name: file.facts[name] for name in names})
         return described
 
 
-def _sequence(file: TokenFile, i: int) -> Sequence:
-    span = slice(file.starts[i], file.ends[i])
-    ids = file.ids[span]
-    sequence = whole(ids) if file.mask is None else {"input_ids": ids, "loss_mask": file.mask[span]}
-    sequence |= {name: values[span] for name, values in file.per_token.items()}
-    return sequence | {name: values[i].item() for name, values in file.per_sequence.items()}
+class Packs(Examples):
+    """Packed Examples: `packs[i]` holds the sequences of several examples."""
+
+    def __init__(self, examples: Examples, members: list[np.ndarray], counts: list[int], max_length: int):
+        """members: the examples in each pack. counts: packs per source. max_length: the tokens that a pack may have."""
+        super().__init__(examples.files, examples.sources)
+        self.examples, self.members, self.counts, self.max_length = examples, members, counts, max_length
+        self.lengths = np.array([examples.lengths[pack].sum() for pack in members], np.int64)  # (packs,)
+        if examples.difficulty is not None:
+            self.difficulty = np.array([examples.difficulty[pack].mean() for pack in members])
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, i: int) -> Example:
+        return [sequence for j in self.members[i] for sequence in self.examples[int(j)]]
+
+    def where(self, i: int) -> str:
+        """The source and row of each example in a pack."""
+        return ", ".join(self.examples.where(int(j)) for j in self.members[i])
+
+    def of_source(self, s: int) -> "Packs":
+        """The packs of one source."""
+        first = sum(self.counts[:s])
+        return Packs(self.examples, self.members[first : first + self.counts[s]], [self.counts[s]], self.max_length)
+
+    @property
+    def utilisation(self) -> float:
+        """The filled share of the packs' capacity."""
+        return float(self.lengths.sum() / max(1, len(self) * self.max_length))
 
 
-def chunk_examples(examples: Examples, max_length: int, across: bool) -> Examples:
-    """Documents as examples of one sequence of at most max_length tokens.
+def pack(data: Data, max_length: int) -> Data:
+    """The same kind of data, with each example made of several of the original ones: at most max_length tokens together.
+
+    No example is split, each is in exactly one pack, and each pack is from one source. In a curriculum only examples of
+    similar difficulty share a pack. A stream is packed block by block. Raises UserError for an example of more than
+    max_length tokens.
+    """
+    if not isinstance(data, Examples):
+        return data.apply(lambda examples: pack(examples, max_length))
+    bands = 1 if data.difficulty is None else BANDS
+    members, counts, first = [], [], 0
+    for count in data.counts:
+        these = np.arange(first, first + count)
+        if data.difficulty is not None:
+            these = these[np.argsort(data.difficulty[these], kind="stable")]
+        before = len(members)
+        for part in np.array_split(these, bands):
+            members += [part[chosen] for chosen in best_fit(data.lengths[part], max_length)]
+        counts.append(len(members) - before)
+        first += count
+    return Packs(data, members, counts, max_length)
+
+
+def chunk(data: Data, max_length: int, across: bool = True) -> Data:
+    """The same kind of data, with documents cut into rows: examples of one sequence of at most max_length tokens.
 
     across: cut each source as one long stream, across document boundaries; otherwise cut each document separately. A
     remainder of one token, which has nothing to predict, is left out. A piece has the difficulty and the per-sequence fields
     of the document in which it starts. Raises UserError for examples of several sequences.
     """
+    if not isinstance(data, Examples):
+        return data.apply(lambda examples: chunk(examples, max_length, across))
     files, difficulty = [], []
-    for s, file in enumerate(examples.files):
+    for s, file in enumerate(data.files):
         if file.per_example > 1:
-            raise UserError(f"{examples.sources[s].path}: examples of {file.per_example} sequences are not cut into chunks")
+            raise UserError(f"{data.sources[s].path}: examples of {file.per_example} sequences are not cut into chunks")
         starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
         pieces = -(-(ends - starts) // max_length)  # pieces per document
         within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -125,8 +183,70 @@ def chunk_examples(examples: Examples, max_length: int, across: bool) -> Example
         numbers = {name: values[of] for name, values in file.per_sequence.items()}
         cut = {"starts": begin, "ends": end, "rows": file.rows[of], "difficulty": file.difficulty[of]}
         files.append(file._replace(**cut, per_sequence=numbers))
-        if examples.difficulty is not None:
-            difficulty.append(examples.difficulty[sum(examples.counts[:s]) + of])
-    chunks = Examples(files, examples.sources)
-    chunks.difficulty = None if examples.difficulty is None else np.concatenate(difficulty)
+        if data.difficulty is not None:
+            difficulty.append(data.difficulty[sum(data.counts[:s]) + of])
+    chunks = Examples(files, data.sources)
+    chunks.difficulty = None if data.difficulty is None else np.concatenate(difficulty)
     return chunks
+
+
+def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
+    """Best-fit decreasing bin packing: the indices of the examples in each pack. O(N log N).
+
+    lengths: (N,) tokens. Raises UserError for an example longer than max_length.
+    """
+    packs: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # free room -> packs with that much
+    rooms: list[int] = []  # the keys of by_room, sorted
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[i])
+        if length > max_length:
+            raise UserError(f"--max_length {max_length}: an example of {length} tokens does not fit in a pack")
+        at = bisect.bisect_left(rooms, length)  # the smallest room in which it fits
+        if at == len(rooms):
+            packs.append([i])
+            chosen, room = len(packs) - 1, max_length - length
+        else:
+            room = rooms[at]
+            chosen = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[at]
+            packs[chosen].append(i)
+            room -= length
+        if room not in by_room:
+            by_room[room] = []
+            bisect.insort(rooms, room)
+        by_room[room].append(chosen)
+    return packs
+
+
+def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[int]]:
+    """Distribute examples of these sizes (in tokens) over micro-batches of at most max_tokens and about equal cost.
+
+    Largest first, each to the cheapest micro-batch with room. Micro-batches are ordered by cost, so that processes work on
+    equal ones at the same time. Returns the indices of the examples in each part.
+    """
+    # The cost of attention in a sequence of n tokens relative to everything else: n / 12 D, here for D = 1024.
+    costs = [size + size * size / 12288 for size in sizes]
+    dearest_first = sorted(range(len(sizes)), key=lambda i: -costs[i])
+    # If that finds no room: in order, each to the emptiest one, which is how `Windows` made sure that they fit.
+    for order, by in ((dearest_first, costs), (range(len(sizes)), sizes)):
+        members: list[list[int]] = [[] for _ in range(parts)]
+        loads = [0] * parts
+        cheapest = [(0.0, k) for k in range(parts)]  # a heap
+        for i in order:
+            full = []  # cheaper ones without room: few, as cheap ones are mostly empty
+            while cheapest and loads[cheapest[0][1]] + sizes[i] > max_tokens:
+                full.append(heapq.heappop(cheapest))
+            if not cheapest:
+                break
+            total, k = cheapest[0]
+            heapq.heapreplace(cheapest, (total + by[i], k))
+            members[k].append(i)
+            loads[k] += sizes[i]
+            for one in full:
+                heapq.heappush(cheapest, one)
+        else:
+            totals = {k: total for total, k in cheapest}
+            return [sorted(members[k]) for k in sorted(range(parts), key=lambda k: -totals[k])]
+    raise UserError(f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches")

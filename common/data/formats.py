@@ -6,9 +6,10 @@ an unknown format raise `UserError`.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
-from common.data.types import BadRow, Message, Row
+from common.data.types import BadRow, Message, Row, may_reject
 from common.errors import UserError
 
 ROLES = {
@@ -55,35 +56,32 @@ Columns = Row | dict[str, Any]
 # --- which format ---------------------------------------------------------------------------------------------------
 
 
-def text_format(columns: Columns, wanted: str | None = None, field: str = "text") -> str:
+def text_format(columns: Columns, field: str = "text") -> str:
     """Returns "text" for a row with that column, not null. Raises UserError otherwise."""
-    formats = (("text", (field,)),)
-    if name := _fitting(formats, columns, wanted):
-        return name
-    raise _misfit(formats, columns, wanted, f"no column {field}; found {_names(columns)} (map it: --columns {field}=...)")
+    if columns.get(field) is None:
+        raise UserError(f"no column {field}; found {_names(columns)} (map it: --columns {field}=...)")
+    return "text"
 
 
-def chat_format(columns: Columns, wanted: str | None = None) -> str:
-    """The name of a chat's format, by the columns that are not null. Raises UserError if none fits, or not `wanted`."""
+def chat_format(columns: Columns) -> str:
+    """The name of a chat's format, by the columns that are not null. Raises UserError if none fits."""
     _refuse_labels(columns)
-    if name := _fitting(CHAT, columns, wanted):
+    if name := _fitting(CHAT, columns):
         return name
-    needed = "messages, conversations, instruction + output, prompt + completion, or text"
-    reason = f"no chat format fits the columns {_names(columns)}; needed: {needed} (map columns with --columns new=old)"
     if (chosen := columns.get("chosen")) and columns.get("rejected"):
         new = "completion" if "prompt" in columns else "text" if isinstance(chosen, str) else "messages"
-        reason = f"these are pairs, for train_dpo.py; to train on the better answers: --columns {new}=chosen"
-    raise _misfit(CHAT, columns, wanted, reason)
+        raise UserError(f"these are pairs, for train_dpo.py; to train on the better answers: --columns {new}=chosen")
+    needed = "messages, conversations, instruction + output, prompt + completion, or text"
+    raise UserError(f"no chat format fits the columns {_names(columns)}; needed: {needed} (map columns: --columns new=old)")
 
 
-def preference_format(columns: Columns, wanted: str | None = None) -> str:
-    """The name of a pair's format, by the columns that are not null. Raises UserError if none fits, or not `wanted`."""
-    name = _fitting(PREFERENCE, columns, wanted)
+def preference_format(columns: Columns) -> str:
+    """The name of a pair's format, by the columns that are not null. Raises UserError if none fits."""
+    name = _fitting(PREFERENCE, columns)
     if name is None:
         _refuse_labels(columns)
-        reason = f"no column chosen and rejected; found {_names(columns)} (map them: --columns chosen=...)"
-        raise _misfit(PREFERENCE, columns, wanted, reason)
-    if name == "implicit_prompt" and wanted is None:  # same columns as hh: the contents decide
+        raise UserError(f"no column chosen and rejected; found {_names(columns)} (map them: --columns chosen=...)")
+    if name == "implicit_prompt":  # same columns as hh: the contents decide
         texts = [side for side in (columns["chosen"], columns["rejected"]) if isinstance(side, str)]
         if any("\n\nAssistant:" in text for text in texts):
             return "hh"
@@ -92,33 +90,16 @@ def preference_format(columns: Columns, wanted: str | None = None) -> str:
     return name
 
 
-def prompt_format(columns: Columns, wanted: str | None = None) -> str:
-    """The name of a prompt's format, by the columns that are not null. Raises UserError if none fits, or not `wanted`."""
-    if (name := _fitting(PROMPT, columns, wanted)) is None:
-        reason = f"no column prompt; found {_names(columns)} (map it: --columns prompt=question)"
-        raise _misfit(PROMPT, columns, wanted, reason)
-    return "prompt" if name == "verl" and wanted is None and not _is_verl(columns) else name
+def prompt_format(columns: Columns) -> str:
+    """The name of a prompt's format, by the columns that are not null. Raises UserError if none fits."""
+    if (name := _fitting(PROMPT, columns)) is None:
+        raise UserError(f"no column prompt; found {_names(columns)} (map it: --columns prompt=question)")
+    return "prompt" if name == "verl" and not _is_verl(columns) else name
 
 
-def _fitting(formats: Formats, columns: Columns, wanted: str | None, nulls: bool = False) -> str | None:
-    """The first format (named `wanted`, if given) whose columns are present. nulls: count null columns as well."""
-    for name, needed in formats:
-        if wanted in (None, name) and all(column in columns and (nulls or columns[column] is not None) for column in needed):
-            return name
-    return None
-
-
-def _misfit(formats: Formats, columns: Columns, wanted: str | None, otherwise: str) -> UserError:
-    """The error for columns that lack the wanted format; `otherwise` is its text if no format is wanted."""
-    if wanted is None:
-        return UserError(otherwise)
-    ways = [" + ".join(needed) for name, needed in formats if name == wanted]
-    if not ways:
-        return UserError(f"--dataset_format {wanted}: known here are {', '.join(dict(formats))}")
-    return UserError(
-        f"the format {wanted} needs {' or '.join(ways)}; found {_names(columns)} "
-        "(map columns with --columns new=old, or name another --dataset_format)"
-    )
+def _fitting(formats: Formats, columns: Columns) -> str | None:
+    """The first format whose columns are present and not null."""
+    return next((name for name, needed in formats if all(columns.get(column) is not None for column in needed)), None)
 
 
 def _is_verl(columns: Columns) -> bool:
@@ -141,36 +122,43 @@ def _refuse_labels(columns: Columns) -> None:
 
 
 # --- forms ----------------------------------------------------------------------------------------------------------
-# A row's format may need a column that is null in it: that row is then left out, with the reason, and the run continues. If
-# no format is named, the format of the row's source applies; for a dict, or a row of another form (a chat whose prompt is
-# wanted), it is recognised from the columns.
 
 
-def _wanted(columns: Columns, format: str | None, formats: Formats) -> str | None:
-    """The name of the format to read a row as; None: recognise it."""
-    own = columns.format if isinstance(columns, Row) else None
-    if format is not None or own is None:
-        return format
-    return own if own in dict(formats) or own not in dict((*CHAT, *PREFERENCE, *PROMPT)) else None
+def _format_of(columns: Columns, formats: Formats, recognise: Callable[[Columns], str]) -> str:
+    """The format of a row's source; for a dict, or a row of another form (a chat whose prompt is wanted), that of its own
+    columns. Raises BadRow for a row that lacks what the format needs."""
+    name = columns.format if isinstance(columns, Row) else None
+    if name not in dict(formats):
+        try:
+            return recognise(columns)
+        except UserError as error:
+            if None in columns.values():  # of this row alone
+                raise BadRow(str(error)) from None
+            raise
+    ways = [needed for known, needed in formats if known == name]
+    if not any(all(columns.get(column) is not None for column in needed) for needed in ways):
+        raise BadRow(f"no {' + '.join(ways[0])}")
+    return name
 
 
+@may_reject
 def as_text(columns: Columns, field: str = "text") -> str:
     """The document of a pretraining row."""
     if field not in columns:
-        text_format(columns, field=field)
+        text_format(columns, field)
     return _string(columns, field)
 
 
-def as_chat(columns: Columns, format: str | None = None) -> dict[str, Any]:
+@may_reject
+def as_chat(columns: Columns) -> dict[str, Any]:
     """{"messages", "tools"}, or {"prompt", "completion"} strings, or {"text"}.
 
     Reads messages, ShareGPT conversations, Alpaca (instruction, input, output, system, history), prompt and completion
     (strings or messages; the latter with "prompt_turns", the number of messages in the prompt), text. A message that is not
-    to be trained on has "train": False. Raises UserError if the format does not fit, BadRow for an unusable row.
+    to be trained on has "train": False. Raises UserError for columns of no known format, BadRow for an unusable row.
     """
     _refuse_labels(columns)
-    wanted = _wanted(columns, format, CHAT)
-    format = _fitting(CHAT, columns, wanted) or _fitting(CHAT, columns, wanted, nulls=True) or chat_format(columns, wanted)
+    format = _format_of(columns, CHAT, chat_format)
     tools = _tools(columns)
     if format == "messages":
         return {"messages": _answered(_conversation(columns, "messages")), "tools": tools}
@@ -188,22 +176,20 @@ def as_chat(columns: Columns, format: str | None = None) -> dict[str, Any]:
     return {"text": as_text(columns)}
 
 
-def as_preference(columns: Columns, format: str | None = None) -> dict[str, Any]:
+@may_reject
+def as_preference(columns: Columns) -> dict[str, Any]:
     """{"prompt", "chosen", "rejected"}: all strings (plain text) or all lists of messages; the latter two are answers only.
 
     Reads prompt + chosen + rejected (strings or messages); chosen + rejected as whole conversations, whose longest common
     prefix is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ..."); LLaMA-Factory's conversations or
-    instruction with chosen and rejected. Raises UserError if the format does not fit, BadRow for an unusable row.
+    instruction with chosen and rejected. Raises UserError for columns of no known format, BadRow for an unusable row.
     """
-    wanted = _wanted(columns, format, PREFERENCE)
-    format = _fitting(PREFERENCE, columns, wanted) or _fitting(PREFERENCE, columns, wanted, nulls=True)
-    format = format or preference_format(columns, wanted)
+    format = _format_of(columns, PREFERENCE, preference_format)
     if _tools(columns):
         raise BadRow("a pair with tools (to train without them: --columns unused=tools)")
     chosen, rejected = columns["chosen"], columns["rejected"]
     if not chosen or not rejected:
         raise BadRow("empty answer")
-    format = preference_format(columns) if format == "implicit_prompt" and wanted is None else format
 
     if format == "explicit_prompt":
         prompt = columns["prompt"]
@@ -239,19 +225,18 @@ def as_preference(columns: Columns, format: str | None = None) -> dict[str, Any]
     return pair
 
 
-def as_prompt(columns: Columns, format: str | None = None) -> dict[str, Any]:
+@may_reject
+def as_prompt(columns: Columns) -> dict[str, Any]:
     """The row with "prompt" (a string, or messages ending with a user turn); the other columns are kept for the rewards.
 
     Reads prompt; or messages, conversations or Alpaca, without a final assistant turn. verl's reward_model.ground_truth
     becomes the column answer.
     """
-    wanted = _wanted(columns, format, PROMPT)
-    format = _fitting(PROMPT, columns, wanted) or _fitting(PROMPT, columns, wanted, nulls=True)
-    format = format or prompt_format(columns, wanted)
+    format = _format_of(columns, PROMPT, prompt_format)
     row = dict(columns)
     if _is_verl(row):
         row.setdefault("answer", row["reward_model"]["ground_truth"])
-    elif wanted == "verl":
+    elif format == "verl":
         raise BadRow("reward_model has no ground_truth")
     if row.get("tools"):
         row["tools"] = _tools(row)

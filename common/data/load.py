@@ -4,22 +4,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
-from common.data.cache import tokenize
-from common.data.cache_key import digest
-from common.data.dropped import convert
-from common.data.encoding import Encode, Job, number_in
+from common.data.cache import digest, make_job, tokenize
+from common.data.encode import Encode, convert, number_in
 from common.data.examples import Examples
 from common.data.order import Order, Shuffled
 from common.data.sources import Recognise, Source, find_sources, read_rows
-from common.data.stream import Stream
 from common.data.types import Row, Tokenizer
 from common.errors import UserError, say
+from common.extras import extra
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from common.data.packing import Packs
-
     from accelerate import Accelerator
 
 EncodePrompt = Callable[[Row, Tokenizer, CommonArgs], dict[str, Any]]
@@ -31,72 +27,57 @@ def load_data(
     encode: Encode,
     tokenizer: Tokenizer,
     recognise: Recognise | None = None,
-) -> tuple[Shuffled | Stream, Examples]:
+) -> tuple[Shuffled, Examples]:
     """The training data, with the example at each position of the run, and the held-out examples (or none).
 
     encode(row, tokenizer, args): the sequences of a row, which stay together, or its text, which becomes a document; may
-    raise BadRow. Any field that it adds to a sequence reaches the batch. recognise(columns, wanted): the name of the format
-    of a source's rows (formats.py), which is then row.format; None: rows may have any columns. Called on every process. With
-    dataset_streaming the training data is a Stream, else it comes from the cache.
+    raise BadRow. Any field that it adds to a sequence reaches the batch. recognise(columns): the name of the format of a
+    source's rows (formats.py), which is then row.format; None: rows may have any columns. Called on every process. With
+    dataset_streaming the training data is a Stream (common/extras/stream.py), with the same methods.
     """
-    if args.dataset_streaming:
-        if args.max_steps <= 0:
-            raise UserError("--dataset_streaming: a stream has no known end: say how long to train with --max_steps")
-        if args.curriculum_column:
-            raise UserError("--dataset_streaming: no --curriculum_column and no --turn_dropping: they need all rows at hand")
+    if args.dataset_streaming and args.max_steps <= 0:
+        raise UserError("--dataset_streaming: a stream has no known end: say how long to train with --max_steps")
+    if args.dataset_streaming and args.curriculum_column:
+        raise UserError("--dataset_streaming: no --curriculum_column: it needs all rows at hand")
     sources, held_out_sources = find_sources(args, recognise)
+    column = None if args.curriculum_column == "length" else args.curriculum_column
+    job = make_job(accelerator, encode, tokenizer, args)
     if args.dataset_streaming:
-        train: Shuffled | Stream = Stream(
-            sources,
-            Job(encode, tokenizer, args),
-            args.seed,
-            block_rows=args.streaming_buffer_size,
-            num_proc=args.dataset_num_proc or 1,
-            strict=args.strict_data,
-        )
+        train = extra("stream").Stream(sources, job, args.seed)
     else:
-        data = tokenize(args, accelerator, sources, encode, tokenizer, args.curriculum_column)
+        data = tokenize(accelerator, sources, job._replace(column=column))
+        if args.curriculum_column == "length":
+            data.difficulty = data.lengths
         train = Shuffled(data, make_order(args, sources, data))
-    return train, tokenize(args, accelerator, held_out_sources, encode, tokenizer)
+    return train, tokenize(accelerator, held_out_sources, job)
 
 
 class Rows:
     """Rows of several sources, converted by a function and kept in memory, one source after another."""
 
     def __init__(
-        self,
-        sources: list[Source],
-        function: Callable[[Row], dict[str, Any]],
-        what: str,
-        strict: bool = False,
-        curriculum_column: str | None = None,
+        self, sources: list[Source], function: Callable[[Row], dict[str, Any]], curriculum_column: str | None = None
     ):
-        """function(row): a dict with token ids under prompt_ids; may raise BadRow. what: the word for rows in messages.
-        strict: a BadRow is an error."""
-        self.rows: list[dict[str, Any]] = []
+        """function(row): a dict with token ids under prompt_ids; may raise BadRow."""
         self.sources, self.counts, self._facts = sources, [], []
-        self.difficulty: np.ndarray | None = None  # (rows,), for a curriculum
+        self.rows: list[dict[str, Any]] = []
         column = None if curriculum_column == "length" else curriculum_column
-        difficulty: list[float] = []
+        difficulty: list[float] = []  # of each row
 
         def encode(row: Row) -> tuple[dict[str, Any], float]:
-            columns = Row(row, row.where)  # before the function changes them
+            columns = dict(row)  # before the function changes them
             encoded = function(row)
-            return encoded, number_in(Row({**columns, **encoded}), column) if column else 0.0
+            return encoded, number_in(Row({**columns, **encoded}), column) if column else len(encoded["prompt_ids"])
 
         for source in sources:
-            found, facts = convert((row for row, _ in read_rows(source)), encode, what, strict)
-            rows = [row for row, _ in found]
-            self.rows += rows
-            self.counts.append(len(rows))
+            found, facts = convert((row for row, _ in read_rows(source)), encode, "prompts")
+            self.rows += [row for row, _ in found]
+            self.counts.append(len(found))
             difficulty += [number for _, number in found]
-            tokens = sum(len(row["prompt_ids"]) for row in rows)
-            about = {"rows": facts["rows"], "examples": len(rows), "tokens": tokens, "dropped": facts["dropped"]}
-            self._facts.append(source.facts() | about)
+            self._facts.append(source.facts() | facts | {"tokens": sum(len(row["prompt_ids"]) for row, _ in found)})
         self.lengths = np.array([len(row["prompt_ids"]) for row in self.rows], np.int64)  # (rows,) tokens
         self.longest = max(self.lengths.tolist(), default=0)
-        if curriculum_column:
-            self.difficulty = np.array(difficulty) if column else self.lengths
+        self.difficulty = np.array(difficulty) if curriculum_column else None  # (rows,)
         self.order: Order | None = None  # of the run
 
     def __len__(self) -> int:
@@ -134,15 +115,14 @@ def load_prompts(
     def encoded(row: Row) -> dict[str, Any]:
         return encode(row, tokenizer, args)
 
-    prompts = Rows(sources, encoded, "prompts", args.strict_data, args.curriculum_column)
+    prompts = Rows(sources, encoded, args.curriculum_column)
     prompts.order = make_order(args, sources, prompts)
     if tokenizer.chat_template and any(isinstance(row["prompt"], str) for row in prompts.rows if "prompt" in row):
         say("prompts that are plain text go without the chat template; a --system_prompt, empty or not, makes chats of them")
-    return prompts, Rows(held_out_sources, encoded, "prompts", args.strict_data)
+    return prompts, Rows(held_out_sources, encoded)
 
 
-def make_order(args: CommonArgs, sources: list[Source], examples: "Examples | Packs | Rows") -> Order:
+def make_order(args: CommonArgs, sources: list[Source], examples: Examples | Rows) -> Order:
     """The order of examples that the arguments ask for."""
     weights = None if sources[0].weight is None else [source.weight for source in sources]
-    fraction = args.curriculum_fraction if args.curriculum_column else 0.0
-    return Order(examples.counts, args.seed, weights=weights, difficulty=examples.difficulty, curriculum=fraction)
+    return Order(examples.counts, args.seed, weights=weights, difficulty=examples.difficulty)

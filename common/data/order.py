@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.data.examples import Examples
-    from common.data.packing import Packs
     from common.data.sources import Source
 
+CURRICULUM = 0.5  # of the first epoch is ordered from easy to hard; the rest is shuffled
 BANDS = 10  # of a curriculum, from easy to hard, each shuffled
 
 
@@ -33,26 +33,23 @@ class Order:
         *,
         weights: SequenceOf[float] | None = None,
         difficulty: np.ndarray | None = None,
-        curriculum: float = 0.0,
     ):
         """counts: examples per source, one source after another.
 
         weights: the share of each source in an epoch, which keeps its sum(counts) positions: a source with too few examples
         is repeated; one with too many is continued in the next epoch. Any stretch of an epoch matches the shares to within
-        about one example. None: each example once. difficulty (N,): the first `curriculum` (a fraction) of epoch 0 is
-        ordered by it, in shuffled bands. Raises UserError for a source without examples.
+        about one example. None: each example once. difficulty (N,): the first part of epoch 0 is ordered by it, in shuffled
+        bands. Raises UserError for a source without examples.
         """
         self.counts, self.seed, self.weights = [int(count) for count in counts], seed, weights
         if not sum(self.counts) or (weights is not None and 0 in self.counts):
             raise UserError(f"nothing to train on: examples of each source: {', '.join(map(str, self.counts))}")
-        self.difficulty, self.curriculum = difficulty, curriculum
+        self.difficulty = difficulty
         self._epochs: dict[int, np.ndarray] = {}
 
-    def of(self, examples: "Examples | Packs") -> "Order":
+    def of(self, examples: "Examples") -> "Order":
         """The order of other examples of the same sources, with the same settings."""
-        return Order(
-            examples.counts, self.seed, weights=self.weights, difficulty=examples.difficulty, curriculum=self.curriculum
-        )
+        return Order(examples.counts, self.seed, weights=self.weights, difficulty=examples.difficulty)
 
     @cached_property
     def quotas(self) -> list[int] | None:
@@ -85,7 +82,7 @@ class Order:
             moments = np.concatenate([(np.arange(n) + rng.random(n)) / max(n, 1) for n in self.quotas])
             order = np.concatenate([self._draw_source(s, epoch) for s in range(len(self.quotas))])[np.argsort(moments)]
         if epoch == 0 and self.difficulty is not None:
-            n = round(self.curriculum * len(order))
+            n = round(CURRICULUM * len(order))
             ranked = order[:n][np.argsort(self.difficulty[order[:n]], kind="stable")]
             order[:n] = np.concatenate([rng.permutation(band) for band in np.array_split(ranked, BANDS)])
         return order
@@ -104,7 +101,7 @@ class Shuffled:
 
     def __init__(
         self,
-        examples: "Examples | Packs",
+        examples: "Examples",
         order: Order,
         data: "Examples | None" = None,
         turn_dropping: float = 0.0,
@@ -127,7 +124,7 @@ class Shuffled:
         """{label: a hash of all data from that source}."""
         return self.data.digests()
 
-    def apply(self, function: "Callable[[Examples], Examples | Packs]") -> "Shuffled":
+    def apply(self, function: "Callable[[Examples], Examples]") -> "Shuffled":
         """The same with other examples, which the function makes from these by packing or cutting."""
         examples = function(self.examples)
         return Shuffled(examples, self.order.of(examples), self.data, self.turn_dropping)
@@ -162,7 +159,7 @@ def drop_turns(train: Shuffled, probability: float) -> Shuffled:
     if not probability:
         return train
     if not isinstance(train, Shuffled):
-        raise UserError("--dataset_streaming: no --curriculum_column and no --turn_dropping: they need all rows at hand")
+        raise UserError("--dataset_streaming: no --turn_dropping: it needs all rows at hand")
     return Shuffled(train.examples, train.order, train.data, probability)
 
 

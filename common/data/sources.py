@@ -1,4 +1,4 @@
-"""Rows: find the sources that the arguments name, read them lazily from any kind of file, and select among them.
+"""Sources: which ones the arguments name, the rows of each, read lazily, and which of them are selected.
 
 A source is read row by row in bounded memory (only a .json array is loaded whole), and reading can continue from any cursor.
 formats.py interprets the columns.
@@ -21,8 +21,8 @@ from common.errors import UserError, say
 
 # Where reading continues in a source: [file number, bytes or rows of the file, its line or row number, rows given so far].
 Cursor = list[int]
-Recognise = Callable[[Row, str | None], str | None]  # (columns, wanted) -> the name of their format
-FIRST_ROWS = 100  # rows examined to recognise a format if columns are null
+Recognise = Callable[[Row], str | None]  # columns -> the name of their format
+FIRST_ROWS = 100  # rows examined to recognise a format: in the first ones columns may be null
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,11 @@ class Source:
     name: str | None = None  # configuration of a Hub dataset
     split: str = "train"
     weight: float | None = None  # its share among the sources
-    max_samples: int | None = None  # the first N rows, after fraction and hold-out
-    fraction: float = 1.0  # keep this fraction of the rows, chosen by a hash of the row
+    max_samples: int | None = None  # the first N rows, after hold-out
     columns: tuple[str, ...] = ()  # renames, "new=old"
-    held_out: float = 0.0  # the fraction split off for evaluation, by another hash of the row
+    held_out: float = 0.0  # the fraction split off for evaluation, by a hash of the row
     part: str = "all"  # all, train, held_out
-    format: str | None = None  # as recognised or requested
+    format: str | None = None  # as recognised
     label: str = ""  # short, unique among the sources
     streaming: bool = False  # a Hub dataset is read from the network during training
 
@@ -50,27 +49,23 @@ class Source:
 
 # --- which sources --------------------------------------------------------------------------------------------------
 
-ITEM = {  # keys of an item of --dataset_name: a check, and what is expected
-    "path": (lambda value: isinstance(value, str) and value and _can_be_a_name(value), "a file, a folder or a Hub name"),
+ITEM = {  # the keys that an item of --dataset_name may have, and what is expected
+    "path": (lambda value: isinstance(value, str) and value, "a file, a folder or a Hub name"),
     "name": (lambda value: isinstance(value, str), "the name of a configuration"),
     "split": (lambda value: isinstance(value, str), "the name of a split"),
-    "weight": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    "max_samples": (lambda value: _is_number(value) and isinstance(value, int) and value > 0, "a whole number above 0"),
-    "fraction": (lambda value: _is_number(value) and 0 < value <= 1, "a share above 0, at most 1"),
-    "columns": (lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value), "a list of new=old"),
-    "format": (lambda value: isinstance(value, str), "the name of a format"),
+    "weight": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"),
+    "max_samples": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
 }
 
 
 def find_sources(args: CommonArgs, recognise: Recognise | None) -> tuple[list[Source], list[Source]]:
     """The training and evaluation sources that the arguments name, each with rows of a known format.
 
-    recognise(columns, wanted): the name of a row's format; raises UserError if it has none, or not the wanted one; None:
-    rows may have any columns. Evaluation uses the held-out part of the training sources with eval_fraction; else
-    eval_dataset_name; else the evaluation split of those training sources that have one. Raises UserError for a source that
-    is missing, empty, or of unknown format, and for settings that contradict each other.
+    recognise(columns): the name of a row's format; raises UserError if it has none; None: rows may have any columns.
+    Evaluation uses the held-out part of the training sources with eval_fraction; else eval_dataset_name; else the evaluation
+    split of those training sources that have one. Raises UserError for a source that is missing, empty, or of unknown
+    format, and for settings that contradict each other.
     """
-    recognise = recognise or _any_format
     asked = _training_sources(args)
     train = [_recognised(source, recognise) for source in asked]
     most = args.max_eval_samples
@@ -86,7 +81,7 @@ def find_sources(args: CommonArgs, recognise: Recognise | None) -> tuple[list[So
     if args.eval_dataset_name:
         evaluation = _labelled([_source(args, "eval_dataset_name", item, most) for item in args.eval_dataset_name])
     else:
-        change = {"split": args.dataset_eval_split, "fraction": 1.0, "max_samples": most}
+        change = {"split": args.dataset_eval_split, "max_samples": most}
         splits = [dataclasses.replace(source, **change) for source in asked if source.split != args.dataset_eval_split]
         evaluation = [source for source in splits if _has_split(source)]
     return train, [_recognised(source, recognise) for source in evaluation]
@@ -94,16 +89,15 @@ def find_sources(args: CommonArgs, recognise: Recognise | None) -> tuple[list[So
 
 def find_training_sources(args: CommonArgs, recognise: Recognise | None) -> list[Source]:
     """Only the training sources: see find_sources."""
-    return [_recognised(source, recognise or _any_format) for source in _training_sources(args)]
+    return [_recognised(source, recognise) for source in _training_sources(args)]
 
 
 def _training_sources(args: CommonArgs) -> list[Source]:
     """The training sources as the arguments name them, before any row is read."""
     train = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
     train = _labelled(_weighed(train, args.dataset_weights))
-    local = [source for source in train if _is_saved(source) or _files(source) is not None]
-    if named := [source for source in local if source.name and (source.name != args.dataset_config or local == train)]:
-        say(f"--dataset_config {named[0].name} does nothing for {named[0].path}: it lies here, and has no configurations")
+    if args.dataset_config and all(_is_saved(source) or _files(source) is not None for source in train):
+        say(f"--dataset_config {args.dataset_config} does nothing: it is for datasets of the Hub")
     if args.eval_fraction:
         if args.eval_dataset_name:
             raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
@@ -113,9 +107,7 @@ def _training_sources(args: CommonArgs) -> list[Source]:
 
 def identity(source: Source) -> dict[str, Any]:
     """Everything that a source's rows depend on, as JSON: its settings, and its files or its dataset's fingerprint."""
-    found = dataclasses.asdict(source) | {"columns": list(source.columns)}
-    for name in ("weight", "label", "streaming"):
-        del found[name]
+    found = {name: value for name, value in vars(source).items() if name not in ("weight", "label", "streaming")}
     files = _files(source)
     if files is None:
         table = load_table(source.path, source.name, source.split, source.streaming)
@@ -144,22 +136,18 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
     item: dict[str, Any] = {"path": word}
     if word.lstrip().startswith("{"):
         try:
-            item = json.loads(word)
+            item = {"path": None} | json.loads(word)
         except ValueError as error:
             raise UserError(f'--{flag} {word}: not valid JSON: {error}; expected like {{"path": "a.jsonl"}}') from None
-    item = {key: value for key, value in item.items() if value is not None}
     for key, value in item.items():
-        if key not in ITEM:
-            raise UserError(f"--{flag} {word}: unknown key {key}; known: {', '.join(ITEM)}")
-        _checked(f"--{flag} {word}: {key}", key, value)
-    if "path" not in item:
-        raise UserError(f"--{flag} {word}: no path; expected {ITEM['path'][1]}")
+        valid, expected = ITEM.get(key, (None, f"only {', '.join(ITEM)}"))
+        if valid is None or not valid(value):
+            raise UserError(f"--{flag} {word}: {key}: expected {expected}")
     if flag == "eval_dataset_name" and "weight" in item:
         raise UserError(f"--{flag} {word}: weight is for training sources")
-    columns = tuple(item.pop("columns", args.columns) or ())
+    columns = tuple(args.columns or ())
     _renames(columns)
-    defaults = {"name": args.dataset_config, "max_samples": most, "format": args.dataset_format}
-    source = Source(**defaults | item, columns=columns)
+    source = Source(**{"name": args.dataset_config, "max_samples": most} | item, columns=columns)
     if _files(source) is None and not _is_saved(source):
         source = dataclasses.replace(source, streaming=bool(args.dataset_streaming))
     if "split" in item:
@@ -179,11 +167,8 @@ def _weighed(sources: list[Source], weights: list[float] | None) -> list[Source]
         if len(weights) != len(sources):
             raise UserError(f"--dataset_weights: {len(weights)} weights for {len(sources)} sources; one for each is needed")
         return [dataclasses.replace(source, weight=w) for source, w in zip(sources, weights, strict=True)]
-    for source in sources:
-        if own and source.weight is None:
-            raise UserError(
-                f"--dataset_name: {own[0]} has a weight and {source.path} has none; all or none of them have one"
-            )
+    if own and len(own) < len(sources):
+        raise UserError(f"--dataset_name: {own[0]} has a weight and another source has none; all or none of them have one")
     return sources
 
 
@@ -201,47 +186,25 @@ def _labelled(sources: list[Source]) -> list[Source]:
     return labelled
 
 
-def _any_format(columns: Row, wanted: str | None) -> str | None:
-    return wanted
-
-
-def _recognised(source: Source, recognise: Recognise) -> Source:
+def _recognised(source: Source, recognise: Recognise | None) -> Source:
     """The source with its format, from the first row that has the deciding columns."""
     for new, old in _renames(source.columns):
         rows = [row for row, _ in itertools.islice(read_rows(dataclasses.replace(source, columns=())), FIRST_ROWS)]
         if rows and not any(old in row for row in rows):
             raise UserError(f"--columns {new}={old}: {rows[0].where} has no column {old}; it has {', '.join(rows[0])}")
-    reason = None
-    for row, _ in itertools.islice(read_rows(source), FIRST_ROWS):
+    reason = _no_rows(source)
+    rows = (row for row, _ in itertools.islice(read_rows(source), FIRST_ROWS))
+    for number, row in enumerate(row for row in rows if not row.problem):
         try:
-            return dataclasses.replace(source, format=recognise(row, source.format))
+            return dataclasses.replace(source, format=recognise(row) if recognise else None)
         except UserError as error:
-            reason = reason or UserError(f"{row.where}: {error}")
-            if None not in row.values():
-                break
-    raise reason or _no_rows(source)
+            reason = reason if number else UserError(f"{row.where}: {error}")
+    raise reason
 
 
 def _no_rows(source: Source) -> UserError:
-    chosen = f", fraction {source.fraction}" if source.fraction < 1 else ""
     held_out = f", --eval_fraction {source.held_out}" if source.part == "train" else ""
-    return UserError(f"no rows in {source.path} (split {source.split}{chosen}{held_out}); at least one is needed")
-
-
-def _checked(what: str, key: str, value: Any) -> Any:
-    """A setting of a source, validated by its key's check if it is set."""
-    valid, expected = ITEM[key]
-    if value is not None and not valid(value):
-        raise UserError(f"{what}: expected {expected}, not {value!r}")
-    return value
-
-
-def _can_be_a_name(path: str) -> bool:
-    return "\0" not in path and len(path) < 4096 and all(len(part.encode()) < 256 for part in Path(path).parts)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return UserError(f"no rows in {source.path} (split {source.split}{held_out}); at least one is needed")
 
 
 # --- rows of a source -----------------------------------------------------------------------------------------------
@@ -250,9 +213,7 @@ def _is_number(value: Any) -> bool:
 def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
     """The rows of a source one by one, each with the cursor after it, starting from `cursor` if given.
 
-    Files: .jsonl and .json (one object per line, or one array), .txt (a row {"text"} per paragraph), .csv and .tsv (all
-    values strings), all of them also as .gz, .bz2 or .xz; .parquet. Folders: the files named after the split, or, for train,
-    all files. Raises UserError if something cannot be read.
+    Folders: the files named after the split, or, for train, all files. Raises UserError if something cannot be read.
     """
     number, at, line, given = cursor or [0, 0, 0, 0]
     files = _files(source)
@@ -262,7 +223,6 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
             f"{source.path}: no file for split {source.split} (looked for {source.split}.jsonl, ...; found {found})"
         )
     renames, most = _renames(source.columns), math.inf if source.max_samples is None else source.max_samples
-    chosen = source.fraction < 1.0 or source.part != "all"
     if given >= most:
         return
     for file in range(number, 1 if files is None else len(files)):
@@ -271,7 +231,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         else:
             rows = read_file(files[file], at, line)
         for row, at, line in rows:
-            if chosen and not _is_chosen(source, row):
+            if source.part != "all" and _is_held_out(source, row) != (source.part == "held_out"):
                 continue
             for new, old in renames:
                 if old in row:  # some rows may lack a column, such as tools
@@ -293,17 +253,14 @@ def load_rows(source: Source | str) -> list[Row]:
     return rows
 
 
-def _is_chosen(source: Source, columns: Row) -> bool:
-    """Whether a row is in the source's fraction and part. Depends on the row alone, so that adding rows moves no others."""
-    text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-    if source.fraction < 1.0 and _draw(b"fraction " + text) >= source.fraction:
-        return False
-    return source.part == "all" or (_draw(text) < source.held_out) == (source.part == "held_out")
-
-
-def _draw(text: bytes) -> float:
-    """A pseudo-random number in [0, 1), a hash of the text."""
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
+def _is_held_out(source: Source, row: Row) -> bool:
+    """Whether a row is held out. Depends on the row alone, by a hash, so that adding rows moves no others."""
+    try:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    except (ValueError, TypeError, RecursionError) as error:  # nested too deep, or keys of several types
+        row.problem = row.problem or str(error)
+        text = row.where.encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 < source.held_out
 
 
 def _renames(columns: Iterable[str]) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.data.chat import PLACEHOLDER, assistant_spans, hidden_texts, per_tokenizer, render, special_tokens
-from common.data.types import BadRow, Message, Sequence, Tokenizer, whole
+from common.data.types import BadRow, Message, Sequence, Tokenizer, may_reject, whole
 from common.errors import UserError, printable
 
 import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 TRAIN_ON = ("all_turns", "last_turn", "everything")
 
 
+@may_reject
 def tokenize_chat(
     chat: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "all_turns", max_length: int | None = None
 ) -> Sequence:
@@ -43,6 +44,7 @@ def tokenize_chat(
     return sequence if max_length is None else truncate(sequence, max_length)
 
 
+@may_reject
 def tokenize_messages(
     messages: list[Message],
     tokenizer: Tokenizer,
@@ -76,6 +78,7 @@ def tokenize_messages(
     return tokenize_spans(text, list(zip(borders[::2], borders[1::2], strict=True)), tokenizer)
 
 
+@may_reject
 def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> Sequence:
     """Plain text: the prompt untrained, the completion and one end-of-text token trained.
 
@@ -129,6 +132,7 @@ def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return _with_bos(_ids([text], tokenizer)[0], tokenizer)
 
 
+@may_reject
 def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None) -> list[int]:
     """A prompt as ids to sample from: plain text unchanged, messages followed by the answer's header."""
     if isinstance(prompt, str):

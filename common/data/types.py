@@ -1,6 +1,10 @@
 """The types used throughout the data wing: a row, a sequence of tokens, an example."""
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from common.errors import UserError
 
 import numpy as np
 
@@ -11,25 +15,44 @@ if TYPE_CHECKING:
 else:
     Tokenizer = Any
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Message = dict[str, Any]  # {"role", "content", ...}: a turn of a chat
 # One text as tokens: `input_ids` (n,) and `loss_mask` (n,), 1 where trained; and further fields of any name, which reach
 # the batch: an array of n numbers is a per-token field, a single number a per-sequence field.
 Sequence = dict[str, np.ndarray | float | int]
 # Sequences that stay together: that of a conversation, the chosen and rejected answers of a pair, all those of a pack.
 Example = list[Sequence]
+# Names that a batch has of its own (collators.flat_batch), which no field of a sequence may have.
+RESERVED = ("position_ids", "cu_seqlens", "targets", "previous", "sequence_mask", "lengths", "token_map")
 
 
 class Row(dict[str, Any]):
     """The columns of a dataset row, its origin, and the format recognised for its source."""
 
-    def __init__(self, columns: dict[str, Any], where: str = "", format: str | None = None):
-        """where: shown to the user, like "chats.jsonl:12". format: see formats.py."""
+    def __init__(self, columns: dict[str, Any], where: str = "", format: str | None = None, problem: str | None = None):
+        """where: shown to the user, like "chats.jsonl:12". format: see formats.py. problem: why it could not be read."""
         super().__init__(columns)
-        self.where, self.format = where, format
+        self.where, self.format, self.problem = where, format, problem
 
 
 class BadRow(Exception):
     """This one row cannot be used; it is counted under the message."""
+
+
+def may_reject(function: Function) -> Function:
+    """For functions of a row's content: whatever fails there (half a surrogate, a list where an object should be, too deep a
+    nesting) is a BadRow, with the error's own message."""
+
+    @functools.wraps(function)
+    def called(*values: Any, **options: Any) -> Any:
+        try:
+            return function(*values, **options)
+        except (UserError, BadRow, MemoryError):
+            raise
+        except Exception as error:
+            raise BadRow(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+    return called
 
 
 def whole(ids: np.ndarray) -> Sequence:

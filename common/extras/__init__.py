@@ -7,13 +7,19 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
-    "vllm": "--rollout_server",
-    "report": "every run, when report.html is written",
-    "report_data": "what report.html shows",
+    "hub": "every run, when its model card is written; --push_to_hub",
+    "cuda_graph": "sampling on a CUDA device",
     "experts": "a mixture of experts",
+    "sharded": "an accelerate config with FSDP",
     "fused_layers": "norms and MLPs of Llama's form",
+    "hybrids": "recurrent layers, positions that depend on the length",
+    "padded": "sampling where attention cannot be replaced, or layers keep a state",
     "quantised": "--load_in_4bit, --load_in_8bit",
     "regression": "--regression_suite",
+    "report": "every run, when report.html is written",
+    "report_data": "what report.html shows",
+    "stream": "--dataset_streaming",
+    "vllm": "--rollout_server",
 }
 
 

@@ -32,20 +32,6 @@ def use_fused_layers(lm: nn.Module) -> None:
             _replace(module, _mlp_forward, module.gate_proj.in_features)
 
 
-def fused_layers(lm: nn.Module) -> list[str]:
-    """The names of the modules whose forward is replaced."""
-    return [name for name, module in lm.named_modules() if "plain_forward" in vars(module)]
-
-
-def fuse_again(lm: nn.Module, names: list[str]) -> None:
-    """Replace the forward of these modules without a check: they were checked before, and their weights are not loaded
-    yet."""
-    modules = dict(lm.named_modules())
-    for module in (modules[name] for name in names):
-        module.plain_forward = module.forward
-        module.forward = MethodType(_norm_forward if _is_norm(module) else _mlp_forward, module)
-
-
 def _is_norm(module: nn.Module) -> bool:
     own = list(module.parameters())
     one_vector = len(own) == 1 and own[0] is getattr(module, "weight", None) and own[0].dim() == 1

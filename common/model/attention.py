@@ -66,7 +66,7 @@ class FlatRow:
     ragged: "Ragged | None" = None  # the same for varlen_attn, which needs no buckets; None if it cannot be used
     lengths: np.ndarray | None = None  # (S,): lengths of the sequences written out in full
     token_map: np.ndarray | None = None  # see plan_flat_row
-    places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # filled by mixers.py
+    places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # filled by extras/hybrids.py
 
 
 @dataclass

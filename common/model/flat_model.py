@@ -6,7 +6,8 @@ row, and applies the LM head (lm_head.py) only at the trained positions.
 
 import contextlib
 import copy
-import re
+import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,15 +16,18 @@ from common.errors import UserError
 from common.extras import extra
 from common.memory import to_device
 from common.model import lm_head
-from common.model.attention import first_occurrences, plan_flat_row
-from common.model.mixers import dealing
-from common.model.rope import following, knowing, one_for_all
+from common.model.attention import FlatRow, first_occurrences, plan_flat_row
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+# Cache methods of transformers in the code of layers that carry a state along a sequence; and of MiniMax's own cache, with
+# the attribute in which RecurrentGemma's modules keep a state.
+KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache", "conv1d_state"}
 
 
 class Output(NamedTuple):
@@ -65,7 +69,7 @@ class FlatModel(nn.Module):
         self.lm = lm
         self.extra = nn.ModuleDict()  # a script's own modules, added before `make_optimizer` and `run.prepare`
         self.padded = padded
-        self.rotaries = following(lm)  # modules that need to know each sequence's length
+        self.hybrid: Any = extra("hybrids").Hybrid(lm) if is_hybrid(lm) else None
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
         self.experts: Any = None  # of a mixture of experts, an extras.experts.Experts; set by load_model
@@ -113,7 +117,8 @@ class FlatModel(nn.Module):
         experts. extra: names of modules in `self.extra` to call on the hidden states (T, D).
 
         In a filler (flat_batch) logps, entropy, correct, nll and mapped are 0. A backward pass through a value without
-        gradient is an error. Raises UserError for router_logits of a model without experts, for a name that is not in
+        gradient is an error. Raises ValueError for nll_weights of another length, or that (or a temperature that) require a
+        gradient; UserError for router_logits of a model without experts, for a name that is not in
         `self.extra`, and for a sequence longer than the model's positions.
         """
         if nll_weights is not None and entropy_grad:
@@ -121,6 +126,12 @@ class FlatModel(nn.Module):
         for name in extra:
             if name not in self.extra:
                 raise UserError(f"the model has no extra module {name!r}; it has: {', '.join(self.extra) or 'none'}")
+        if getattr(temperature, "requires_grad", False):
+            raise ValueError("the temperature gets no gradient here: divide the logits by it in map_logits")
+        if nll_weights is not None and nll_weights.requires_grad:
+            raise ValueError("nll_weights get no gradient here: use -(weights * out.logps).sum()")
+        if nll_weights is not None and nll_weights.shape != batch["input_ids"].shape[1:]:
+            raise ValueError(f"nll_weights {tuple(nll_weights.shape)}: one for each of {batch['input_ids'].shape[1]} tokens")
         check_positions(self, max(batch["lengths"]))
         watched = self.experts is not None and self.experts.watches and (torch.is_grad_enabled() or self.experts.counting)
         states, predicting, routers, chosen = self._run_body(batch, router_logits or watched)
@@ -178,11 +189,12 @@ class FlatModel(nn.Module):
         if router_logits and routes:
             options["output_router_logits"] = True
         previous, first = batch.get("previous"), None
-        if batch.get("token_map") is not None and not one_for_all(self.rotaries, max(batch["lengths"])):
+        longest_alike = self.hybrid.longest_alike if self.hybrid else math.inf
+        if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
             batch, first = _written_out(batch)  # a shared prefix has different states in each sequence
             previous = None if previous is None else first[batch["targets"]] - 1
         listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
-        with listening as chosen, knowing(self.rotaries, batch["lengths"]):
+        with listening as chosen:
             out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
             hidden = to_row(out.last_hidden_state)
         predicting = None if previous is None else hidden.index_select(0, previous)
@@ -198,7 +210,7 @@ class FlatModel(nn.Module):
         """Transformers' output for the flat row, and a function that brings a tensor in it to shape (T, ...)."""
         flat_row = plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("token_map"))
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "flat_row": flat_row}
-        with dealing(flat_row):
+        with self._calling(batch["lengths"], flat_row):
             return body(self.lm)(**inputs, **options), lambda x: x.reshape(-1, x.shape[-1])
 
     def _call_padded(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
@@ -213,7 +225,15 @@ class FlatModel(nn.Module):
             x = x.reshape(*mask.shape, -1)[mask]
             return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
 
-        return body(self.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
+        with self._calling(lengths):
+            return body(self.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
+
+    def _calling(self, lengths: list[int], row: FlatRow | None = None) -> contextlib.AbstractContextManager:
+        """Context in which layers that look at the whole input know its sequences."""
+        if self.hybrid is None:
+            return contextlib.nullcontext()
+        hybrids = extra("hybrids")
+        return hybrids.calling(hybrids.Call(lengths, row))
 
 
 def _written_out(batch: Batch) -> tuple[Batch, Tensor]:
@@ -260,6 +280,20 @@ def check_positions(model: FlatModel, longest: int, limits: str = "the length li
 def base_lm(lm: nn.Module) -> nn.Module:
     """The transformers model inside a LoRA wrapper, or the model itself."""
     return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
+
+
+def names_in_code(cls: type) -> set[str]:
+    """The names of attributes and globals in the code of a class."""
+    functions = [inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f)]
+    return {name for f in functions for name in f.__code__.co_names}
+
+
+def is_hybrid(lm: nn.Module) -> bool:
+    """Whether a layer carries a state along its input, or the positions depend on its length: see extras/hybrids.py."""
+    if any(names_in_code(cls) & (KEEPS_STATE | OWN_CACHE) for cls in {type(module) for module in lm.modules()}):
+        return True
+    kinds = [str(getattr(module, "rope_type", "")) for module in lm.modules()]
+    return any("dynamic" in kind or "longrope" in kind for kind in kinds)
 
 
 def body(lm: nn.Module) -> nn.Module:
@@ -383,30 +417,3 @@ def size_of_all_layers(config: "PreTrainedConfig", name: str) -> int:
     except Exception:  # its own exception class, for a size that differs between layers
         return 0
     return value if isinstance(value, int) else 0
-
-
-# Dense bfloat16 operations per second (T4, V100: float16) from the data sheets, matched by words of the device name.
-PEAK_FLOPS = {
-    ("B200",): 2250e12,
-    ("H200",): 989e12,
-    ("H100", "PCIE"): 756e12,
-    ("H100", "NVL"): 835e12,
-    ("H100",): 989e12,
-    ("A100",): 312e12,
-    ("A10",): 125e12,
-    ("L40S",): 362e12,
-    ("L40",): 181e12,
-    ("L4",): 121e12,
-    ("T4",): 65e12,
-    ("V100",): 125e12,
-    ("4090",): 165e12,
-    ("3090",): 71e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Peak operations per second of the GPU, from the table, or None."""
-    if device.type != "cuda":
-        return None
-    words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
-    return next((value for name, value in PEAK_FLOPS.items() if words.issuperset(name)), None)

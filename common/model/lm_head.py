@@ -168,9 +168,12 @@ def head_bytes(inner: nn.Module, N: int, device: torch.device, autocast: torch.d
 
 
 def _logit_transform(inner: nn.Module, temperature: float = 1.0) -> LogitTransform:
-    config = inner.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    config, scale = inner.config.get_text_config(), 1.0
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
+        scale *= getattr(config, name, None) or 1.0
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite, Inkling; HyperCLOVA X multiplies
+        factor = getattr(config, name, None) or 1.0
+        scale = scale * factor if config.model_type.startswith("hyperclovax") else scale / factor
     caps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma, RecurrentGemma, xLSTM
     cap = next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
     return LogitTransform(scale / temperature, cap and cap / temperature)

@@ -13,10 +13,10 @@ from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.extras import extra
 from common.memory import SHARDED, is_oom
-from common.model import attention, mixers
+from common.model import attention
 from common.model.flat_model import FlatModel, base_lm, is_quantised, routes_tokens
 from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
-from common.model.shards import empty_model, holds_shards, read_record, refuse_shards
+from common.model.save import SHARDS
 from common.model.wrap import wrap
 
 import torch
@@ -32,8 +32,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @contextlib.contextmanager
 def hub_errors(kind: str, name: str) -> Iterator[None]:
     """Load without progress bars and reports, and turn any exception of a library into one line with the folder's name."""
-    if kind == "model":
-        refuse_shards(name)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
@@ -98,15 +96,15 @@ def load_model(
     """The model to train: from the checkpoint, else args.model_name_or_path, else new from the configuration.
 
     With LoRA the checkpoint holds only the adapters; the base is args.model_name_or_path, or the base of that adapter. The
-    weights of a sharded checkpoint follow in `run.prepare` (common/run/sharded.py). Gradient checkpointing, compilation and
-    the dtype of the weights follow args. The model is on the accelerator's device, except for a dry run or sharded weights,
-    which `accelerator.prepare` moves piece by piece.
+    weights of a sharded checkpoint follow in `run.prepare` (extras/sharded.py): until then they are those of the start.
+    Gradient checkpointing, compilation and the dtype of the weights follow args. The model is on the accelerator's device,
+    except for a dry run or sharded weights, which `accelerator.prepare` moves piece by piece.
     """
+    if checkpoint and Path(checkpoint, SHARDS).is_dir():
+        checkpoint = None
     name = checkpoint or args.model_name_or_path
     if args.use_peft:
         model = _load_adapted(args, tokenizer, checkpoint, torch.device("cpu") if args.dry_run else accelerator.device)
-    elif checkpoint and holds_shards(checkpoint):
-        model = _load_frame(args, checkpoint)
     elif name:
         model = load_pretrained(args, name, len(tokenizer))
         if is_quantised(model.lm):
@@ -126,15 +124,6 @@ def load_model(
     if not args.dry_run and accelerator.distributed_type not in SHARDED:
         align(model.to(accelerator.device))
     return model
-
-
-def _load_frame(args: CommonArgs, checkpoint: str | Path) -> FlatModel:
-    """The model of a sharded checkpoint, with its weights still uninitialised."""
-    with hub_errors("sharded checkpoint", str(checkpoint)):
-        lm = empty_model(checkpoint, trust_remote_code=args.trust_remote_code)
-    lm.base_dtype, lm.left_out = _dtype_of(lm.config), ""
-    _freeze_all_but_text(lm)
-    return wrap(lm, read_record(checkpoint))
 
 
 def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:
@@ -283,7 +272,7 @@ def align(model: nn.Module) -> None:
 
 def enable_gradient_checkpointing(model: FlatModel) -> None:
     """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need."""
-    recomputed = {"context_fn": mixers.recompute_contexts} if mixers.recurrent_mixers(model.lm) else {}
+    recomputed = {"context_fn": extra("hybrids").recompute_contexts} if model.hybrid else {}
     base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False} | recomputed)
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()
@@ -292,7 +281,8 @@ def enable_gradient_checkpointing(model: FlatModel) -> None:
 def compile_layers(model: FlatModel) -> None:
     """torch.compile each transformer block: one small graph for all of them, with unchanged weight names."""
     attention.exclude_from_compilation()
-    mixers.exclude_from_compilation()
+    if model.hybrid:
+        extra("hybrids").exclude_from_compilation()
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile(dynamic=True)

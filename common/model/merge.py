@@ -1,19 +1,18 @@
 """Merging a finished adapter into its base, in the base's own dtype."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.data.types import Tokenizer
-from common.errors import UserError, say
+from common.errors import UserError, is_of_the_disk, say
 from common.model.load import grow_embedding, hub_errors, make_savable
 from common.model.lora import adapter_config, check_mergeable, import_peft, is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BESIDE = ("extra.safetensors",)  # files that a run writes beside the adapter and that belong to the model
+EXTRA = "extra.safetensors"  # written beside the adapter; it belongs to the model
 
 
 def merged_model(
@@ -62,21 +61,13 @@ def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, 
     lm.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    for name in BESIDE:
-        if Path(adapter, name).exists():
-            shutil.copy(Path(adapter, name), folder)
+    if Path(adapter, EXTRA).exists():
+        shutil.copyfile(Path(adapter, EXTRA), Path(folder, EXTRA))
     return str(lm.dtype).removeprefix("torch.")
 
 
-def merge_adapter(
-    adapter: str,
-    out: str,
-    base: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-    also: Callable[[Path, str], None] | None = None,
-) -> None:
-    """Write the merged model to the folder `out` atomically. also(folder, dtype): writes further files there."""
+def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False) -> str:
+    """Write the merged model to the folder `out`, all of it or nothing; returns its dtype."""
     if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
         raise UserError(f"{out} is there already: name a folder that is not")
     temporary = Path(out).with_name(f".{Path(out).name}.tmp")
@@ -84,13 +75,14 @@ def merge_adapter(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         dtype = write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
-        if also is not None:
-            also(temporary, dtype)
         if Path(out).exists():
             Path(out).rmdir()
         temporary.rename(out)
-    except OSError as error:
+    except Exception as error:
+        if not is_of_the_disk(error):
+            raise
         raise UserError(f"{out} could not be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     say(f"{adapter}, merged into its base in {dtype}: {out}")
+    return dtype

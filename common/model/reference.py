@@ -6,7 +6,6 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from common.data.order import Shuffled
 from common.data.types import Tokenizer
 from common.errors import say
 from common.losses import segment_sum
-from common.model.flat_model import FlatModel, Output, base_lm
-from common.model.lm_head import logits_of
+from common.model.flat_model import FlatModel, Output
 from common.model.load import load_pretrained
 from common.model.lora import START, at_start, is_trained_part
 from common.processes import gather_lists
@@ -52,29 +50,17 @@ class Reference:
         return segment_sum(self(batch).logps, batch["cu_seqlens"]) if self.model is not None else batch["ref_logps"]
 
     def precompute(self, args: CommonArgs, *data: Shuffled | Examples) -> None:
-        """Score all sequences once, cache the scores on disk, and drop the model: only `sums` can be used afterwards."""
-        for examples in data:
-            precompute_ref_logps(args, self.accelerator, self, examples)
-        self.model = None
+        """Give each sequence its log-probability under the reference, as the field ref_logps. Then drop the model: only
+        `sums` can be used afterwards.
 
-    @torch.no_grad()
-    def logits(self, batch: Batch, temperature: float = 1.0) -> Callable[[Tensor], Tensor]:
-        """f(rows (n,)) -> (n, V) float32: a frozen model's logits for targets of the batch, divided by the temperature.
-
-        rows: as a FlatModel's map_logits passes them to its function. The body runs in this call, the LM head in f, so that
-        the full logits never exist. Not for the trained model without its adapter.
+        data: Examples, or the training data made from them (its `data`). Called on every process; each scores a share. The
+        scores are cached in args.dataset_cache_dir, in a file named by a hash of everything they depend on.
         """
-        assert not self.without_adapter
-        with self.accelerator.autocast():
-            predicting = self.model.predicting(batch)  # (N, D)
-
-        @torch.no_grad()
-        def at(rows: Tensor) -> Tensor:
-            with self.accelerator.autocast():
-                states = predicting[torch.searchsorted(batch["targets"], rows)]
-                return logits_of(base_lm(self.model.lm), states).float() / temperature
-
-        return at
+        for examples in data:
+            examples = getattr(examples, "data", examples)
+            if len(examples):
+                examples.add_field("ref_logps", _scores(args, self, examples))
+        self.model = None
 
 
 def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.Module, tokenizer: Tokenizer) -> Reference:
@@ -94,42 +80,29 @@ def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer
     return Reference(accelerator, frozen.to(accelerator.device).eval())
 
 
-def precompute_ref_logps(
-    args: CommonArgs, accelerator: Accelerator, reference: Reference, data: Shuffled | Examples
-) -> None:
-    """Add each sequence's log-probability under the reference, as the per-sequence field ref_logps.
-
-    data: Examples, or the training data made from them (its `data`). Called on every process; each scores a share. The
-    scores are cached in args.dataset_cache_dir, in a file named by a hash of everything they depend on.
-    """
-    examples: Examples = getattr(data, "data", data)
-    if not len(examples):
-        return
-    key = fingerprint(reference, examples, accelerator.mixed_precision)
-    path = Path(args.dataset_cache_dir, f"ref_logps-{key}.npz")
-    known = [_read(path) if accelerator.is_main_process and path.exists() else None]
-    (scores,) = broadcast_object_list(known)  # another node may have another disk
+def _scores(args: CommonArgs, reference: Reference, examples: Examples) -> np.ndarray:
+    """The log-probability of each sequence, (sequences,) float32, from the cache or computed."""
+    accelerator = reference.accelerator
+    path = Path(args.dataset_cache_dir, f"ref_logps-{fingerprint(reference, examples, accelerator.mixed_precision)}.npz")
+    known = None
+    if accelerator.is_main_process and path.exists():
+        try:
+            known = np.load(path)["scores"]
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            say(f"{path} is damaged ({error}): the scores are computed again")
+    (scores,) = broadcast_object_list([known])  # another node may have another disk
     if scores is not None:
         say(f"reference: the scores of {len(examples):,} pairs are in {path}")
-    else:
-        say(f"reference: scoring {len(examples):,} pairs")
-        scores = _score(args, accelerator, reference, examples)
-        if accelerator.is_main_process:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            with open(temporary, "wb") as file:
-                np.savez(file, scores=scores)
-            os.replace(temporary, path)
-    examples.add_field("ref_logps", scores)
-
-
-def _read(path: Path) -> np.ndarray | None:
-    """The cached scores; None if the checksum shows that the file is damaged."""
-    try:
-        return np.load(path)["scores"]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        say(f"{path} is damaged ({error}): it is made anew")
-        return None
+        return scores
+    say(f"reference: scoring {len(examples):,} pairs")
+    scores = _score(args, accelerator, reference, examples)
+    if accelerator.is_main_process:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with open(temporary, "wb") as file:
+            np.savez(file, scores=scores)
+        os.replace(temporary, path)
+    return scores
 
 
 def _score(args: CommonArgs, accelerator: Accelerator, reference: Reference, examples: Examples) -> np.ndarray:

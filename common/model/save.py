@@ -1,101 +1,148 @@
-"""Saving a model in from_pretrained's format, however it is wrapped and its weights are sharded."""
+"""Writing a model for from_pretrained, however it is wrapped, sharded, adapted or quantised."""
 
 import copy
+import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from common.args import CommonArgs
 from common.data.types import Tokenizer
-from common.errors import UserError
+from common.errors import UserError, say
 from common.extras import extra
 from common.memory import SHARDED
-from common.model.flat_model import base_lm, is_quantised
+from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.lora import TRAINED, import_peft
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 CARD = "README.md"  # peft's says little, and contains the base's local path
 EXTRA = "extra.safetensors"  # a script's own modules in model.extra
+SHARDS = "pytorch_model_fsdp_0"  # Accelerate's folder for the weights of a sharded checkpoint (extras/sharded.py)
 
 
-def model_writer(
-    accelerator: Accelerator, model: nn.Module, tokenizer: Tokenizer, merged: dict[str, torch.Tensor] | None = None
-) -> Callable[[Path], None]:
-    """A function that writes the model (or LoRA adapter) and tokenizer for from_pretrained, and `model.extra` beside them.
+def base_dtype(model: FlatModel) -> str:
+    """The dtype of the weight files that training started from; "float32" for a new model."""
+    return getattr(base_lm(model.lm), "base_dtype", "float32")
 
-    Called on every process. merged: the weights by name, if already known.
-    """
-    wrapper, weights = accelerator.unwrap_model(model, keep_torch_compile=False), None
-    lm, extra = wrapper.lm, wrapper.extra.state_dict()
+
+def final_dtype(args: CommonArgs, base: str) -> str:
+    """The dtype of the final model: training uses float32, and a bfloat16 base leaves as bfloat16. Adapters stay float32."""
+    if args.use_peft and not args.merge_lora:
+        return "float32"
+    return args.dtype if args.dtype == "bfloat16" else base
+
+
+def gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """The weights by their names in the FlatModel; of a model with an adapter at least those that are trained. If processes
+    share the weights, the main one gets them, and the others {}. Called on every process."""
+    wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if accelerator.distributed_type == DistributedType.FSDP and hasattr(wrapper.lm, "peft_config"):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(wrapper, options=options)
     if accelerator.distributed_type in SHARDED:
-        if merged is None:
-            merged = accelerator.get_state_dict(model) or {}  # ZeRO-3 returns them on the main process only
-        weights = _part(wrapper, merged, "lm.")
-        extra = {name.removeprefix("extra."): w for name, w in merged.items() if name.startswith("extra.")}
-
-    def write(folder: Path) -> None:
-        save_model(lm, folder, weights)
-        tokenizer.save_pretrained(folder)
-        if extra:
-            save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in extra.items()}, folder / EXTRA)
-
-    return write
+        return accelerator.get_state_dict(model) or {}
+    return wrapper.state_dict()
 
 
-def save_model(lm: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a model, or the trained adapter, for from_pretrained, with its generation_config.json.
+def write_model(
+    folder: Path, wrapper: FlatModel, weights: dict[str, Tensor], tokenizer: Tokenizer, dtype: str | None = None
+) -> None:
+    """Write the model, or the trained adapter, with tokenizer and `model.extra`. On the main process.
 
-    weights: by name, if the model does not hold them itself.
+    weights: see gather_weights. dtype: what a model's weights are rounded to, if they are.
     """
-    if not hasattr(lm, "peft_config"):
-        lm.save_pretrained(folder, state_dict=weights)
-        return
-    rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # the only new rows of the embedding
-    options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if rows else "auto"}
-    lm.save_pretrained(folder, state_dict=weights, **options)
-    base_lm(lm).generation_config.save_pretrained(folder)
-    (folder / CARD).unlink(missing_ok=True)
+    lm, part = wrapper.lm, _part(wrapper, weights, "lm.")
+    if hasattr(lm, "peft_config"):
+        only_rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # of the embedding
+        options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if only_rows else "auto"}
+        lm.save_pretrained(folder, state_dict=part, **options)
+        base_lm(lm).generation_config.save_pretrained(folder)
+        (folder / CARD).unlink(missing_ok=True)
+    else:
+        save_rounded(lm, folder, part, dtype)
+    tokenizer.save_pretrained(folder)
+    if extra := {name: w.detach().cpu().clone().contiguous() for name, w in _part(wrapper, weights, "extra.").items()}:
+        save_file(extra, folder / EXTRA)
+
+
+def save_rounded(lm: nn.Module, folder: Path, weights: dict[str, Tensor], dtype: str | None) -> None:
+    """lm.save_pretrained with the weights rounded to a dtype, if given, which config.json then names.
+
+    What transformers keeps in float32 stays so, and so does a model with numbers too large for float16.
+    """
+    if dtype is None:
+        return lm.save_pretrained(folder, state_dict=weights)
+    target, kept = getattr(torch, dtype), {*(lm._keep_in_fp32_modules or ()), *(lm._keep_in_fp32_modules_strict or ())}
+    round_to = {
+        name: target
+        for name, w in weights.items()
+        if w.is_floating_point() and w.dtype != target and not any(part in name for part in kept)
+    }
+    if dtype == "float16" and any(weights[name].abs().max() > torch.finfo(target).max for name in round_to):
+        say("the model has numbers too large for float16, the dtype of its base: it is written in float32")
+        round_to = {}
+    lm.save_pretrained(folder, state_dict={name: w.to(round_to.get(name, w.dtype)) for name, w in weights.items()})
+    if round_to:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            part.update({name: dtype for name in ("dtype", "torch_dtype") if name in part})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_model(checkpoint: Path, folder: Path, dtype: str | None, *, trust_remote_code: bool = False) -> None:
+    """Write the model, or the adapter, of a checkpoint to a folder, without its tokenizer. dtype: as in write_model."""
+    from transformers import AutoModelForCausalLM
+
+    names = [EXTRA]
+    if (checkpoint / "adapter_config.json").exists():
+        names += ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
+    else:
+        lm = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
+        save_rounded(lm, folder, _part(lm, lm.state_dict(), ""), dtype)
+    for name in names:
+        if (checkpoint / name).exists():
+            shutil.copyfile(checkpoint / name, folder / name)
 
 
 def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype | None = None) -> Callable[[Path], None]:
-    """A function that writes the current language model alone, with the trained adapter merged into it.
+    """A function that writes the current language model alone, with the trained adapter merged into it, in a dtype.
 
-    Called on every process; the function is called on the main process. The model stays bitwise unchanged. dtype: of the
-    matrices, to write them in a lower precision.
+    Called on every process; the function is called on the main process. The model stays bitwise unchanged.
     """
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
-    lm, weights, is_adapted = wrapper.lm, None, hasattr(wrapper.lm, "peft_config")
     if accelerator.distributed_type in SHARDED:
         weights = accelerator.get_state_dict(model) or {}
-    elif is_adapted or dtype is not None:
+    else:
         weights = wrapper.state_dict()
 
     def write(folder: Path) -> None:
-        written, found = lm, None if weights is None else _part(wrapper, weights, "lm.")
-        if is_adapted:
+        lm, part = wrapper.lm, _part(wrapper, weights, "lm.")
+        if hasattr(lm, "peft_config"):
             every = {name.removeprefix("lm."): w for name, w in weights.items() if name.startswith("lm.")}
             if is_quantised(lm):
                 every |= extra("quantised").dequantised_layers(lm)
-            written = _merged(lm, every)
-            found = _part(written, written.state_dict(), "")
-        if dtype is not None:
-            small = {name for name, w in found.items() if not w.is_floating_point() or w.dim() < 2}
-            found = {name: w if name in small else w.to(dtype).cpu() for name, w in found.items()}
-        written.save_pretrained(folder, state_dict=found)
+            lm = _merged(lm, every)
+            part = _part(lm, lm.state_dict(), "")
+        save_rounded(lm, folder, part, dtype and str(dtype).removeprefix("torch."))
 
     return write
 
 
-def _part(model: nn.Module, weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _part(model: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The weights under a name prefix, with the prefix removed; a tied weight, listed under each of its names, only once."""
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix) and name not in tied}
 
 
-def _merged(lm: nn.Module, weights: dict[str, torch.Tensor]) -> nn.Module:
+def _merged(lm: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """The merged transformers model of a peft model with these weights, on the CPU; weights that an adapter changes are
     copies."""
     inner, config = base_lm(lm), copy.deepcopy(lm.peft_config[TRAINED])

@@ -3,7 +3,6 @@
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from common.collators import Batch
 from common.errors import UserError, say
@@ -12,8 +11,6 @@ from common.model import attention
 from common.model.attention import FLAT, first_occurrences
 from common.model.flat_model import FlatModel
 from common.model.lm_head import logits_of
-from common.model.mixers import deal_out
-from common.model.rope import follow_lengths
 
 import numpy as np
 import torch
@@ -22,28 +19,18 @@ from torch import Tensor, nn
 WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|attention_chunk_size")  # attributes with its size
 
 
-def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
+def wrap(lm: nn.Module) -> FlatModel:
     """Make a causal language model of transformers callable on flat rows.
-
-    known: results of an earlier check, if the weights are loaded later (shards.read_record).
 
     On a few tokens the logits must equal those for each sequence alone, and must not depend on the other sequences of the
     row. A model that fails is called on padded batches. Raises UserError if that fails, too.
     """
     attention.register()
-    mixers = deal_out(lm)
     lm.config.use_cache = True  # the saved model must generate quickly; training disables the cache per call
     if lm.get_output_embeddings() is None:
         raise UserError(f"{type(lm).__name__} has no LM head (get_output_embeddings): it cannot be trained here")
-    follow_lengths(lm)
     model = FlatModel(lm)
     implementation = lm.stock_attention = lm.config._attn_implementation
-    if known is not None:
-        extra("fused_layers").fuse_again(lm, known["fused"])
-        model.padded = known["padded"]
-        if not model.padded:
-            lm.set_attn_implementation(FLAT)
-        return model
     if any(p.is_meta for p in lm.parameters()):
         lm.set_attn_implementation(FLAT)  # weights are loaded later (FSDP's efficient loading): nothing to check with
         return model
@@ -71,7 +58,7 @@ def wrap(lm: nn.Module, known: dict[str, Any] | None = None) -> FlatModel:
             if not _close(logits_of(lm, model.hidden(row)).float(), alone, rough):
                 raise UserError(f"the model ({type(lm).__name__}): its head does not give its logits")
             say(f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead")
-        elif mixers:
+        elif model.hybrid and (mixers := model.hybrid.mixers):
             kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers}))
             say(f"model: {type(lm).__name__} on flat rows, packed mixers: {len(mixers)} {kinds}")
     lm.train(was_training)

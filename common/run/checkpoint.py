@@ -1,41 +1,39 @@
 """Checkpoints: written atomically, resumable, and loadable with from_pretrained.
 
 A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the optimizer, the
-run's `args.yaml`, and `trainer_state.json`; with --sharded_checkpoints weights and optimizer are in shards (sharded.py). It
-is written under a temporary name, flushed to disk, listed in `manifest.json` with sizes and hashes, and only then renamed;
-older checkpoints are deleted after that. A kill at any moment, or a full disk, leaves the last complete one usable.
+run's settings, and `trainer_state.json`. (FSDP2 keeps the optimizer, and if asked the weights, in shards: extras/sharded.py.
+DeepSpeed keeps its engine's state in `state/`.) It is written under a temporary name, flushed to disk, listed in
+`manifest.json` with sizes and hashes, and only then renamed; older checkpoints are deleted after that. A kill at any moment,
+or a full disk, leaves the last complete one usable.
 """
 
-import contextlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
+from common.extras import extra
 from common.files import find_damage, flush, write_manifest
-from common.memory import SHARDED
-from common.model.flat_model import FlatModel, gathered, is_quantised
+from common.model.flat_model import FlatModel
 from common.model.merge import write_merged
-from common.model.save import EXTRA, model_writer
-from common.model.shards import FOLDER, holds_shards
+from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
 from common.processes import on_main_process
 from common.run.best import Best
-from common.run.consolidate import GATHERED, consolidate, final_writer, frame_writer, model_copier
-from common.run.export_dtype import cast_weights
 from common.run.folder import WEIGHTS, checkpoints, copy_settings, read_json, step_of
-from common.run.sharded import load_shards, save_shards
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
+
+SETTINGS = ("lr", "weight_decay", "betas", "eps", "fused")  # of the optimizer's groups: set by flags, not by a checkpoint
 
 
 def save_checkpoint(
@@ -54,34 +52,46 @@ def save_checkpoint(
     Called on every process; step: updates done so far. If the disk refuses the write, a message says so and training
     continues: existing checkpoints stay, and the next save tries again.
     """
-    output_dir = args.output_dir
-    final, temporary = Path(output_dir, f"checkpoint-{step}"), Path(output_dir, f".checkpoint-{step}.tmp")
-    sharded, shards = accelerator.distributed_type in SHARDED, args.sharded_checkpoints
-    wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
-    write_model = (frame_writer if shards else model_writer)(accelerator, model, tokenizer)
+    output_dir = Path(args.output_dir)
+    final, temporary = output_dir / f"checkpoint-{step}", output_dir / f".checkpoint-{step}.tmp"
+    wrapper, kind = accelerator.unwrap_model(model, keep_torch_compile=False), accelerator.distributed_type
+    sharded = extra("sharded") if kind == DistributedType.FSDP else None
+    if sharded and sharded.writes_shards(accelerator, wrapper):
+        modules = sharded.gather_extra(wrapper)
+
+        def write_weights() -> None:
+            sharded.write_frame(temporary, wrapper, modules, tokenizer)
+    else:
+        weights = gather_weights(accelerator, model)
+
+        def write_weights() -> None:
+            write_model(temporary, wrapper, weights, tokenizer)
 
     def write() -> None:
-        for left in Path(output_dir).glob(".checkpoint-*.tmp"):  # left by a save that was killed
+        for left in output_dir.glob(".checkpoint-*.tmp"):  # left by a save that was killed
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
-        write_model(temporary)
-        if not sharded and not shards:
+        write_weights()
+        if kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+
+    def write_shares() -> None:
+        if sharded:
+            sharded.save(accelerator, wrapper, optimizer, temporary)
+        elif kind == DistributedType.DEEPSPEED:
+            accelerator.save_state(str(temporary / "state"))
 
     def complete() -> None:
         known = {"step": step, "processes": accelerator.num_processes, **state}
         (temporary / "trainer_state.json").write_text(json.dumps(known))
-        copy_settings(Path(output_dir), temporary)
+        copy_settings(output_dir, temporary)
         write_manifest(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
-        flush(final.parent)
+        flush(output_dir)
 
     problem = _attempt(accelerator, write)
-    if shards and not problem:
-        problem = _attempt(accelerator, lambda: save_shards(wrapper, optimizer, temporary), everyone=True)
-    elif sharded and not problem:
-        problem = _attempt(accelerator, lambda: accelerator.save_state(str(temporary / "state")), everyone=True)
+    problem = problem or _attempt(accelerator, write_shares, everyone=True)
     problem = problem or _attempt(accelerator, complete)
     if problem:
         if accelerator.is_main_process:
@@ -90,7 +100,7 @@ def save_checkpoint(
         say(f"{final} could not be written ({problem}): training goes on, and the next save tries again")
         return False
     if accelerator.is_main_process:
-        prune(output_dir, step, args.save_total_limit, best.step)
+        prune(args.output_dir, step, args.save_total_limit, best.step)
     accelerator.wait_for_everyone()
     return True
 
@@ -101,48 +111,48 @@ def export(
     model: nn.Module,
     tokenizer: Tokenizer,
     best: Path | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     also: Callable[[], None] | None = None,
 ) -> None:
-    """Write the final model to args.output_dir, its weights in dtype: that of the checkpoint `best`, or the current one.
-    also: writes further files of that model, on the main process.
+    """Write the final model to args.output_dir: that of the checkpoint `best`, or the current one. Called on every process.
 
-    With --merge_lora the adapters are merged into the model, so this ends the run; a quantised base is loaded again
-    unquantised for that. Raises UserError if the disk refuses the write.
+    With --merge_lora the adapter is merged into its base, which is loaded again, unquantised. dtype: of the weights; None:
+    as they are. also: writes further files of that model, on the main process. Raises UserError if the disk refuses the
+    write. Weights may change: this ends the run.
     """
-    output_dir = args.output_dir
-    wrapper, temporary = accelerator.unwrap_model(model), Path(output_dir, ".export.tmp")
+    output_dir, temporary = Path(args.output_dir), Path(args.output_dir, ".export.tmp")
+    wrapper, trust = accelerator.unwrap_model(model, keep_torch_compile=False), {"trust_remote_code": args.trust_remote_code}
     if best is not None and (problem := on_main_process(accelerator, lambda: find_damage(best))) is not None:
         say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
         best = None
-    if args.merge_lora and is_quantised(wrapper.lm):
-        write_model = _merger_into_the_base(
-            args, model_copier(best) if best else model_writer(accelerator, model, tokenizer)
-        )
-    elif args.merge_lora and hasattr(wrapper.lm, "merge_and_unload"):
-        merged = _merge_adapter(accelerator, wrapper, best)
-        write_model = final_writer(args, accelerator, model, tokenizer, merged)
-    elif best is not None and holds_shards(best):
-        write_model = partial(consolidate, best, trust_remote_code=args.trust_remote_code)
-    else:
-        write_model = model_copier(best) if best else final_writer(args, accelerator, model, tokenizer)
+    if best is not None and (best / SHARDS).is_dir():
+        extra("sharded").load(accelerator, wrapper, None, best)
+    copies = best is not None and not (best / SHARDS).is_dir()
+    weights = {} if copies else gather_weights(accelerator, model)
 
     def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        write_model(temporary)
-        cast_weights(temporary, dtype, wrapper)
-        if best and (best / EXTRA).exists():  # belongs to the merged adapter of `best`
-            shutil.copy(best / EXTRA, temporary)
+        folder = temporary / "adapter" if args.merge_lora else temporary
+        folder.mkdir(parents=True)
+        if copies:
+            copy_model(best, folder, dtype, **trust)
+            tokenizer.save_pretrained(folder)
+        else:
+            write_model(folder, wrapper, weights, tokenizer, dtype)
+        if args.merge_lora:
+            write_merged(folder, temporary, **trust)
+            shutil.rmtree(folder)
+        if best and (best / EXTRA).exists():  # model.extra is beside the shards, not in them
+            shutil.copyfile(best / EXTRA, temporary / EXTRA)
         files = list(temporary.iterdir())
         for file in files:
             flush(file)
         for file in files:
-            target = Path(output_dir, file.name)
+            target = output_dir / file.name
             if target.is_dir():
                 shutil.rmtree(target)
             os.replace(file, target)
-        for old in {old for pattern in WEIGHTS for old in Path(output_dir).glob(pattern)}:
+        for old in {old for pattern in WEIGHTS for old in output_dir.glob(pattern)}:
             if old.name not in {file.name for file in files}:  # left by an earlier export in another format
                 old.unlink()
         temporary.rmdir()
@@ -152,7 +162,6 @@ def export(
     problem = _attempt(accelerator, write)
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
-        Path(output_dir, GATHERED).unlink(missing_ok=True)
     if problem:
         saved = checkpoints(output_dir)
         again = f"the same command goes on from {saved[-1].name}" if saved else "no checkpoint was kept (--save_steps)"
@@ -166,15 +175,15 @@ def resume(
 ) -> dict[str, Any]:
     """Restore the optimizer; returns trainer_state.json ({"step": 0} without a checkpoint).
 
-    Weights are loaded here only if they are sharded: otherwise the model was already created from the checkpoint's folder.
-    No code from the files is executed.
+    Weights are loaded here only if they are in shards: otherwise the model was already created from the checkpoint's folder.
     """
     if checkpoint is None:
         return {"step": 0}
-    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    if (checkpoint / FOLDER).is_dir():
-        load_shards(accelerator.unwrap_model(model, keep_torch_compile=False), optimizer, checkpoint)
-    elif accelerator.distributed_type in SHARDED:
+    settings = [{name: group[name] for name in SETTINGS if name in group} for group in optimizer.param_groups]
+    if accelerator.distributed_type == DistributedType.FSDP:
+        wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
+        extra("sharded").load(accelerator, wrapper, optimizer, checkpoint)
+    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.load_state(str(checkpoint / "state"))
     else:
         file = checkpoint / "optimizer.pt"
@@ -184,7 +193,7 @@ def resume(
             reason = str(error).strip().split("\n")[0]
             raise UserError(f"{file} is not the optimizer of this model, or holds more than tensors: {reason}") from None
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)  # this run's settings: the weight decay may have changed
+        group.update(setting)  # this run's: the weight decay may have changed
     state = read_json(checkpoint / "trainer_state.json")
     say(f"resuming from {checkpoint} at step {state['step']}")
     return state
@@ -192,7 +201,7 @@ def resume(
 
 def load_extra(model: FlatModel, checkpoint: Path | None) -> None:
     """Load the script's own modules in `model.extra`, before Accelerate prepares the model."""
-    if checkpoint is None or not len(model.extra) or holds_shards(checkpoint):
+    if checkpoint is None or not len(model.extra):
         return
     file = checkpoint / EXTRA
     try:
@@ -215,40 +224,6 @@ def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> Non
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _merge_adapter(accelerator: Accelerator, wrapper: FlatModel, best: Path | None) -> dict[str, torch.Tensor] | None:
-    """Merge the LoRA adapter (of the checkpoint `best`, or the current one) into the model permanently.
-
-    Returns the merged weights by name ({} except on the main process) if DeepSpeed's ZeRO-3 shards them again afterwards.
-    """
-    from peft import load_peft_weights, set_peft_model_state_dict
-
-    zero3 = any(hasattr(parameter, "ds_id") for parameter in wrapper.parameters())
-    with gathered(wrapper) if zero3 else contextlib.nullcontext():
-        if best is not None:
-            # Read by one process: another machine may not share its disk. (safetensors does not know "cpu:0".)
-            adapter = on_main_process(accelerator, lambda: load_peft_weights(str(best), device="cpu"))
-            placed = {name: weight.to(accelerator.device) for name, weight in adapter.items()}
-            set_peft_model_state_dict(wrapper.lm, placed)
-        wrapper.lm = wrapper.lm.merge_and_unload()
-        if not zero3:
-            return None
-        weights = wrapper.state_dict() if accelerator.is_main_process else {}
-        return {name: weight.cpu().clone() for name, weight in weights.items()}
-
-
-def _merger_into_the_base(args: CommonArgs, write_adapter: Callable[[Path], None]) -> Callable[[Path], None]:
-    """A function that writes the merged model in the dtype of its base, which this run had quantised."""
-
-    def write(folder: Path) -> None:
-        adapter = folder / "adapter"
-        adapter.mkdir()
-        write_adapter(adapter)
-        write_merged(adapter, folder, trust_remote_code=args.trust_remote_code)
-        shutil.rmtree(adapter)
-
-    return write
-
-
 def _attempt(accelerator: Accelerator, write: Callable[[], None], everyone: bool = False) -> str | None:
     """Call `write` on the main process (or everyone). Returns the disk's error on all processes, or None."""
     problem = None
@@ -258,7 +233,7 @@ def _attempt(accelerator: Accelerator, write: Callable[[], None], everyone: bool
         except Exception as error:  # safetensors, tokenizers and torch raise their own classes for a full disk
             if not is_of_the_disk(error):
                 raise
-            problem = " ".join(str(error).split())
+            problem = " ".join(str(error).split())[-300:]
             problem = re.sub(r"\[enforce fail.*", "torch could not write: is the disk full?", problem)
     failures = accelerator.reduce(torch.tensor(float(problem is not None), device=accelerator.device), "sum")
     return (problem or "on another process") if failures else None

@@ -59,7 +59,7 @@ def describe(
         "parameters": report["parameters"],
         "model": report,
     }
-    if hasattr(packs, "utilisation"):
+    if getattr(packs, "max_length", 0):
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
     at_once = tokens_at_once(accelerator, model)
     facts["tokens_at_once"] = at_once if sum(plan["largest_micro_batch"]) >= 2 * at_once else None

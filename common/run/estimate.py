@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from common.extras import extra
 from common.memory import GIB, SHARDED, memory, tokens_at_once
-from common.model import mixers
 from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.lm_head import head_bytes, weight_of
 from common.model.optimizer import moments_bytes
@@ -92,7 +91,7 @@ def estimate(
     tied = output is weight_of(base_lm(model.lm).get_input_embeddings())
 
     extent = torch.tensor([1, *_extent(model, lengths)], dtype=torch.float64)
-    if mixers.recurrent_mixers(model.lm):  # they pad a short row to a whole chunk
+    if model.hybrid and model.hybrid.mixers:  # they pad a short row to a whole chunk
         probes = (_beginning(lengths, CHUNKED),)
         wanted = extent[1:2] / _extent(model, probes[0])[0]
     else:
@@ -231,9 +230,8 @@ def savings(
         try:
             for layer in layers:  # set directly: transformers' method would also leave hooks behind
                 layer.gradient_checkpointing = True
-                layer._gradient_checkpointing_func = partial(
-                    checkpoint, use_reentrant=False, context_fn=mixers.recompute_contexts
-                )
+                contexts = {"context_fn": extra("hybrids").recompute_contexts} if model.hybrid else {}
+                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **contexts)
             found.append(("--gradient_checkpointing", saved(tokens, targets, lengths)))
         finally:
             for layer in layers:

@@ -16,9 +16,7 @@ from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
 from common.processes import gather_lists
 from common.run.folder import open_folder
-from common.run.hub import check_push
 from common.run.metrics import check_tracker
-from common.run.sharded import check_sharded
 
 import torch
 from accelerate import Accelerator
@@ -43,7 +41,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     folder holds a run already, `begin` does that later, once this run has loaded everything it needs.
     """
     check_tracker(args.report_to)
-    check_push(args)
+    if args.push_to_hub:
+        extra("hub").check_repo(args.hub_model_id)
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         value = os.environ.get(f"ACCELERATE_USE_{kind}", "false")
         if value.lower() not in ("true", "false", "") or (kind == "MEGATRON_LM" and value.lower() == "true"):
@@ -90,7 +89,6 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # a checkpoint of another run
         seen = checkpoint if named else output_dir / (checkpoint.name if checkpoint else "args.yaml")
         refuse_a_disk_of_its_own(accelerator, seen, needed=checkpoint is not None)
-    check_sharded(args, accelerator)
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")

@@ -6,7 +6,7 @@ from typing import Any
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.model.flat_model import FlatModel, base_lm, count_parameters, sizes
-from common.run.export_dtype import base_dtype, export_dtype
+from common.model.save import base_dtype, final_dtype
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,6 @@ def load_report(args: CommonArgs, accelerator: Accelerator, model: FlatModel, to
     text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}
     beside = sum(sizes(p for p in lm.parameters() if id(p) not in text))
     quantised = sum(sizes(p for p in lm.parameters() if p.dtype in (torch.uint8, torch.int8)))
-    exported = "float32" if args.use_peft and not args.merge_lora else export_dtype(args, base_dtype(model))  # adapters
     template, names = tokenizer.chat_template, tokenizer.convert_ids_to_tokens(model.stop_ids)
     return {
         "class": type(lm).__name__,
@@ -30,7 +29,7 @@ def load_report(args: CommonArgs, accelerator: Accelerator, model: FlatModel, to
             "base": base_dtype(model),
             "weights": args.dtype,
             "autocast": accelerator.mixed_precision,
-            "export": exported,
+            "export": final_dtype(args, base_dtype(model)),
         },
         "called_on": "padded batches" if model.padded else "flat rows",
         "adapted_layers": adapted,

@@ -20,8 +20,7 @@ from common.args import CommonArgs
 from common.errors import UserError, hidden, say
 from common.extras import extra
 from common.files import replace_text
-from common.memory import finest_dtype, memory, relieve
-from common.model.flat_model import peak_flops
+from common.memory import finest_dtype, memory, peak_flops, relieve
 from common.processes import gather_lists
 from common.run.folder import LINES, is_held, writing
 

@@ -30,18 +30,15 @@ from common.extras import extra
 from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
+from common.model.save import base_dtype, final_dtype
 from common.run.alerts import Alerts
 from common.run.best import Best
-from common.run.card import make_card, write_card
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
-from common.run.export_dtype import base_dtype, export_dtype
 from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
-from common.run.hub import Push
 from common.run.launch import KEPT, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
-from common.run.public import public_names
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
 from common.sampling import Reward, RolloutSchedule
@@ -68,8 +65,6 @@ class Run:
         self.regression = extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
         self.said: set[str] = set()
         self.facts = ""  # for dataset.json
-        self.public = public_names(args)  # names that a model card may contain
-        self.push = Push(args) if args.push_to_hub and self.accelerator.is_main_process else None
 
     def describe(
         self,
@@ -227,9 +222,6 @@ class Run:
             self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best
         )
         self.metrics.event("saved" if written else "not saved", step, f"checkpoint-{step}")
-        if self.push and written:
-            card = partial(make_card, self.args.output_dir, self.args, self.script, self.public, step=step)
-            self.push.save(Path(self.args.output_dir, f"checkpoint-{step}"), card)
         self.signals.saved()
         self.save_wanted, self.saved_step = False, step
 
@@ -283,11 +275,11 @@ class Run:
         args, best, metrics = self.args, self.best, self.metrics
         self.nonfinite.check_weights(self.model, self.step)
         refuse_deleted_folder(self.accelerator, Path(args.output_dir))
-        dtype = export_dtype(args, self.base_dtype)
+        dtype = final_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
         if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning
             prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
-        card = partial(write_card, args.output_dir, args, self.script, self.public, best.step)
+        card = partial(extra("hub").write_card, args, self.script, best.step)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
         metrics.finish(f"{self.step} steps; {shown}", best.state()["best"] if best.step else None, also=card)
@@ -312,8 +304,8 @@ class Run:
         if self.accelerator.num_processes > 1:
             KEPT.append(self.model)
         self.signals.close()
-        if self.push:
-            self.push.finish()
+        if args.push_to_hub and self.accelerator.is_main_process:
+            extra("hub").push_at_end(args)
 
     def _note_start(self) -> None:
         """Write an event to events.jsonl: the run starts or resumes, and on what machine."""

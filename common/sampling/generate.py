@@ -5,21 +5,19 @@ own random generator, so that it does not depend on the rest of the batch.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from common.errors import say
+from common.extras import extra
 from common.memory import empty_caches, finest_dtype, is_oom, to_device
 from common.model.attention import FLAT
 from common.model.flat_model import FlatModel, base_lm, body, gathered
 from common.model.lm_head import logits_of
-from common.model.mixers import recurrent_mixers
 from common.sampling import kv_cache
-from common.sampling.graph import StepGraph
 from common.sampling.kv_cache import CACHED, KVCache
-from common.sampling.padded import PaddedDecoder, joinable, steps_as_trained
-from common.sampling.whole import WholeDecoder, why_no_cache
 
 import numpy as np
 import torch
@@ -35,6 +33,27 @@ class Sampled(NamedTuple):
     ids: list[int]  # the sampled tokens, including the stop token
     logps: list[float]  # log-probability of each under the model at the sampling temperature, before top_k and top_p
     finished: bool  # ended with a stop token; False: truncated at max_new_tokens
+
+
+class Decoder(Protocol):
+    """Logits of the next tokens, step by step, for completions of P distinct prompts."""
+
+    def read_prompts(self) -> Tensor:
+        """(C, V) float32 logits of the first token of every completion."""
+
+    def keep(self, keep: np.ndarray) -> Tensor:
+        """Drop completions: keep (n,) bool. Returns the old indices of the remaining rows, (n',)."""
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """(n,) newest tokens -> (n, V) float32."""
+
+
+class Way(NamedTuple):
+    """How a kind of model is sampled from."""
+
+    decoder: Callable[[Sequence[Sequence[int]], Sequence[int], int], Decoder]  # (prompts, prompt of each, longest)
+    attention: str  # the implementation that it needs, of a model that is trained on flat rows
+    at_once: int = sys.maxsize  # the most completions at a time
 
 
 def sample(
@@ -60,14 +79,9 @@ def sample(
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     completions: list[Sampled] = []
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
-    cached = why_no_cache(model, longest) is None
-    with generating(model, cached) as lm:
-        if not cached:
-            make_decoder = partial(WholeDecoder, model)
-        elif model.padded or recurrent_mixers(lm):
-            make_decoder, batch_size = partial(PaddedDecoder, lm), batch_size if joinable(lm) else 1
-        else:
-            make_decoder = partial(FlatDecoder, lm)
+    way = way_to_sample(model, longest)
+    batch_size = min(batch_size, way.at_once)
+    with generating(model, way.attention) as lm:
         while len(completions) < len(prompts):
             part = slice(len(completions), len(completions) + batch_size)
             distinct = list(dict.fromkeys(map(tuple, prompts[part])))
@@ -75,7 +89,7 @@ def sample(
             owner = [number[tuple(prompt)] for prompt in prompts[part]]
             batch = None
             try:
-                decoder = make_decoder(distinct, owner, max(limits[part]))
+                decoder = way.decoder(distinct, owner, max(limits[part]))
                 batch = _sample_batch(decoder, keys[part], stop_ids, limits[part], temperature, top_k, top_p)
             except Exception as error:
                 if not is_oom(error) or len(owner) == 1:
@@ -89,9 +103,21 @@ def sample(
     return completions
 
 
+def way_to_sample(model: FlatModel, longest: int) -> Way:
+    """longest: the largest number of tokens of a prompt and its completion."""
+    if model.padded or model.hybrid:
+        return extra("padded").way_to_sample(model, longest)
+    return Way(partial(FlatDecoder, model.lm), CACHED)
+
+
+def why_no_cache(model: FlatModel, longest: int = 0) -> str | None:
+    """Why completions of up to `longest` tokens, including the prompt, cannot be sampled with a cache; None if they can."""
+    return extra("padded").why_no_cache(model, longest) if model.padded or model.hybrid else None
+
+
 @contextlib.contextmanager
-def generating(model: FlatModel, cached: bool = True) -> Iterator[nn.Module]:
-    """Context with the language model ready to sample: in eval mode, with cached attention if there is a cache, not
+def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]:
+    """Context with the language model ready to sample: in eval mode, with this attention if it is trained on flat rows, not
     compiled. Everything is restored afterwards.
 
     With sharded weights all processes enter it together.
@@ -101,13 +127,14 @@ def generating(model: FlatModel, cached: bool = True) -> Iterator[nn.Module]:
     inner = base_lm(lm)
     was_training, implementation = lm.training, inner.config._attn_implementation
     lm.eval()
-    if implementation == FLAT and cached:
-        inner.set_attn_implementation(inner.stock_attention if recurrent_mixers(inner) else CACHED)
+    if implementation == FLAT:
+        inner.set_attn_implementation(attention)
+    limited = extra("padded").steps_as_trained(model) if model.hybrid else contextlib.nullcontext()
     eager = torch.compiler.set_stance("force_eager")
     try:
         # Compiled blocks would be recompiled for every number of rows. Weights are gathered outside inference mode, because
         # a backward pass may not use tensors created in it.
-        with steps_as_trained(inner), cast_once(inner) as cached_casts, torch.no_grad(), gathered(model), eager:
+        with limited, cast_once(inner) as cached_casts, torch.no_grad(), gathered(model), eager:
             with contextlib.nullcontext() if cached_casts else torch.inference_mode():
                 yield lm
     finally:
@@ -138,7 +165,7 @@ def cast_once(lm: nn.Module) -> Iterator[bool]:
 
 
 def _sample_batch(
-    decoder: "FlatDecoder | PaddedDecoder | WholeDecoder",
+    decoder: Decoder,
     keys: Sequence[tuple[int, ...]],
     stop_ids: Sequence[int],
     limits: Sequence[int],
@@ -186,7 +213,7 @@ def _sample_batch(
 
 
 class FlatDecoder:
-    """Logits of the next tokens from flat rows, as in training: first for all prompts, then for the newest tokens."""
+    """A Decoder that calls the model on flat rows, as in training: first all prompts, then the newest tokens."""
 
     def __init__(
         self,
@@ -205,7 +232,7 @@ class FlatDecoder:
         static = self.device.type == "cuda" if static is None else static
         self.cache = KVCache(prompts, owner, max_new_tokens, self.device, static)
         self.owner = torch.tensor(owner, device=self.device)
-        self.graph = StepGraph(self._next) if self.device.type == "cuda" else None
+        self.graph = extra("cuda_graph").StepGraph(self._next) if self.device.type == "cuda" else None
 
     def _hidden(self, ids: Tensor, position_ids: Tensor) -> Tensor:
         """(T,), (T,) -> (T, D)."""
@@ -213,7 +240,6 @@ class FlatDecoder:
         return body(self.lm)(**rows, use_cache=False, kv_cache=self.cache).last_hidden_state[0]
 
     def read_prompts(self) -> Tensor:
-        """(C, V) float32 logits of the first token of every completion."""
         lengths = torch.tensor([len(prompt) for prompt in self.prompts])
         ids = torch.tensor([token for prompt in self.prompts for token in prompt], device=self.device)
         hidden = self._hidden(ids, torch.cat([torch.arange(n) for n in lengths]).to(self.device))
@@ -221,13 +247,11 @@ class FlatDecoder:
         return logits_of(base_lm(self.lm), hidden[lengths.cumsum(0).to(self.device) - 1]).float()[self.owner]
 
     def keep(self, keep: np.ndarray) -> Tensor:
-        """Drop completions: keep (n,) bool. Returns the old indices of the remaining rows, (n',)."""
         kept = self.cache.keep(keep)
         self.position = self.position[kept]
         return kept
 
     def next_logits(self, tokens: Tensor) -> Tensor:
-        """(n,) newest tokens -> (n, V) float32."""
         self.cache.advance()
         self.position += 1
         return self._next(tokens) if self.graph is None else self.graph(tokens, self.cache.version)

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.data.types import Tokenizer
 from common.errors import UserError, quoted
 from common.losses import combine_rewards
 from common.processes import TimeLimitReached, time_limit
@@ -29,7 +28,6 @@ import torch
 
 RewardFunction = Callable[..., list[float | None]]
 Completion = str | list[dict[str, Any]]  # as passed to reward functions
-Scorer = Callable[[list[dict[str, Any]], list[list[int]]], dict[str, list[float | None]]]
 REWARD_SECONDS = 600.0  # allowed for the call of a reward function, and for the import of its file
 LARGEST = 1e15  # largest reward: its square is finite in float32
 # A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
@@ -265,22 +263,18 @@ def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[fl
     return numbers
 
 
-def scorer(rewards: list[Reward], tokenizer: Tokenizer, weights: list[float] | None = None) -> Scorer | None:
-    """`score` for an evaluation: (rows, token ids) -> {name: scores}; None without functions.
-
-    weights: also score their weighted sum, as "reward".
-    """
-    if not rewards:
-        return None
-
-    def score_ids(rows: list[dict[str, Any]], ids: list[list[int]]) -> dict[str, list[float | None]]:
-        texts = [tokenizer.decode(x, skip_special_tokens=True) for x in ids]
-        scores = score(rewards, rows, texts, ids)
-        named = dict(zip([reward.name for reward in rewards], scores, strict=True))
-        if weights is not None:
-            table = torch.tensor([[math.nan if v is None else v for v in values] for values in zip(*scores, strict=True)])
-            total = combine_rewards(table, torch.tensor(weights)).tolist()
-            named["reward"] = [None if math.isnan(value) else value for value in total]
-        return named
-
-    return score_ids
+def score_by_name(
+    rewards: list[Reward],
+    rows: list[dict[str, Any]],
+    texts: list[Completion],
+    ids: list[list[int]],
+    weights: list[float] | None = None,
+) -> dict[str, list[float | None]]:
+    """{name of the function: scores}, for an evaluation. weights: also score their weighted sum, as "reward"."""
+    scores = score(rewards, rows, texts, ids)
+    named = dict(zip([reward.name for reward in rewards], scores, strict=True))
+    if rewards and weights is not None:
+        table = torch.tensor([[math.nan if v is None else v for v in values] for values in zip(*scores, strict=True)])
+        total = combine_rewards(table, torch.tensor(weights)).tolist()
+        named["reward"] = [None if math.isnan(value) else value for value in total]
+    return named

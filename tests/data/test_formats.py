@@ -3,7 +3,7 @@
 import json
 import re
 
-from common.data.dropped import MOST, Dropped, convert
+from common.data.encode import convert
 from common.data.formats import (
     as_chat,
     as_preference,
@@ -16,10 +16,8 @@ from common.data.formats import (
 )
 from common.data.types import BadRow, Row
 from common.errors import UserError
-from experiments.labelled import as_labelled, labelled_format, mismatched
-from experiments.scored import number_of
+from tests.data.rows import line
 
-import numpy as np
 import pytest
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -30,12 +28,6 @@ CHAT = {"messages": [U, A], "tools": None}
 
 def turn(name, text):
     return {"from": name, "value": text}
-
-
-def line(caught) -> str:
-    """The error, which is one line."""
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # --- chats ----------------------------------------------------------------------------------------------------------
@@ -109,7 +101,6 @@ def test_text_is_a_document():
     "row, reason",
     [
         ({"messages": []}, "no messages"),
-        ({"messages": None}, "no messages"),
         ({"messages": ["q", "a"]}, "a message is not an object"),
         ({"messages": [{"role": "narrator", "content": "q"}, A]}, "unknown role 'narrator'; known: system, user"),
         ({"messages": [{"content": "q"}, A]}, "unknown role None"),
@@ -125,12 +116,9 @@ def test_text_is_a_document():
         ({"messages": [U, A], "tools": ["f"]}, "tools is not a list of objects"),
         ({"messages": [U, {"role": "assistant", "content": "\ud83d"}]}, "not valid Unicode"),
         ({"instruction": "q", "output": ""}, "empty output"),
-        ({"instruction": None, "output": "a"}, "instruction is not a string but NoneType"),
         ({"instruction": "q", "output": "a", "history": ["x"]}, "history is not a list of"),
-        ({"prompt": "q", "completion": None}, "no messages"),
         ({"prompt": 3, "completion": "a"}, "no messages"),
         ({"text": ""}, "empty text"),
-        ({"text": None}, "text is not a string"),
     ],
 )
 def test_a_chat_row_that_cannot_be_trained_on_is_refused_with_the_reason(row, reason):
@@ -203,7 +191,6 @@ def test_a_pair_of_plain_strings_stays_plain():
     [
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen equals rejected"),
         ({"prompt": "q", "chosen": "a", "rejected": ""}, "empty answer"),
-        ({"prompt": "q", "chosen": None, "rejected": "b"}, "empty answer"),
         ({"prompt": "q", "chosen": "a", "rejected": " \n"}, "empty rejected"),
         ({"prompt": [U], "chosen": [A], "rejected": [{"role": "assistant", "content": ""}]}, "empty answer"),
         ({"chosen": HH + "a", "rejected": HH}, "empty answer"),
@@ -249,78 +236,10 @@ def test_the_ground_truth_of_a_verl_row_becomes_the_answer():
     assert as_prompt(row | {"answer": "8"})["answer"] == "8"
 
 
-@pytest.mark.parametrize("row", [{"prompt": " "}, {"prompt": []}, {"prompt": None}, {"prompt": [A]}])
+@pytest.mark.parametrize("row", [{"prompt": " "}, {"prompt": []}, {"prompt": [A]}])
 def test_an_empty_prompt_is_refused(row):
     with pytest.raises(BadRow, match="empty prompt|no messages"):
         as_prompt(row)
-
-
-# --- chats with a label ---------------------------------------------------------------------------------------------
-
-
-def test_a_chat_with_a_label_is_that_chat_and_the_label():
-    found = as_labelled({"prompt": "q", "completion": "a", "label": True})
-    assert found == {"prompt": "q", "completion": "a", "label": True}
-    row = Row({"prompt": [U], "completion": [A], "label": 0, "kto_tag": None}, "rows.jsonl:1", "prompt_completion")
-    assert as_labelled(row) == as_chat({"prompt": [U], "completion": [A]}) | {"label": False}
-    found = as_labelled({"conversations": [U, A, U, B], "system": "s", "kto_tag": False})
-    assert found["label"] is False and found["messages"][found["prompt_turns"] :] == [B]
-
-
-@pytest.mark.parametrize("label, good", [("True", True), ("false", False), (" 1", True), ("0", False), (1.0, True)])
-def test_a_label_may_be_written_as_text_as_tables_have_it(label, good):
-    assert as_labelled({"prompt": "q", "completion": "a", "label": label})["label"] is good
-
-
-@pytest.mark.parametrize("label", ["good", "", "10", 2, -1.0, None])
-def test_a_label_that_is_neither_true_nor_false_leaves_the_row_out(label):
-    with pytest.raises(BadRow, match="expected true or false"):
-        as_labelled(Row({"prompt": "q", "completion": "a", "label": label}, "rows.jsonl:1", "prompt_completion"))
-
-
-def test_answers_after_the_prompts_of_others():
-    """Each prompt, the tokens before the first trained one, with the next answer; of a prompt too long for it nothing remains."""
-    rows = [([1, 2, 3], [7, 8]), ([4], [9]), ([], [5, 6])]
-    rows = [
-        {"input_ids": np.array(p + a), "loss_mask": np.array([0] * len(p) + [1] * len(a)), "label": True} for p, a in rows
-    ]
-    found = mismatched(rows, 4)
-    assert all(len(example) == 1 and {*example[0]} == {"input_ids", "loss_mask"} for example in found)
-    assert [example[0]["input_ids"].tolist() for example in found] == [[7, 8], [1, 2, 3, 9], [4, 5, 6]]
-    assert [example[0]["loss_mask"].tolist() for example in found] == [[1, 1], [0, 0, 0, 1], [0, 1, 1]]
-    assert [example[0]["loss_mask"].tolist() for example in mismatched(rows, 3)] == [[1, 1], [0, 0, 0], [0, 1, 1]]
-
-
-# --- numbers --------------------------------------------------------------------------------------------------------
-
-
-def test_a_number_may_be_written_as_text_as_tables_have_it():
-    for value, found in ((3, 3.0), (-0.5, -0.5), ("3", 3.0), (" -.5", -0.5), ("+1e3", 1000.0), ("2.", 2.0), (0, 0.0)):
-        assert number_of({"score": value}, "score") == found
-    assert (
-        number_of({"score": ""}, "score", 7.0)
-        == number_of({"score": None}, "score", 7.0)
-        == number_of({}, "score", 7.0)
-        == 7
-    )
-    for value in ("x", "1_000", "nan", "inf", "1e16", "1 2", "٣", True, [1], float("nan"), 10**40):
-        with pytest.raises(BadRow, match="score is .*; expected a number"):
-            number_of({"score": value}, "score", 7.0)
-    for columns in ({}, {"score": None}, {"score": ""}):
-        with pytest.raises(BadRow, match="no number in the column score"):
-            number_of(columns, "score")
-
-
-def test_reasons_that_name_a_value_each_are_told_apart_up_to_a_number(capsys):
-    rows = [Row({"score": f"x{i}"}, f"rows.jsonl:{i}") for i in range(1, 501)] + [Row({"score": 1}, "rows.jsonl:501")]
-    found, facts = convert(rows, lambda row: number_of(row, "score"), "rows")
-    reasons = facts["dropped"]
-    assert found == [1.0] and len(reasons) == MOST + 1 and reasons["other reasons"]["count"] == 500 - MOST
-    assert reasons["other reasons"]["first"][0] == f"rows.jsonl:{MOST + 1}"
-    assert len(capsys.readouterr().out.splitlines()) == MOST + 1
-    both = Dropped(reasons)
-    both.merge(Dropped({"one more": {"count": 3, "first": ["a"]}, "other reasons": {"count": 1, "first": ["b"]}}))
-    assert len(both.reasons) == MOST + 1 and both.reasons["other reasons"]["count"] == 500 - MOST + 4
 
 
 # --- wrong columns --------------------------------------------------------------------------------------------------
@@ -362,10 +281,6 @@ VERL = {"prompt": [U], "data_source": "gsm8k", "extra_info": {"i": 1}, "reward_m
         (chat_format, {"text": "t"}, "text"),
         (chat_format, {"messages": [U, A], "prompt": "q", "completion": "a", "text": "t"}, "messages"),
         (chat_format, {"messages": None, "conversations": None, "instruction": "q", "output": "a"}, "alpaca"),
-        (labelled_format, {"prompt": "q", "completion": "a", "label": True}, "prompt_completion"),
-        (labelled_format, {"messages": [U, A], "label": 0}, "messages"),
-        (labelled_format, {"conversations": [U, A], "kto_tag": False}, "sharegpt"),
-        (labelled_format, {"instruction": "q", "output": "a", "label": None, "kto_tag": True}, "alpaca"),
         (preference_format, {"prompt": "q", "chosen": "a", "rejected": "b"}, "explicit_prompt"),
         (preference_format, {"prompt": None, "chosen": [U, A], "rejected": [U, B]}, "implicit_prompt"),
         (preference_format, HH_PAIR, "hh"),
@@ -383,67 +298,25 @@ VERL = {"prompt": [U], "data_source": "gsm8k", "extra_info": {"i": 1}, "reward_m
 )
 def test_a_format_is_recognised_by_the_columns_that_are_not_null(recognise, row, name):
     assert recognise(row) == name
-    assert recognise(row, name) == name
 
 
 @pytest.mark.parametrize(
-    "recognise, row, wanted, expected",
+    "recognise, row, named",
     [
-        (chat_format, {"question": "q", "text": None}, None, "fits the columns question, text (null); needed: messages"),
-        (chat_format, {}, None, "fits the columns none; needed: messages"),
-        (
-            chat_format,
-            {"text": "t"},
-            "openai",
-            "--dataset_format openai: known here are messages, sharegpt, alpaca, prompt_c",
-        ),
-        (chat_format, {"text": "t"}, "alpaca", "the format alpaca needs instruction + output; found text (map columns"),
-        (chat_format, {"messages": None, "text": "t"}, "messages", "needs messages; found messages (null), text"),
-        (chat_format, {"messages": [U, A], "label": True}, "messages", "are for KTO"),
-        (
-            labelled_format,
-            {"prompt": "q", "chosen": "a", "rejected": "b"},
-            None,
-            "pairs are for DPO; here a row is one answer",
-        ),
-        (labelled_format, {"prompt": "q", "completion": "a"}, None, "no column label (true: a good answer, false"),
-        (
-            labelled_format,
-            {"text": "t", "label": True},
-            None,
-            "needs prompt + completion, or a chat; found columns text, label",
-        ),
-        (
-            labelled_format,
-            {"messages": [U, A], "label": True},
-            "alpaca",
-            "the format alpaca needs instruction + output; found",
-        ),
-        (preference_format, {"chosen": "a", "rejected": "b"}, None, "need a prompt; found columns chosen, rejected"),
-        (preference_format, {"prompt": "q", "chosen": None, "rejected": "b"}, None, "found prompt, chosen (null), rejected"),
-        (preference_format, {"prompt": "q", "completion": "a", "label": False}, None, "are for KTO"),
-        (labelled_format, {"prompt": "q", "chosen": "a", "rejected": "b", "label": True}, None, "pairs are for DPO"),
-        (
-            preference_format,
-            {"chosen": [U, A], "rejected": [U, B]},
-            "sharegpt",
-            "needs conversations + chosen + rejected or messages + chosen + rejected; found chosen, rejected",
-        ),
-        (preference_format, HH_PAIR, "kto", "known here are explicit_prompt, sharegpt, alpaca, implicit_prompt, hh"),
-        (prompt_format, {"question": "q"}, None, "no column prompt; found question (map it: --columns prompt=question)"),
-        (prompt_format, {"prompt": "q"}, "verl", "the format verl needs prompt + reward_model; found prompt"),
-        (text_format, {"text": None}, None, "no column text; found text (null)"),
-        (text_format, {"text": "t"}, "messages", "--dataset_format messages: known here are text"),
+        (chat_format, {"question": "q", "text": None}, "question, text (null)"),
+        (chat_format, {}, "none"),
+        (chat_format, {"messages": [U, A], "label": True}, "KTO"),
+        (preference_format, {"chosen": "a", "rejected": "b"}, "chosen, rejected"),
+        (preference_format, {"prompt": "q", "chosen": None, "rejected": "b"}, "prompt, chosen (null), rejected"),
+        (preference_format, {"prompt": "q", "completion": "a", "label": False}, "KTO"),
+        (prompt_format, {"question": "q"}, "--columns prompt=question"),
+        (text_format, {"text": None}, "text (null)"),
     ],
 )
-def test_columns_that_fit_no_format_or_not_the_wanted_one_are_an_error(recognise, row, wanted, expected):
-    with pytest.raises(UserError, match=re.escape(expected)) as caught:
-        recognise(row, wanted)
+def test_columns_of_no_format_are_named(recognise, row, named):
+    with pytest.raises(UserError, match=re.escape(named)) as caught:
+        recognise(row)
     line(caught)
-
-
-def test_a_text_column_may_have_another_name():
-    assert text_format({"body": "t"}, field="body") == "text"
 
 
 @pytest.mark.parametrize(
@@ -452,41 +325,48 @@ def test_a_text_column_may_have_another_name():
         (as_chat, {"messages": [U, B], "instruction": "q", "output": "a"}, "alpaca", CHAT),
         (as_chat, {"messages": [U, B], "conversations": [U, A]}, "sharegpt", CHAT),
         (as_chat, {"messages": [U, A], "text": "t"}, "text", {"text": "t"}),
-        (
-            as_preference,
-            {"prompt": "other", "chosen": [U, A], "rejected": [U, B]},
-            "implicit_prompt",
-            {"prompt": [U], "chosen": [A], "rejected": [B]},
-        ),
+        (as_chat, {"messages": [U, A]}, "of my own", CHAT),
         (as_preference, {"prompt": "p"} | HH_PAIR, "hh", {"prompt": HH_PROMPT, "chosen": [A], "rejected": [B]}),
         (as_prompt, {"prompt": "p", "messages": [U, A]}, "messages", {"prompt": [U], "messages": [U, A]}),
+        (as_prompt, {"prompt": "p", "completion": "c"}, "prompt_completion", {"prompt": "p", "completion": "c"}),
         (as_prompt, VERL, "verl", VERL | {"answer": "7"}),
     ],
 )
-def test_the_format_that_is_insisted_on_is_read_where_another_would_be_recognised(form, row, format, result):
-    assert form(row, format) == result
+def test_a_row_is_read_in_the_format_of_its_source(form, row, format, result):
+    assert form(Row(row, "a.jsonl:1", format)) == result
 
 
 @pytest.mark.parametrize(
-    "form, row, format, reason",
+    "form, row, format",
     [
-        (as_chat, {"messages": None, "text": "t"}, "messages", "no messages"),
-        (as_chat, {"instruction": "q", "output": None}, "alpaca", "output is not a string but NoneType"),
-        (as_chat, {"messages": None, "prompt": None, "other": 1}, None, "no messages"),
-        (as_preference, {"prompt": None, "chosen": "a", "rejected": "b"}, "explicit_prompt", "no messages"),
-        (as_preference, {"chosen": [U, A], "rejected": None}, "implicit_prompt", "empty answer"),
-        (as_preference, {"chosen": [U, A], "rejected": [U, B]}, "hh", "chosen is not a string but list"),
-        (as_preference, {"chosen": "a", "rejected": "b"}, "implicit_prompt", "no messages"),
-        (as_prompt, VERL | {"reward_model": {"style": "rule"}}, "verl", "reward_model has no ground_truth"),
-        (as_prompt, VERL | {"reward_model": None}, "verl", "reward_model has no ground_truth"),
+        (as_chat, {"messages": None, "text": "t"}, "messages"),
+        (as_chat, {"text": "t"}, "messages"),
+        (as_chat, {"instruction": "q", "output": None}, "alpaca"),
+        (as_chat, {"messages": None, "prompt": None, "other": 1}, None),
+        (as_preference, {"prompt": None, "chosen": "a", "rejected": "b"}, "explicit_prompt"),
+        (as_preference, {"chosen": [U, A], "rejected": None}, "implicit_prompt"),
+        (as_preference, {"chosen": [U, A], "rejected": [U, B]}, "hh"),
+        (as_preference, {"chosen": "a", "rejected": "b"}, "implicit_prompt"),
+        (as_prompt, VERL | {"reward_model": {"style": "rule"}}, "verl"),
+        (as_prompt, VERL | {"reward_model": None}, "verl"),
+        (as_prompt, {"prompt": None}, None),
     ],
 )
-def test_a_row_with_a_null_where_its_format_needs_a_value_is_left_out_and_not_a_mistake(form, row, format, reason):
-    with pytest.raises(BadRow, match=re.escape(reason)):
-        form(row, format)
+def test_a_row_that_lacks_what_its_format_needs_is_left_out(form, row, format):
+    with pytest.raises(BadRow):
+        form(Row(row, "a.jsonl:1", format))
 
 
-@pytest.mark.parametrize("form", [as_chat, as_preference, as_prompt])
-def test_a_row_without_the_columns_of_its_format_is_a_mistake(form):
-    with pytest.raises(UserError, match="the format sharegpt needs conversations"):
-        form({"text": "t"}, "sharegpt")
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "q", "output": "a", "history": 3},
+        {"messages": [U | {"content": "\ud83d"}, A]},
+        {"messages": [U, A], "tools": '[{"n": ' + "1" * 5000 + "}]"},
+        {"messages": [U, A], "tools": "[" * 5000 + "]" * 5000},
+        {"messages": [{"role": ["user"], "content": "q"}, A]},
+    ],
+)
+def test_whatever_content_does_is_a_bad_row(row):
+    with pytest.raises(BadRow):
+        as_chat(row)

@@ -1,12 +1,9 @@
 """The data of a run as its script asks for it: load_data, load_prompts, and what is done to them afterwards."""
 
-import json
 import pickle
 import subprocess
 import sys
-from types import SimpleNamespace
 
-from common.args import CommonArgs
 from common.data import (
     BadRow,
     Row,
@@ -28,72 +25,62 @@ from common.data import (
 )
 from common.data.tokens import tokenize_documents
 from common.errors import UserError
+from common.extras import stream
+from tests.data.rows import alone, arguments, base_tokenizer, ids, jsonl
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-ALONE = SimpleNamespace(is_main_process=True, is_local_main_process=True, wait_for_everyone=lambda: None)
 U, A, B = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained("data/base_model")
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def arguments(tmp_path, *names, **settings):
-    defaults = {"dataset_cache_dir": str(tmp_path / "cache"), "dataset_num_proc": 1, "max_steps": 5}
-    return CommonArgs(**{"dataset_name": list(names)} | defaults | settings)
+    return base_tokenizer()
 
 
 def documents(row, tokenizer, args):
     return as_text(row)
 
 
+def anything(row, tokenizer, args):
+    return row["anything"]
+
+
+def of_format(row, tokenizer, args):
+    """Rejects each row with its type and format."""
+    raise BadRow(f"{type(row).__name__} {row.format} {row.where.rsplit('/')[-1]}")
+
+
+def one_chat(row, tokenizer, args):
+    return [tokenize_chat(as_chat(row), tokenizer)]
+
+
 def numbered(path, count):
     return jsonl(path, [{"text": f"row {i} " * (i % 5 + 1), "n": i} for i in range(count)])
-
-
-def ids(data, count):
-    return [[sequence["input_ids"].tolist() for sequence in data[i]] for i in range(count)]
 
 
 # --- load_data ------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_knows_its_origin_and_the_format_of_its_source(tmp_path, tokenizer):
-    def encode(row, tokenizer, args):
-        assert isinstance(row, Row) and row.where.startswith(str(tmp_path / "a.jsonl:"))
-        assert row.format == args.wanted
-        raise BadRow("seen") if row["n"] else BadRow("first")
-
-    for recognise, wanted, insisted in ((text_format, "text", None), (None, None, None), (None, "mine", "mine")):
-        args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 3), dataset_format=insisted)
-        args.wanted = wanted
-        with pytest.raises(UserError, match="none of the 3 rows of a can be used: first, seen"):
-            load_data(args, ALONE, encode, tokenizer, recognise)
+@pytest.mark.parametrize("recognise, wanted", [(text_format, "text"), (None, None), (lambda row: "mine", "mine")])
+def test_a_row_knows_its_origin_and_format(tmp_path, tokenizer, recognise, wanted):
+    args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 2))
+    with pytest.raises(UserError, match=f"of a can be used: Row {wanted} a.jsonl:1, Row {wanted} a.jsonl:2"):
+        load_data(args, alone(), of_format, tokenizer, recognise)
 
 
 def test_without_recognition_rows_may_have_any_columns(tmp_path, tokenizer):
-    def encode(row, tokenizer, args):
-        return row["anything"]
-
     args = arguments(tmp_path, jsonl(tmp_path / "a.jsonl", [{"anything": "x"}, {"anything": "y"}]))
-    train, held_out = load_data(args, ALONE, encode, tokenizer)
+    train, held_out = load_data(args, alone(), anything, tokenizer)
     assert len(train) == 2 and len(held_out) == 0 and train.data.facts()[0]["format"] is None
     with pytest.raises(UserError, match="no column text; found anything"):
-        load_data(args, ALONE, encode, tokenizer, text_format)
+        load_data(args, alone(), anything, tokenizer, text_format)
 
 
 def test_held_out_rows_are_encoded_and_not_trained_on(tmp_path, tokenizer):
     args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 50), eval_fraction=0.2, curriculum_column="n")
-    train, held_out = load_data(args, ALONE, documents, tokenizer, text_format)
+    train, held_out = load_data(args, alone(), documents, tokenizer, text_format)
     assert len(train) + len(held_out) == 50 and 3 < len(held_out) < 20 and held_out.difficulty is None
     found = {tuple(example[0]) for example in ids(held_out, len(held_out))}
     assert len(pack(held_out, 64)) < len(held_out) and found
@@ -108,13 +95,13 @@ def test_held_out_rows_are_encoded_and_not_trained_on(tmp_path, tokenizer):
 )
 def test_settings_that_cannot_be_are_an_error_before_anything_is_read(tmp_path, tokenizer, settings, expected):
     with pytest.raises(UserError) as caught:
-        load_data(arguments(tmp_path, "missing.jsonl", **settings), ALONE, documents, tokenizer, text_format)
+        load_data(arguments(tmp_path, "missing.jsonl", **settings), alone(), documents, tokenizer, text_format)
     assert str(caught.value).startswith(expected)
 
 
 def test_too_few_documents_for_the_weights_are_no_error_where_their_chunks_are_enough(tmp_path, tokenizer):
     names = [jsonl(tmp_path / f"{name}.jsonl", [{"text": "word " * 500}]) for name in "ab"]
-    train, _ = load_data(arguments(tmp_path, *names, dataset_weights=[0.9, 0.1]), ALONE, documents, tokenizer, text_format)
+    train, _ = load_data(arguments(tmp_path, *names, dataset_weights=[0.9, 0.1]), alone(), documents, tokenizer, text_format)
     chunks = chunk(train, 16)
     assert chunks[0] and chunks.order.quotas[0] > 5 * chunks.order.quotas[1] > 0
     with pytest.raises(UserError, match="--dataset_weights: of 2 examples, source 2 would give none"):
@@ -124,10 +111,11 @@ def test_too_few_documents_for_the_weights_are_no_error_where_their_chunks_are_e
 # --- what is done to the training data ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"dataset_streaming": True, "streaming_buffer_size": 60}])
-def test_packing_keeps_the_kind_the_data_and_the_order(tmp_path, tokenizer, settings):
+@pytest.mark.parametrize("settings", [{}, {"dataset_streaming": True}])
+def test_packing_keeps_the_kind_the_data_and_the_order(tmp_path, tokenizer, settings, monkeypatch):
+    monkeypatch.setattr(stream, "BLOCK_ROWS", 60)
     args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 60), **settings)
-    train, _ = load_data(args, ALONE, documents, tokenizer, text_format)
+    train, _ = load_data(args, alone(), documents, tokenizer, text_format)
     plain = sorted(example[0] for example in ids(train, 60))
     packed = pack(train, 64)
     assert type(packed) is type(train) and packed.longest == train.longest and packed.sources == train.sources
@@ -137,12 +125,9 @@ def test_packing_keeps_the_kind_the_data_and_the_order(tmp_path, tokenizer, sett
 
 
 def test_turns_may_be_dropped_before_or_after_packing(tmp_path, tokenizer):
-    def encode(row, tokenizer, args):
-        return [tokenize_chat(as_chat(row), tokenizer)]
-
     chat = [U, A] * 4
     name = jsonl(tmp_path / "a.jsonl", [{"messages": chat[: 2 * (i % 4 + 1)]} for i in range(40)])
-    train, _ = load_data(arguments(tmp_path, name), ALONE, encode, tokenizer, chat_format)
+    train, _ = load_data(arguments(tmp_path, name), alone(), one_chat, tokenizer, chat_format)
     before, after = pack(drop_turns(train, 0.5), 200), drop_turns(pack(train, 200), 0.5)
     assert ids(before, len(before)) == ids(after, len(after)) != ids(pack(train, 200), len(before))
     assert drop_turns(train, 0.0) is train and train.turn_dropping == 0
@@ -152,7 +137,7 @@ def test_turns_may_be_dropped_before_or_after_packing(tmp_path, tokenizer):
 
 
 def test_the_longest_is_that_of_what_is_trained_on(tmp_path, tokenizer):
-    train, _ = load_data(arguments(tmp_path, numbered(tmp_path / "a.jsonl", 9)), ALONE, documents, tokenizer, text_format)
+    train, _ = load_data(arguments(tmp_path, numbered(tmp_path / "a.jsonl", 9)), alone(), documents, tokenizer, text_format)
     longest = max(len(example[0]) for example in ids(train, 9))
     assert train.longest == pack(train, 64).longest == longest > 4
     assert chunk(train, 4).longest == pack(chunk(train, 4, across=False), 8).longest == 4
@@ -209,7 +194,6 @@ def test_a_row_is_read_in_the_format_of_its_source_unless_another_is_named():
     both = {"messages": [U, A], "instruction": "q", "output": "b", "prompt": "p", "chosen": [U, A], "rejected": [U, B]}
     assert as_chat(both)["messages"] == as_chat(Row(both))["messages"] == [U, A]
     assert as_chat(Row(both, format="alpaca"))["messages"] == [U, B]
-    assert as_chat(Row(both, format="alpaca"), "messages")["messages"] == [U, A]
     assert as_prompt(Row(both))["prompt"] == "p" and as_prompt(Row(both, format="messages"))["prompt"] == [U]
     pair = {"chosen": [U, A], "rejected": [U, B]}
     assert as_preference(Row(pair, format="implicit_prompt")) == as_preference(pair)
@@ -218,8 +202,7 @@ def test_a_row_is_read_in_the_format_of_its_source_unless_another_is_named():
 def test_a_format_of_another_form_is_recognised_anew_and_one_that_is_none_is_an_error():
     row = Row({"prompt": "p", "completion": "c"}, format="prompt_completion")
     assert as_prompt(row)["prompt"] == "p" and as_chat(row) == {"prompt": "p", "completion": "c"}
-    with pytest.raises(UserError, match="--dataset_format mine: known here are messages"):
-        as_chat(Row({"messages": [U, A]}, format="mine"))
+    assert as_chat(Row({"messages": [U, A]}, format="mine"))["messages"] == [U, A]
 
 
 def test_whatever_as_chat_gives_is_tokenized(tokenizer):
@@ -265,14 +248,14 @@ def test_the_data_wing_imports_no_library_that_takes_seconds_and_no_other_wing()
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
     assert "numpy" in loaded and not loaded & {"transformers", "datasets", "tokenizers", "peft"}
     ours = {name for name in loaded if name.startswith("common.") and not name.startswith("common.data")}
-    assert ours <= {"common.args", "common.errors", "common.memory", "common.processes"}
+    assert ours <= {"common.args", "common.errors", "common.extras", "common.files"}
 
 
 def test_examples_of_a_held_out_set_are_those_of_the_rows(tmp_path, tokenizer):
     """In order, so that an evaluation is the same at each run."""
     name = numbered(tmp_path / "a.jsonl", 12)
     args = arguments(tmp_path, name, eval_dataset_name=[name], max_eval_samples=5)
-    _, held_out = load_data(args, ALONE, documents, tokenizer, text_format)
+    _, held_out = load_data(args, alone(), documents, tokenizer, text_format)
     wanted = tokenize_documents([f"row {i} " * (i % 5 + 1) for i in range(5)], tokenizer)
     assert ids(held_out, 5) == [[document.tolist()] for document in wanted]
     assert np.array_equal(held_out.lengths, [len(document) for document in wanted])

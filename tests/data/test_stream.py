@@ -3,31 +3,43 @@
 import gzip
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import Windows
-from common.data import stream as streams
-from common.data.encoding import Job
+from common.data.encode import Job
+from common.data.examples import chunk, pack
 from common.data.load import load_data
 from common.data.order import drop_turns, shares
-from common.data.packing import chunk, pack
 from common.data.sources import Source, read_rows
-from common.data.stream import Stream
 from common.data.tokens import tokenize_documents
 from common.data.types import BadRow
 from common.errors import UserError
+from common.extras import stream as streams
+from common.extras.stream import Stream
 from tests.conftest import run_script
+from tests.data.rows import alone, arguments, base_tokenizer
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+
+
+@pytest.fixture(autouse=True)
+def block_rows(monkeypatch):
+    """block_rows(n): blocks of n rows; 20 unless it is called."""
+
+    def change(rows):
+        monkeypatch.setattr(streams, "BLOCK_ROWS", rows)
+
+    change(20)
+    return change
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained("data/base_model")
+    return base_tokenizer()
 
 
 def source(path, rows, **settings):
@@ -59,8 +71,8 @@ def wrapped(data):
     return chunk(data, 16)
 
 
-def stream(tokenizer, *sources, arrange=as_they_are, seed=5, block_rows=20, **options):
-    return arrange(Stream(list(sources), Job(document, tokenizer, None), seed, block_rows=block_rows, **options))
+def stream(tokenizer, *sources, arrange=as_they_are, seed=5, num_proc=1):
+    return arrange(Stream(list(sources), Job(document, tokenizer, CommonArgs(dataset_num_proc=num_proc)), seed))
 
 
 def ids(example):
@@ -95,11 +107,12 @@ def process(rank=0, world=1, accumulation=2):
 # --- what comes when ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows, block_rows", [(50, 20), (60, 20), (7, 20), (1, 3), (100, 100)])
-def test_a_stream_is_blocks_of_rows_each_shuffled_and_goes_round_and_round(tmp_path, tokenizer, rows, block_rows):
+@pytest.mark.parametrize("rows, size", [(50, 20), (60, 20), (7, 20), (1, 3), (100, 100)])
+def test_a_stream_is_shuffled_blocks_without_end(tmp_path, tokenizer, block_rows, rows, size):
     a = numbered(tmp_path / "a.jsonl", rows)
-    found = stream(tokenizer, a, block_rows=block_rows)
-    wanted = naive(tokenizer, [a], 170, block_rows)
+    block_rows(size)
+    found = stream(tokenizer, a)
+    wanted = naive(tokenizer, [a], 170, size)
     assert [ids(found[p]) for p in range(170)] == wanted
     assert [found.size(p) for p in range(160, 170)] == [len(example[0]) for example in wanted[160:]]
 
@@ -125,14 +138,15 @@ def test_seeds_differ_and_so_do_the_blocks_of_a_run(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
-def test_several_processes_read_the_same_as_one(tmp_path, tokenizer, num_proc):
+def test_several_processes_read_the_same_as_one(tmp_path, tokenizer, block_rows, num_proc):
     a = numbered(tmp_path / "a.jsonl", 2000)
-    found = stream(tokenizer, a, block_rows=1200, num_proc=num_proc)
+    block_rows(1200)
+    found = stream(tokenizer, a, num_proc=num_proc)
     assert [ids(found[p]) for p in range(0, 1500, 100)] == naive(tokenizer, [a], 1500, 1200)[::100]
 
 
 def test_the_longest_sequence_is_that_of_the_block_that_was_read(tmp_path, tokenizer):
-    train = load_data(run_arguments(numbered(tmp_path / "a.jsonl", 3)), None, document, tokenizer)[0]
+    train = load([numbered(tmp_path / "a.jsonl", 3)], tokenizer)
     assert train.longest == max(len(sequence["input_ids"]) for example in train.examples for sequence in example) > 1
 
 
@@ -145,7 +159,7 @@ def some(tmp_path, kind):
     if kind == "gz":
         return [numbered(tmp_path / "a.jsonl.gz", 50)]
     if kind == "first rows":
-        return [numbered(tmp_path / "a.jsonl", 90, max_samples=45, fraction=0.8)]
+        return [numbered(tmp_path / "a.jsonl", 90, max_samples=45, held_out=0.2, part="train")]
     return [numbered(tmp_path / "a.jsonl", 13, weight=1.0), numbered(tmp_path / "b.jsonl.gz", 70, weight=3.0)]
 
 
@@ -226,12 +240,6 @@ def test_rows_left_out_are_said_once_with_their_place_and_counted(tmp_path, toke
     assert facts["rows"] == rows and facts["dropped"]["a bad row"]["count"] == sum(i % 50 % 7 == 3 for i in range(rows))
 
 
-def test_strict_data_makes_the_first_bad_row_an_error(tmp_path, tokenizer):
-    a = numbered(tmp_path / "a.jsonl", 50)
-    with pytest.raises(UserError, match=r"a.jsonl:4: a bad row \(--strict_data\)"):
-        stream(tokenizer, a, strict=True)[0]
-
-
 def test_a_stream_without_a_usable_row_is_an_error_and_one_source_without_is_not(tmp_path, tokenizer):
     bad, good = source(tmp_path / "a.jsonl", [{"text": "", "bad": True}] * 9), numbered(tmp_path / "b.jsonl", 3)
     with pytest.raises(UserError, match="--dataset_streaming: no row can be used among 20 in succession"):
@@ -298,10 +306,11 @@ def test_a_run_that_goes_on_with_other_processes_goes_on_where_the_stream_was(tm
     assert found == naive(tokenizer, sources, at + len(found))[at:] and len(found) == new.start(15) - at
 
 
-def test_windows_may_be_larger_than_blocks(tmp_path, tokenizer):
+def test_windows_may_be_larger_than_blocks(tmp_path, tokenizer, block_rows):
     a = numbered(tmp_path / "a.jsonl", 50)
+    block_rows(4)
     for options in ({"batch_size": 20}, {"max_tokens": 500}):
-        found = in_windows(stream(tokenizer, a, block_rows=4), **options)
+        found = in_windows(stream(tokenizer, a), **options)
         examples = [ids(example) for step in range(3) for example in found[step].examples]
         assert examples == naive(tokenizer, [a], len(examples), 4) and len(examples) > 60
 
@@ -309,14 +318,10 @@ def test_windows_may_be_larger_than_blocks(tmp_path, tokenizer):
 # --- the settings of a run ------------------------------------------------------------------------------------------
 
 
-def run_arguments(*sources, **settings):
-    names = [json.dumps({"path": source.path, "weight": source.weight}) for source in sources]
-    given = {"dataset_name": names, "dataset_streaming": True, "max_steps": 5, "seed": 5, "streaming_buffer_size": 20}
-    return CommonArgs(**given | settings)
-
-
 def load(sources, tokenizer, turn_dropping=0.0, **settings):
-    train, held_out = load_data(run_arguments(*sources, **settings), None, document, tokenizer)
+    names = [{"path": source.path} | ({"weight": source.weight} if source.weight else {}) for source in sources]
+    args = arguments(Path("cache"), *names, **{"dataset_streaming": True, "seed": 5} | settings)
+    train, held_out = load_data(args, alone(), document, tokenizer)
     assert len(held_out) == 0
     return drop_turns(train, turn_dropping)
 
@@ -330,10 +335,10 @@ def test_a_run_streams_in_blocks_of_its_buffer(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        ({"max_steps": -1}, "--dataset_streaming: a stream has no known end: say how long to train with --max_steps"),
-        ({"curriculum_column": "n"}, "--dataset_streaming: no --curriculum_column and no --turn_dropping"),
-        ({"turn_dropping": 0.5}, "--dataset_streaming: no --curriculum_column and no --turn_dropping"),
-        ({"turn_dropping": 1.5}, "--turn_dropping is a probability, not 1.5"),
+        ({"max_steps": -1}, "--max_steps"),
+        ({"curriculum_column": "n"}, "--curriculum_column"),
+        ({"turn_dropping": 0.5}, "--turn_dropping"),
+        ({"turn_dropping": 1.5}, "--turn_dropping"),
     ],
 )
 def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer, settings, expected):
@@ -345,6 +350,6 @@ def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer, se
 def test_a_stream_that_is_left_unread_says_nothing_when_python_ends(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n' * 9)
-    code = f"from pathlib import Path; from common.data import readers; rows = readers._lines(Path({str(file)!r}), 0); next(rows)"
-    done = run_script([sys.executable, "-c", code + "; readers.zlib = None"])  # as Python leaves a module at its end
+    code = f"from pathlib import Path; from common.data import readers; rows = readers.read_file(Path({str(file)!r}), 0, 0); next(rows)"
+    done = run_script([sys.executable, "-c", code + "; readers.UserError = None"])  # as Python leaves a module at its end
     assert done.returncode == 0 and not done.stderr

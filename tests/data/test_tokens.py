@@ -8,6 +8,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 from common.data.chat import end_of_turn, read_chat_template, stop_token_ids
+from common.data.tokenizer import train_bpe
 from common.data.tokens import (
     show_trained,
     tokenize_completion,
@@ -20,7 +21,6 @@ from common.data.tokens import (
     tokenize_text,
     truncate,
 )
-from common.data.train_tokenizer import train_bpe
 from common.data.types import BadRow
 from common.errors import UserError
 

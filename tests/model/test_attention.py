@@ -1,19 +1,15 @@
 """Attention over a flat row: the numbers of each sequence alone, with a shared start in it once, and by every kernel."""
 
-import contextlib
 import copy
 import functools
-import math
-from types import SimpleNamespace
 
 from common import collators
-from common.collators import Window, flat_batch, split_row
-from common.losses import dpo_loss, grpo_loss, segment_sum
+from common.collators import flat_batch, split_row
+from common.losses import segment_sum
 from common.model import attention
 from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import base_lm, body
 from common.model.lm_head import logits_of
-from common.model.reference import Reference
 from common.model.wrap import wrap
 from tests.tiny import TINY, V, tiny_lm, tiny_pair
 
@@ -87,7 +83,7 @@ def alone(lm, examples, weights):
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("kind", [*TINY, *OTHERS])
-def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
+def test_a_shared_start_changes_nothing(kind, row):
     examples, T = ROWS[row]
     if kind in OTHERS:
         torch.manual_seed(0)
@@ -113,7 +109,7 @@ def test_a_shared_start_gives_each_sequence_what_it_gets_alone(kind, row):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_log_probabilities_of_a_shared_row_are_those_of_the_full_logits(row):
+def test_logps_of_a_shared_row_are_exact(row):
     examples, _ = ROWS[row]
     model, lm = tiny_pair("llama")
     batch = flat_batch(examples, CPU)
@@ -177,37 +173,13 @@ def test_a_row_holds_each_start_once(random):
     assert counts == [one["loss_mask"][1:].sum() for one in sequences]
 
 
-def test_short_starts_are_not_shared_and_no_sequence_shares_what_it_trains():
+def test_short_or_trained_starts_are_not_shared():
     least = collators.LEAST_SHARED
     for n, trained_from, shared in ((least, least, least), (least - 1, least, 0), (30, 12, 12), (30, 3, 0)):
         examples = [[sequence(tokens(n, 1), [2 + i, 5])] for i in range(2)]
         examples[1][0]["loss_mask"][trained_from:] = 1
         batch = flat_batch(examples, CPU)
         assert batch["input_ids"].shape[1] == 2 * (n + 2) - shared
-
-
-def test_the_plan_of_a_shared_row_is_that_of_the_sequences_written_out():
-    batch = flat_batch(ROWS["two groups and what stands between them"][0], CPU)
-    plan = plan_flat_row(batch["lengths"], CPU, batch["token_map"])
-    starts = np.cumsum([0, *batch["lengths"]])
-    whole = {tuple(batch["token_map"][a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)}
-    found = {tuple(dict.fromkeys(tokens.tolist())) for bucket in plan.buckets for tokens in bucket.keys}
-    assert found == whole  # dict.fromkeys: without the padding
-    outputs = torch.cat([bucket.queries.flatten() for bucket in plan.buckets])
-    assert outputs[plan.inverse].tolist() == list(range(batch["input_ids"].shape[1]))
-
-
-def test_the_tokens_of_a_shared_start_are_queries_once():
-    """A prompt of 20 with four completions of 6: 26 queries of the first one, 6 of each of the others; 26 keys of each."""
-    batch = flat_batch(group(20, [6, 6, 6, 6]), CPU)
-    whole, others = plan_flat_row(batch["lengths"], CPU, batch["token_map"]).buckets
-    assert whole.queries.shape == whole.keys.shape == (1, 26) and whole.mask(None, torch.float32) is None
-    assert others.queries.shape == (3, 6) and others.keys.shape == (3, 26)
-    mask = others.mask(None, torch.float32)
-    assert mask.shape == (3, 1, 6, 26) and mask is others.mask(None, torch.float32)  # made once for all layers
-    for i in range(6):
-        assert mask[:, 0, i].isfinite().sum(-1).tolist() == [21 + i] * 3
-        assert others.mask(4, torch.float32)[:, 0, i].isfinite().nonzero()[:, 1].tolist() == [*range(17 + i, 21 + i)] * 3
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -220,7 +192,7 @@ def test_the_tokens_of_a_shared_start_are_queries_once():
         {"MIN_RELATIVE_LENGTH": 1.0},
     ],
 )
-def test_however_sequences_are_put_into_buckets_the_result_is_the_same(row, setting, monkeypatch):
+def test_buckets_do_not_change_the_result(row, setting, monkeypatch):
     batch = flat_batch(ROWS[row][0], CPU)
     model = wrap(tiny_lm("mistral")).double()  # with a sliding window
     results = []
@@ -233,7 +205,7 @@ def test_however_sequences_are_put_into_buckets_the_result_is_the_same(row, sett
         torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
 
 
-def test_a_model_that_counts_its_positions_itself_is_given_padded_batches(capsys):
+def test_a_model_with_own_positions_is_padded(capsys):
     """In a row whose sequences stand one after the other rotary embeddings would hide it; in one that shares they do not."""
     lm = tiny_lm("llama")
     forward = lm.model.forward
@@ -260,7 +232,7 @@ def capped(q, k, v, scale, window, softcap, sinks):
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("kind", ["softcap", "sinks"])
 @pytest.mark.parametrize("lengths", [(9, 9), (300, 40, 7), (12, 2)])
-def test_soft_capping_and_sinks_are_those_of_the_formulas_with_their_gradients(kind, window, lengths):
+def test_soft_capping_and_sinks_are_the_formulas(kind, window, lengths):
     """Float64; sequences that are strips, one bucket, several buckets."""
     draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     T = sum(lengths)
@@ -283,7 +255,7 @@ def test_soft_capping_and_sinks_are_those_of_the_formulas_with_their_gradients(k
 
 @pytest.mark.parametrize("kind", ["softcap", "sinks"])
 @pytest.mark.parametrize("row", ["a group", "two groups and what stands between them"])
-def test_soft_capping_and_sinks_where_starts_are_shared(kind, row):
+def test_soft_capping_and_sinks_with_shared_starts(kind, row):
     """The row of the shared start against the same sequences written out in full."""
     examples, _ = ROWS[row]
     batch = flat_batch(examples, CPU)
@@ -314,87 +286,6 @@ def unshared(monkeypatch):
     monkeypatch.setattr(collators, "LEAST_SHARED", 10**9)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_loss_of_pairs_is_the_same_with_and_without_sharing(packed, monkeypatch):
-    pairs = [[a[0], b[0]] for seed, n in enumerate((20, 8, 3, 40)) for a, b in [group(n, [6 + seed, 9], seed)]]
-    examples = [[s for pair in pairs for s in pair]] if packed else pairs
-    model, _ = tiny_pair("qwen3")
-    other, _ = tiny_pair("qwen3", seed=1)
-    reference = Reference(SimpleNamespace(autocast=contextlib.nullcontext), other)
-
-    def result():
-        batch = flat_batch(examples, CPU)
-        logps, ref_logps = (segment_sum(m(batch).logps, batch["cu_seqlens"]) for m in (model, reference))
-        lengths = segment_sum(batch["loss_mask"], batch["cu_seqlens"])
-        parts = [x[k::2] for x in (logps, ref_logps, lengths) for k in (0, 1)]
-        losses, *rewards = dpo_loss(*parts, beta=0.5)
-        return batch, losses, [*rewards, logps, ref_logps], gradients(model, losses.sum())
-
-    batch, losses, logged, found = result()
-    unshared(monkeypatch)
-    batch2, losses2, logged2, wanted = result()
-    assert batch["input_ids"].shape[1] == batch2["input_ids"].shape[1] - (20 + 8 + 40)
-    torch.testing.assert_close(losses, losses2, atol=1e-5, rtol=1e-5)
-    for one, other in zip(logged, logged2, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-5)
-    assert_same_gradients(found, wanted)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_loss_of_groups_is_the_same_with_and_without_sharing(level, monkeypatch):
-    """The log-probabilities under an older and a reference model included, and each completion alone as the measure."""
-    model, older, reference = (tiny_pair("llama", seed)[0] for seed in (0, 0, 2))
-    with torch.no_grad():
-        for p in older.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(5)) * 0.01)
-    accelerator = SimpleNamespace(autocast=contextlib.nullcontext, device=CPU, num_processes=1)
-    rollout = [
-        *group(16, [4, 7, 1, 7], 1),
-        *group(5, [3, 2], 2),
-        *group(11, [8, 2, 0], 3),
-    ]  # the last one has nothing to train, and shares nothing
-    for i, (s,) in enumerate(rollout):
-        for name, value in {"advantage": math.sin(i + 1), "token_weight": 0.1 + 0.01 * i}.items():
-            s[name] = s["loss_mask"] * np.float32(value)
-
-    def run(batches):
-        """Loss, gradients, and the fields of each completion."""
-        examples = copy.deepcopy(rollout)
-        window = Window(accelerator, examples, [list(batch) for batch in batches])
-        window.add_field("old_logps", lambda batch: older(batch, temperature=0.9).logps)
-        window.add_field("ref_logps", lambda batch: reference(batch, temperature=0.9).logps)
-        total, tokens = torch.zeros(()), 0
-        for batch in window:
-            logps = model(batch, temperature=0.9).logps
-            losses, _ = grpo_loss(
-                logps,
-                batch["old_logps"],
-                batch["ref_logps"],
-                batch["advantage"],
-                batch["loss_mask"],
-                batch["cu_seqlens"],
-                beta=0.3,
-                importance_sampling_level=level,
-            )
-            total = total + (losses * batch["token_weight"]).sum()
-            tokens += len(logps)
-        return total, gradients(model, total), [(s["old_logps"], s["ref_logps"]) for (s,) in examples], tokens
-
-    together = run([range(9)])
-    apart = run([range(0, 3), range(3, 9)])  # a group over two micro-batches
-    unshared(monkeypatch)
-    wanted = run([[i] for i in range(9)])
-    assert (together[3], apart[3]) == (wanted[3] - 3 * 16 - 11, wanted[3] - 2 * 16 - 11)
-    for found in (together, apart):
-        torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-5)
-        assert_same_gradients(found[1], wanted[1])
-        for (s,), fields, expected in zip(rollout, found[2], wanted[2], strict=True):
-            for field, values in zip(fields, expected, strict=True):
-                trained = s["loss_mask"] > 0
-                assert len(field) == len(s["input_ids"]) == len(values)
-                np.testing.assert_allclose(field[trained], values[trained], atol=1e-4)
-
-
 # --- the kernel for sequences of unequal length ------------------------------------------------------------------------
 
 
@@ -423,7 +314,7 @@ def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
 
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
-def test_the_varlen_kernel_is_called_for_the_same_attention(kind, sharing, monkeypatch):
+def test_the_varlen_kernel_gets_the_same_attention(kind, sharing, monkeypatch):
     examples = ROWS["two groups and what stands between them"][0]
     if not sharing:
         unshared(monkeypatch)
@@ -449,22 +340,7 @@ def test_the_varlen_kernel_is_called_for_the_same_attention(kind, sharing, monke
         torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
 
 
-def test_a_varlen_kernel_that_finds_out_by_itself_about_fewer_key_heads_is_not_told(monkeypatch):
-    batch = flat_batch(ROWS["two groups and what stands between them"][0], CPU)
-    model = wrap(tiny_lm("llama")).double()
-    wanted = model.hidden(batch)
-
-    def kernel(query, key, *args, scale, window_size):  # the keywords of PyTorch 2.11
-        return naive_varlen(query, key, *args, scale=scale, window_size=window_size, enable_gqa=len(query[0]) != len(key[0]))
-
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "varlen_takes_enable_gqa", False)
-    monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
-    monkeypatch.setattr(attention, "_varlen_dtype", lambda value: value.dtype)
-    torch.testing.assert_close(model.hidden(batch), wanted, atol=1e-10, rtol=1e-10)
-
-
-def test_the_varlen_kernel_is_for_half_precision_and_its_head_sizes():
+def test_the_varlen_kernel_has_its_limits():
     assert attention._varlen_dtype(torch.zeros(1, 1, 64, dtype=torch.bfloat16)) == torch.bfloat16
     assert attention._varlen_dtype(torch.zeros(1, 1, 64)) is None
     assert attention._varlen_dtype(torch.zeros(1, 1, 12, dtype=torch.bfloat16)) is None
@@ -477,7 +353,7 @@ def test_the_varlen_kernel_is_for_half_precision_and_its_head_sizes():
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("sharing", [False, True])
-def test_the_varlen_kernel_and_the_buckets_agree_on_a_gpu(sharing, window, monkeypatch):
+def test_varlen_and_buckets_agree_on_a_gpu(sharing, window, monkeypatch):
     cuda = torch.device("cuda")
     if not sharing:
         unshared(monkeypatch)
@@ -509,7 +385,7 @@ def softmax_of_each(q, k, v, lengths):
 
 
 @pytest.mark.parametrize("lengths", [[300, 280, 37], [256, 256], [257], [640], [641, 255]], ids=str)
-def test_long_sequences_are_attended_to_strip_by_strip_with_the_same_result(lengths, monkeypatch):
+def test_strips_of_long_sequences_change_nothing(lengths, monkeypatch):
     """Float32 on the CPU, against float64, with gradients."""
     shapes, attend = [], F.scaled_dot_product_attention
 

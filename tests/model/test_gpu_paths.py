@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 from common.collators import flat_batch
 from common.errors import UserError
+from common.memory import peak_flops
 from common.model import attention
-from common.model.flat_model import peak_flops
 from common.model.wrap import wrap
 from common.run.gpu_advice import slow_settings
 from common.run.nonfinite import MOST_SKIPPED, NonFinite

@@ -60,7 +60,7 @@ MIXED = {  # class of the model, its config
 
 
 @pytest.mark.parametrize("kind", MIXED)
-def test_all_linear_layers_are_adapted_but_no_router_and_no_vision_tower(kind):
+def test_all_linear_layers_but_routers_are_adapted(kind):
     name, config = MIXED[kind]
     asked = ["all-linear"] if kind == "a vision tower" else None
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_layers_that_are_named_are_adapted_even_a_router():
     }
 
 
-def test_layers_of_several_matrices_are_left_out_and_not_adapted_when_named():
+def test_layers_of_several_matrices_are_left_out():
     """DeepSeek-V4 projects the heads of a group by a matrix of their own, in a subclass of nn.Linear."""
     v4 = getattr(transformers, "DeepseekV4Config", None)
     if v4 is None:
@@ -107,7 +107,7 @@ def test_layers_of_several_matrices_are_left_out_and_not_adapted_when_named():
 
 
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}], ids=str)
-def test_adapters_have_the_gradients_that_peft_gives_them(kind):
+def test_adapters_have_pefts_gradients(kind):
     torch.manual_seed(1)
     model = add_lora(CommonArgs(**ARGS, **kind), wrap(tiny_lm("llama"))).eval()
     ids = [3, 9, 5, 4, 7, 1, 2, 11]
@@ -133,7 +133,7 @@ def test_adapters_have_the_gradients_that_peft_gives_them(kind):
 
 
 @pytest.mark.parametrize("rate", [2e-5, 1e-4])
-def test_a_learning_rate_that_was_left_at_that_of_full_training_is_said(rate, capsys):
+def test_a_low_learning_rate_is_said(rate, capsys):
     advise(CommonArgs(learning_rate=rate))
     said = capsys.readouterr().out
     assert ("--learning_rate 0.0002" in said) == (rate == 2e-5) and said.count("\n") == (rate == 2e-5)
@@ -160,7 +160,7 @@ def grown(kind, **args):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])  # qwen3 and gpt2 have one matrix for embedding and head
-def test_rows_of_new_tokens_are_trained_as_peft_trains_them(kind):
+def test_rows_of_new_tokens_have_pefts_gradients(kind):
     model, plain = grown(kind)
     ids = [3, V, 5, V + 1, 7, V, V + 1, 2]
     batch = batch_of(ids)
@@ -211,7 +211,7 @@ def from_adapter(adapter, **options):
     return add_lora(CommonArgs(**options), base, start=adapter)
 
 
-def test_a_run_that_starts_from_an_adapter_trains_it_and_compares_with_what_it_was(adapter):
+def test_a_starting_adapter_is_the_reference(adapter):
     model, batch = from_adapter(adapter).eval(), batch_of(range(3, 13))
     merged = load_pretrained(CommonArgs(), adapter).eval()
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_a_run_that_starts_from_an_adapter_trains_it_and_compares_with_what_it_w
     assert {n for n, p in model.named_parameters() if p.requires_grad} == trained  # for DDP and FSDP
 
 
-def test_precomputed_scores_know_the_adapter_at_the_start_and_not_the_trained_one(adapter, tmp_path):
+def test_precomputed_scores_know_the_starting_adapter(adapter, tmp_path):
     examples = SimpleNamespace(files=[])
 
     def key(model):
@@ -254,13 +254,13 @@ def test_precomputed_scores_know_the_adapter_at_the_start_and_not_the_trained_on
         ({"lora_target_modules": ["q_proj"]}, "has its own, which stay"),
     ],
 )
-def test_settings_that_the_adapter_does_not_have_are_refused(options, said, adapter):
+def test_other_settings_than_the_adapters_are_refused(options, said, adapter):
     with pytest.raises(UserError, match=said):
         from_adapter(adapter, **options)
     from_adapter(adapter, lora_r=4, lora_alpha=8)
 
 
-def test_an_adapter_of_another_kind_or_without_its_base_is_refused_in_a_line(adapter, tmp_path):
+def test_an_unusable_adapter_is_refused(adapter, tmp_path):
     from common.model.lora import adapter_config
 
     adapter.with_name("base").rename(tmp_path / "elsewhere")

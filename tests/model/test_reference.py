@@ -7,10 +7,9 @@ from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source
-from common.errors import UserError
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
-from common.model.reference import Reference, fingerprint, load_reference, precompute_ref_logps
+from common.model.reference import Reference, fingerprint, load_reference
 from tests.conftest import train_metrics
 from tests.run.test_health import STAGES
 from tests.tiny import tiny_pair
@@ -39,7 +38,7 @@ def scored(pairs, accelerator, folder, batch_size=2, model=None):
     """The scores of a tiny model, given to the pairs and returned, (10,)."""
     model = model or tiny_pair("llama")[0].eval()
     args = CommonArgs(per_device_eval_batch_size=batch_size, dataset_cache_dir=str(folder))
-    precompute_ref_logps(args, accelerator, Reference(accelerator, model), pairs)
+    Reference(accelerator, model).precompute(args, pairs)
     return np.array([sequence["ref_logps"] for i in range(len(pairs)) for sequence in pairs[i]])
 
 
@@ -100,7 +99,7 @@ def test_they_are_found_again_by_content(pairs, accelerator, tmp_path, monkeypat
         array[3] ^= 1
 
 
-def test_a_reference_that_has_scored_everything_drops_its_model(pairs, accelerator, tmp_path):
+def test_a_reference_drops_its_model(pairs, accelerator, tmp_path):
     model, _ = tiny_pair("llama")
     reference = Reference(accelerator, model.eval())
     batch = flat_batch([pairs[i] for i in range(5)], accelerator.device)
@@ -110,42 +109,7 @@ def test_a_reference_that_has_scored_everything_drops_its_model(pairs, accelerat
     torch.testing.assert_close(reference.sums(flat_batch([pairs[i] for i in range(5)], accelerator.device)), sums)
 
 
-def test_the_training_data_made_of_the_pairs_may_be_given(pairs, accelerator, tmp_path):
-    precompute_ref_logps(
-        CommonArgs(dataset_cache_dir=str(tmp_path)),
-        accelerator,
-        Reference(accelerator, tiny_pair("llama")[0]),
-        SimpleNamespace(data=pairs),
-    )
-    assert all("ref_logps" in sequence for i in range(5) for sequence in pairs[i])
-
-
-def test_logits_of_some_targets_are_those_of_each_sequence_alone(accelerator):
-    """Two answers that share a start, and one alone, in any parts of the targets; without a gradient."""
-    model, lm = tiny_pair("llama")
-    start, answers = list(range(2, 14)), ([20, 21, 22], [30, 31])
-    sequences = [(start + answer, [0] * 12 + [1] * len(answer)) for answer in answers] + [([5, 6, 7, 8], [0, 1, 0, 1])]
-    batch = flat_batch([[{"input_ids": np.array(i), "loss_mask": np.array(m)}] for i, m in sequences], accelerator.device)
-    assert batch["token_map"] is not None  # the start stands there once
-    logits = Reference(accelerator, model.eval()).logits(batch, temperature=0.7)
-    wanted = []
-    for ids, mask in sequences:
-        with torch.no_grad():
-            rows = lm(torch.tensor([ids])).logits[0, :-1] / 0.7
-        wanted.append(rows[torch.tensor(mask[1:]).bool()])
-    wanted = torch.cat(wanted)
-    found = torch.cat([logits(rows) for rows in batch["targets"].split(3)])
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(logits(batch["targets"][[4, 1]]), wanted[[4, 1]], atol=1e-5, rtol=1e-4)
-    assert not found.requires_grad
-    long = np.arange(2, 60).repeat(20)
-    batch = flat_batch([[{"input_ids": long, "loss_mask": np.ones(len(long))}]], accelerator.device)
-    model.config.max_position_embeddings = 64
-    with pytest.raises(UserError, match="1160 tokens, the model has 64 positions"):
-        Reference(accelerator, model).logits(batch)
-
-
-def test_a_reference_is_a_second_model_that_stays_or_the_model_without_its_adapters(accelerator, tmp_path):
+def test_a_reference_stays_as_it_was(accelerator, tmp_path):
     pytest.importorskip("peft")
     tiny_pair("llama")[1].save_pretrained(tmp_path)
     batch = flat_batch([[{"input_ids": np.arange(2, 12), "loss_mask": np.ones(10)}]], accelerator.device)
@@ -167,7 +131,7 @@ def test_a_reference_is_a_second_model_that_stays_or_the_model_without_its_adapt
         assert (reference.model is model) == use_peft
 
 
-def test_a_second_run_takes_them_from_the_disk_and_learns_the_same(launch, token_cache, capsys):
+def test_a_second_run_takes_them_from_disk(launch, token_cache, capsys):
     first = train_metrics(launch("dpo", *WORDS, output="first"))
     assert "reference: scoring" in capsys.readouterr().out
     second = train_metrics(launch("dpo", *WORDS, output="second"))

@@ -18,6 +18,7 @@ from typing import Any
 
 from tests.conftest import demo, module_of  # isort: skip  (before torch: threads, folder)
 from common.command_line import launch
+from common.extras import stream
 from common.model import FlatModel
 from common.run.metrics import Metrics
 from common.run.retry import Retry
@@ -39,6 +40,9 @@ for module in (
         importlib.import_module(module)  # for the processes that are forked
     except ImportError:
         pass
+
+
+stream.BLOCK_ROWS = 9  # so that a run of a few rows has several blocks
 
 
 class Moments:

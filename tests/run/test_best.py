@@ -6,7 +6,6 @@ import shutil
 from common.args import CommonArgs
 from common.errors import UserError
 from common.run.best import Best
-from common.run.consolidate import model_copier
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -71,18 +70,6 @@ class Config(LlamaConfig):
 class Model(LlamaForCausalLM):
     config_class = Config
 """
-
-
-def test_what_is_copied_of_the_best_checkpoint_is_the_model_with_its_code(tmp_path):
-    checkpoint, out = tmp_path / "checkpoint-1", tmp_path / "out"
-    model = ["config.json", "custom.py", "model.safetensors", "tokenizer.json"]
-    for folder in (checkpoint, out):
-        folder.mkdir()
-    for name in (*model, "train_sft.py", "trainer_state.json", "optimizer.pt", "manifest.json", "args.yaml"):
-        (checkpoint / name).write_text(name)
-    (checkpoint / "inputs.json").write_text('{"script": "train_sft.py"}')
-    model_copier(checkpoint)(out)
-    assert sorted(path.name for path in out.iterdir()) == model
 
 
 @pytest.mark.slow

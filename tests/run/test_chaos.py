@@ -40,7 +40,7 @@ CASES = {
     "pretrain, streamed, several sources, save_best": (
         "pretrain",
         "--model_name_or_path {llama} --dataset_name data/pretrain data/pretrain/validation.txt --dataset_weights 0.7 0.3"
-        " --dataset_streaming --streaming_buffer_size 9 --max_length 64 --max_tokens_per_batch 300 --max_steps 8"
+        " --dataset_streaming --max_length 64 --max_tokens_per_batch 300 --max_steps 8"
         " --save_best eval_loss --save_total_limit 1",
         3,
     ),
@@ -54,7 +54,7 @@ CASES = {
     "sft, streamed, packing, dropout": (
         "sft",
         f"{SFT} --model_name_or_path {{gpt2}} --dataset_name data/sft data/sft/validation.jsonl --max_train_samples 10"
-        " --dataset_streaming --streaming_buffer_size 7 --packing --max_steps 9 --per_device_train_batch_size 2",
+        " --dataset_streaming --packing --max_steps 9 --per_device_train_batch_size 2",
         4,
     ),
     "sft, epochs, dropout, save_best": (

@@ -77,7 +77,6 @@ def test_pruning_keeps_the_newest_and_the_best_in_numeric_order(tiny, tmp_path):
             best = best_at(90)
         assert save(tiny, tmp_path, step, best=best)
     assert names(tmp_path) == ["checkpoint-90", "checkpoint-100", "checkpoint-1000"]
-    assert json.loads((tmp_path / "checkpoint-1000" / "trainer_state.json").read_text())["best"]["step"] == 90
     save(tiny, tmp_path, 1001, limit=1, best=best)
     assert names(tmp_path) == ["checkpoint-90", "checkpoint-1001"]
     save(tiny, tmp_path, 1002, limit=1)

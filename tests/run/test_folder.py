@@ -14,7 +14,6 @@ from common.errors import UserError
 from common.files import replace_text, write_manifest
 from common.run import folder as module
 from common.run.folder import checkpoints, delete_run, model_hash
-from common.run.retry import Retry
 from tests.conftest import GRPO, ROOT, SFT, read_metrics
 from tests.run.test_signals import Script
 
@@ -390,17 +389,17 @@ def test_a_stale_lock_file_does_not_block(launch, tmp_path):
 
 @pytest.mark.parametrize("taken", [False, True], ids=["deleted", "deleted and taken by another run"])
 def test_a_deleted_folder_ends_the_run(taken, launch, tmp_path, monkeypatch):
-    out, seed_dropout = tmp_path / "out", Retry._seed_dropout
+    out, update, steps = tmp_path / "out", torch.optim.AdamW.step, iter(range(99))
 
-    def delete(self, step):
-        if step == 2:
+    def delete(self, *args, **kwargs):
+        if next(steps) == 2:
             shutil.rmtree(out)
-        if step == 2 and taken:
-            out.mkdir()
-            (out / ".lock").write_text("another run's")
-        seed_dropout(self, step)
+            if taken:
+                out.mkdir()
+                (out / ".lock").write_text("another run's")
+        return update(self, *args, **kwargs)
 
-    monkeypatch.setattr(Retry, "_seed_dropout", delete)
+    monkeypatch.setattr(torch.optim.AdamW, "step", delete)
     with pytest.raises(UserError, match=f"{out} was deleted while this run was writing to it"):
         launch("sft", *SFT, "--save_steps", "4")
     assert not out.exists() or os.listdir(out) == [".lock"]

@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-from common.data import encoding
 from common.data.chat import read_chat_template
 from common.data.sources import load_rows
 from common.data.tokens import tokenize_messages, tokenize_prompt
@@ -180,28 +179,6 @@ def test_a_readme_of_the_users_stays(launch, tmp_path):
     (tmp_path / "out" / "README.md").write_text("mine")
     output = launch("sft", *SFT, "--max_steps", "1", "--use_peft")
     assert (output / "README.md").read_text() == "mine" and (output / "adapter_config.json").exists()
-
-
-# --- what never ends ------------------------------------------------------------------------------------------------
-
-
-def test_a_chat_template_that_never_ends_is_one_line(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "ROW_SECONDS", 1)
-    (tmp_path / "endless.jinja").write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    with pytest.raises(
-        UserError, match=r"train.jsonl:1: this row takes more than 1 s to tokenise: a chat template that never"
-    ):
-        launch("sft", *SFT, "--chat_template", str(tmp_path / "endless.jinja"))
-
-
-def test_a_word_of_megabytes_is_left_out_before_a_tokenizer_has_it(launch, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(encoding, "LONGEST_WORD", 160)
-    words = ["a" * 161, "a " * 100, "a" * 160]
-    rows = [{"messages": [{"role": "user", "content": x}, {"role": "assistant", "content": "b"}]} for x in words * 4]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    launch("sft", *SFT, "--dataset_name", str(tmp_path / "rows.jsonl"), "--max_steps", "1")
-    said = capsys.readouterr().out
-    assert "4 of 12 rows of rows left out: a word of 161 characters" in said and "rows.jsonl:1)" in said, said
 
 
 # --- nothing held out -----------------------------------------------------------------------------------------------

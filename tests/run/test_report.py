@@ -95,16 +95,6 @@ def test_without_weights_the_evaluation_loss_is_that_of_all_trained_tokens(launc
     assert both["eval_one_loss"] != both["eval_two_loss"] and "eval_joined_loss" not in alone
 
 
-def test_with_strict_data_the_first_row_that_cannot_be_used_ends_the_run(launch, tmp_path):
-    some = write_chats(tmp_path / "some.jsonl", CHATS)
-    with pytest.raises(UserError, match=r"some.jsonl:3: no assistant turn \(--strict_data\)"):
-        launch("sft", *STAGES["sft"], "--dataset_name", some, "--strict_data")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "1+1?", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
-    with pytest.raises(UserError, match=r"prompts.jsonl:2: empty prompt \(--strict_data\)"):
-        launch("grpo", *STAGES["grpo"], "--dataset_name", prompts, "--strict_data")
-
-
 @pytest.mark.slow
 def test_prompts_of_grpo_may_be_mixed_and_go_from_short_to_long(launch):
     words = [*STAGES["grpo"], "--max_steps", "20", "--eval_steps", "0", "--num_generations", "4"]
@@ -114,7 +104,7 @@ def test_prompts_of_grpo_may_be_mixed_and_go_from_short_to_long(launch):
         lines = [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
         return [line["prompt"] for line in lines[::4]]
 
-    rising = prompts(launch("grpo", *words, "--curriculum_column", "length", "--curriculum_fraction", "1"))
+    rising = prompts(launch("grpo", *words, "--curriculum_column", "length"))
     sizes = [len(prompt[-1]["content"]) for prompt in rising]
     assert len(sizes) == 20 and sum(sizes[:5]) < sum(sizes[-5:])
     sources = ["--dataset_name", "data/grpo", "data/grpo_zero", "--dataset_weights", "3", "1"]
@@ -124,15 +114,12 @@ def test_prompts_of_grpo_may_be_mixed_and_go_from_short_to_long(launch):
 
 def test_the_scripts_refuse_settings_of_the_data_that_cannot_work(launch, tmp_path):
     for words, message in (
-        (["--curriculum_fraction", "0"], "--curriculum_fraction 0.0 is out of range, which is (0, 1]"),
         (["--turn_dropping", "2"], "--turn_dropping 2.0 is out of range"),
         (["--turn_dropping", "0.5", "--train_on", "last_turn"], "--train_on all_turns"),
         (["--curriculum_column", "difficulty"], "--curriculum_column difficulty: no such column; found messages"),
         (["--dataset_streaming", "--max_steps", "-1"], "--max_steps"),
         (["--dataset_streaming", "--max_steps", "2", "--turn_dropping", "0.1"], "--dataset_streaming"),
         (["--max_tokens_per_batch", "20"], "--max_tokens_per_batch 20: one example alone has"),
-        (["--dataset_format", "shargpt"], "sharegpt"),
-        (["--dataset_format", "alpaca"], "instruction"),
         (["--dataset_weights", "1", "2"], "2 weights for 1 source"),
         (["--dataset_cache_dir", "/proc/nowhere"], "--dataset_cache_dir /proc/nowhere: cannot be written"),
     ):

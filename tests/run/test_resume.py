@@ -1,6 +1,5 @@
 """A run that was stopped goes on exactly where it was, and a broken checkpoint is never taken for a whole one."""
 
-import json
 import os
 import re
 import signal
@@ -8,8 +7,9 @@ import subprocess
 import sys
 import time
 
-from common.data.stream import Stream
 from common.errors import UserError
+from common.extras import stream as streams
+from common.extras.stream import Stream
 from common.files import find_damage
 from common.run import run as module
 from common.run.folder import checkpoints, newest_intact
@@ -44,12 +44,11 @@ STAGES = {
     "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
     # Packs of a stream: blocks of seven rows, and the sources start again and again.
     "sft streamed": "--config data/configs/sft.yaml --dataset_name data/sft data/sft/validation.jsonl --max_train_samples 10"
-    " --dataset_streaming --streaming_buffer_size 7 --packing --max_length 128 --per_device_train_batch_size 2".split(),
+    " --dataset_streaming --packing --max_length 128 --per_device_train_batch_size 2".split(),
     "sft mixed": "--config data/configs/sft.yaml --dataset_name data/sft data/sft/validation.jsonl --dataset_weights 0.8 0.2"
     " --max_train_samples 30 --max_tokens_per_batch 200 --gradient_accumulation_steps 2 --curriculum_column length"
     " --turn_dropping 0.5".split(),
-    "pretrain streamed": "--config data/configs/pretrain.yaml --dataset_streaming --streaming_buffer_size 9"
-    " --max_tokens_per_batch 300".split(),
+    "pretrain streamed": "--config data/configs/pretrain.yaml --dataset_streaming --max_tokens_per_batch 300".split(),
     "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
     "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20"]
     + ["--per_device_train_batch_size", "4"],
@@ -95,6 +94,7 @@ LONG = ("kto", "grpo", "reward", "rft", "tools", "ppo", "distill", "pretrain str
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in STAGES])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_ROWS", 9)
     arguments, stage = [*STAGES[stage], *COMMON, "--logging_steps", "2"], stage.split()[0]
     whole = launch(stage, *arguments, output="whole")
     with monkeypatch.context() as patch, pytest.raises(Stop):
@@ -105,8 +105,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
     resumed = launch(stage, *arguments, output="stopped")
     assert len(places) == ("--dataset_streaming" in arguments)  # a stream is not read again from its start
     assert read_metrics(resumed) == read_metrics(whole)
-    states = [json.loads((checkpoints(run)[-1] / "trainer_state.json").read_text()) for run in (whole, resumed)]
-    assert states[0]["weight_norms"] == states[1]["weight_norms"]  # of the start of the run
     weights = "adapter_model.safetensors" if "--use_peft" in arguments else "model.safetensors"
     for file in [weights, "extra.safetensors"] if (whole / "extra.safetensors").exists() else [weights]:
         one, other = load_file(whole / file), load_file(resumed / file)

@@ -10,7 +10,7 @@ import time
 
 import common.run.signals  # noqa: F401  its import sets what children do at signals
 from common.errors import UserError
-from common.sampling.rewards import Reward, call, from_file, load_rewards, must, score, scorer
+from common.sampling.rewards import Reward, call, from_file, load_rewards, must, score, score_by_name
 
 import pytest
 import torch
@@ -292,29 +292,16 @@ def test_a_users_file_may_define_dataclasses(tmp_path):
 # --- scoring an evaluation ------------------------------------------------------------------------------------------
 
 
-class Letters:
-    """A tokenizer of which token n is the n-th letter, and 0 a special token."""
-
-    def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
-        return "".join(chr(96 + i) for i in ids if i)
-
-
-def test_an_evaluation_scores_decoded_tokens_by_name_with_their_weighted_sum():
+def test_an_evaluation_has_scores_by_name_and_their_sum():
+    """No sum where all functions abstained."""
     rewards = [
-        Reward("count", lambda completion_ids, **_: [len(ids) for ids in completion_ids]),
+        Reward("count", lambda completion_ids, **_: [len(ids) if len(ids) > 1 else None for ids in completion_ids]),
         Reward("has_b", lambda completions, **_: [1.0 if "b" in text else None for text in completions]),
     ]
-    rows, ids = [{"prompt": "p"}, {"prompt": "p"}], [[1, 2, 0], [1, 0]]
-    assert scorer(rewards, Letters())(rows, ids) == {"count": [3, 2], "has_b": [1, None]}
-    assert scorer(rewards, Letters(), [0.5, 10.0])(rows, ids)["reward"] == [11.5, 1.0]
-    assert scorer([], Letters()) is None
-
-
-def test_in_an_evaluation_too_there_is_no_reward_where_all_functions_abstained():
-    rewards = [Reward("abstains", lambda completions, **_: [None, 1.0])]
-    rows, ids = [{"prompt": "p"}, {"prompt": "p"}], [[1], [2]]
-    assert scorer(rewards, Letters(), [1.0])(rows, ids)["reward"] == [None, 1.0]
+    given = rewards, [{"prompt": "p"}] * 3, ["ab", "ac", "a"], [[1, 2, 0], [1, 0], [1]]
+    assert score_by_name(*given) == {"count": [3, 2, None], "has_b": [1, None, None]}
+    assert score_by_name(*given, [0.5, 10.0])["reward"] == [11.5, 1.0, None]
+    assert score_by_name([], *given[1:], [1.0]) == {}
 
 
 def test_no_rows_give_no_scores():

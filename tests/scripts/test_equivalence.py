@@ -120,7 +120,7 @@ def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stag
 def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss_and_gradient(launch, tmp_path):
     """Micro-batches filled by tokens, from two weighted sources, packed, streamed: who computes what makes no difference."""
     words = ["--dataset_name", "data/sft", "data/sft/validation.jsonl", "--dataset_weights", "2", "1", "--packing"]
-    words += ["--dataset_streaming", "--streaming_buffer_size", "30", "--max_tokens_per_batch", "256", "--max_steps", "3"]
+    words += ["--dataset_streaming", "--max_tokens_per_batch", "256", "--max_steps", "3"]
     words += ["--max_length", "256"]
     whole = losses(launch("sft", *arguments("sft", 8, 2), *words))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]

@@ -2,6 +2,7 @@
 
 from common.data.order import Order
 from common.errors import UserError
+from common.extras import stream
 from tests.scripts.one_step import (
     assert_gradient,
     assert_metrics,
@@ -108,11 +109,12 @@ def test_a_loss_is_that_of_its_paper(name, launch, data, model):
 
 
 @pytest.mark.parametrize("way", ["packed", pytest.param("streamed", marks=pytest.mark.slow)])
-def test_rows_may_be_packed_or_streamed(way, launch, data, model):
+def test_rows_may_be_packed_or_streamed(way, launch, data, model, monkeypatch):
     """All rows are one window: packed into one micro-batch, or in the stream's order."""
+    monkeypatch.setattr(stream, "BLOCK_ROWS", 5)
     flags = {
         "packed": ["--packing", "--per_device_train_batch_size", 1],
-        "streamed": ["--dataset_streaming", "--streaming_buffer_size", 5],
+        "streamed": ["--dataset_streaming"],
     }[way]
     run = kto(launch, data, model, "--per_device_train_batch_size", 5, "--max_steps", 1, *flags)
     start = exact(run.model)

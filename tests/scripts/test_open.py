@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 
+from common.extras import stream
 from tests.conftest import ROOT, read_metrics, run_script, train_metrics
 from tests.scripts.test_equivalence import free_port
 
@@ -139,7 +140,7 @@ def by_hand(rows, max_length=1024):
     ],
     ids=["plain", "packing", "streaming", "max tokens", "truncated", "two sources"],
 )
-def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path):
+def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path, monkeypatch):
     """A weight for each token and a number for each sequence: through the cache, streaming, packs, truncation, sources."""
     rows = write_rows(tmp_path / "rows.jsonl", seed=0)
     data = [tmp_path / "rows.jsonl"]
@@ -150,7 +151,8 @@ def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path):
     if flags == ["--packing"]:  # one pack holds them all
         one_window += ["--max_length", "2000"]
     if flags == ["--dataset_streaming"]:
-        one_window += ["--streaming_buffer_size", len(rows), "--max_length", "512"]
+        one_window += ["--max_length", "512"]
+        monkeypatch.setattr(stream, "BLOCK_ROWS", len(rows))
     (row,) = train_metrics(train(changed(**FIELDS), "--dataset_name", *data, *one_window, *flags))
     expected = by_hand(rows, 14 if "14" in flags else 1024)
     assert row["weighted"] == pytest.approx(expected, rel=1e-4)

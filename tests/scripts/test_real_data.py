@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.args import CommonArgs
 from common.data.chat import end_of_turn, stop_token_ids
-from common.data.dropped import convert
+from common.data.encode import convert
 from common.data.formats import as_chat, as_preference, as_prompt, as_text
 from common.data.sources import Source, load_rows
 from common.data.tokens import show_trained, tokenize_documents, tokenize_messages, tokenize_pair, tokenize_prompt

@@ -1,4 +1,5 @@
-"""Sampling from models that need transformers' cache: irreplaceable attention, or layers that keep a state."""
+"""Sampling from odd models: with transformers' cache, if attention cannot be replaced or layers keep a state; without any,
+every token from a pass over all previous ones, if that cache does not hold everything (slow, but right for any model)."""
 
 import contextlib
 import inspect
@@ -8,8 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.memory import to_device
-from common.model.flat_model import base_lm
-from common.model.mixers import own_cache, recurrent_mixers
+from common.model.attention import FLAT
+from common.model.flat_model import OWN_CACHE, FlatModel, base_lm, names_in_code
+from common.model.lm_head import logits_of
+from common.sampling.generate import FlatDecoder, Way
+from common.sampling.kv_cache import CACHED
 
 import numpy as np
 import torch
@@ -31,36 +35,60 @@ JOINABLE = {
 }
 
 
-def joinable(lm: nn.Module) -> bool:
-    """Whether _joined supports all layers of the cache; some kinds select or compress their entries."""
-    from transformers import DynamicCache
+def way_to_sample(model: FlatModel, longest: int) -> Way:
+    """How `sample` completes prompts with this model."""
+    lm, inner = model.lm, base_lm(model.lm)
+    if why_no_cache(model, longest) is not None:
+        return Way(partial(WholeDecoder, model), FLAT)
+    if not model.padded and not _mixers(model):
+        return Way(partial(FlatDecoder, lm), CACHED)
+    layers = _new_cache(inner).layers
+    joinable = all(type(layer).__name__ in JOINABLE for layer in layers)  # some kinds select or compress their entries
+    return Way(partial(PaddedDecoder, model), inner.stock_attention, sys.maxsize if joinable else 1)
 
-    layers = DynamicCache(config=base_lm(lm).config.get_text_config()).layers
-    return all(type(layer).__name__ in JOINABLE for layer in layers)
+
+def why_no_cache(model: FlatModel, longest: int) -> str | None:
+    """See generate.why_no_cache."""
+    if cache_name(model) is None:
+        return f"the cache of {type(base_lm(model.lm)).__name__} is not one of transformers' own"
+    if (
+        model.hybrid and longest > model.hybrid.longest_alike
+    ):  # cached entries would have the positions of a shorter sequence
+        return f"beyond its original length {type(base_lm(model.lm)).__name__} has other positions for each length"
+    return None
 
 
-def cache_name(lm: nn.Module) -> str | None:
+def cache_name(model: FlatModel) -> str | None:
     """The argument for transformers' cache, if it holds everything that the layers keep; else None."""
-    from transformers import DynamicCache
-
+    lm, mixers = base_lm(model.lm), _mixers(model)
     accepted = inspect.signature(lm.forward).parameters
-    layers = DynamicCache(config=lm.config.get_text_config()).layers
-    if any(hasattr(layer, STATES[0]) for layer in layers) != bool(mixers := recurrent_mixers(lm)) or own_cache(mixers):
+    own_cache = any(names_in_code(type(mixer)) & OWN_CACHE for mixer in mixers)
+    if any(hasattr(layer, STATES[0]) for layer in _new_cache(lm).layers) != bool(mixers) or own_cache:
         return None  # the layers keep their state elsewhere
     if "past_key_values" in accepted:
         return "past_key_values"
     return "cache_params" if "cache_params" in accepted and mixers else None
 
 
+def _mixers(model: FlatModel) -> list[nn.Module]:
+    return model.hybrid.mixers if model.hybrid else []
+
+
+def _new_cache(lm: nn.Module) -> "Cache":
+    from transformers import DynamicCache
+
+    return DynamicCache(config=lm.config.get_text_config())
+
+
 @contextlib.contextmanager
-def steps_as_trained(lm: nn.Module) -> Iterator[None]:
+def steps_as_trained(model: FlatModel) -> Iterator[None]:
     """Context in which state-space layers clamp their time step to `time_step_limit` for a single token, too.
 
     transformers clamps it when a layer reads many tokens, as in training, but not when it continues from a state
     (Nemotron-H, Zamba2: at least time_step_min).
     """
     with contextlib.ExitStack() as stack:
-        limits = {type(mixer): getattr(mixer, "time_step_limit", None) for mixer in recurrent_mixers(lm)}
+        limits = {type(mixer): getattr(mixer, "time_step_limit", None) for mixer in _mixers(model)}
         for cls, limit in limits.items():
             code = sys.modules[cls.__module__]
             for name in [name for name in vars(code) if limit and name.endswith("selective_state_update")]:
@@ -80,19 +108,18 @@ def _limited(update: Callable[..., Tensor], limit: tuple[float, float], *args: T
 
 
 class PaddedDecoder:
-    """Logits of the next tokens, like FlatDecoder's, using transformers' own cache and masks.
+    """A Decoder (generate.py) that uses transformers' own cache and masks.
 
     Prompts are read in groups of equal length, because padding would enter a state. Then their caches are joined: keys and
-    values are left-padded, and masked there; a state has no length. If that is impossible (`joinable`), prompts are passed
-    one at a time.
+    values are left-padded, and masked there; a state has no length. If that is impossible, prompts are passed one at a time.
     """
 
-    def __init__(self, lm: nn.Module, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
-        inner = base_lm(lm)
-        self.lm, self.prompts, self.device = lm, prompts, inner.device
+    def __init__(self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
+        inner = base_lm(model.lm)
+        self.lm, self.prompts, self.device = model.lm, prompts, inner.device
         self.owner = torch.tensor(owner, device=self.device)
         self.accepted = inspect.signature(inner.forward).parameters
-        self.cache_name = cache_name(inner)
+        self.cache_name = cache_name(model)
 
     def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: "Cache") -> Tensor:
         """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
@@ -104,15 +131,12 @@ class PaddedDecoder:
         return out.logits[:, -1].float()
 
     def read_prompts(self) -> Tensor:
-        from transformers import DynamicCache
-
-        config = base_lm(self.lm).config.get_text_config()
         lengths = np.array([len(prompt) for prompt in self.prompts])
         order, logits, caches = np.argsort(lengths, kind="stable"), [], []
         for length in np.unique(lengths):
             ids = torch.tensor([self.prompts[i] for i in np.flatnonzero(lengths == length)], device=self.device)
             position_ids = torch.arange(length, device=self.device).expand_as(ids)
-            caches.append(DynamicCache(config=config))
+            caches.append(_new_cache(base_lm(self.lm)))
             logits.append(self._call(ids, torch.ones_like(ids), position_ids, caches[-1]))
         self.cache = _joined(caches, int(lengths.max()))
         in_order = to_device(lengths[order], self.device)[:, None]
@@ -157,3 +181,29 @@ def _joined(caches: "list[Cache]", length: int) -> "Cache":
                     if state is not None:
                         value[i] = torch.cat([*(other[i] for other in states), state])
     return cache
+
+
+class WholeDecoder:
+    """A Decoder without a cache."""
+
+    def __init__(self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
+        self.model, self.device = model, base_lm(model.lm).device
+        self.sequences = [[*prompts[i]] for i in owner]
+
+    def read_prompts(self) -> Tensor:
+        lengths = [len(sequence) for sequence in self.sequences]
+        ids = torch.tensor([token for sequence in self.sequences for token in sequence], device=self.device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        row = {"input_ids": ids[None], "position_ids": positions[None], "lengths": lengths, "token_map": None}
+        last = to_device(np.cumsum(lengths) - 1, self.device)
+        return logits_of(base_lm(self.model.lm), self.model.hidden(row)[last]).float()
+
+    def keep(self, keep: np.ndarray) -> Tensor:
+        kept = keep.nonzero()[0]
+        self.sequences = [self.sequences[i] for i in kept]
+        return to_device(kept, self.device)
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
+            sequence.append(token)
+        return self.read_prompts()

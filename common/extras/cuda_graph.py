@@ -33,18 +33,21 @@ class StepGraph:
         """The logits, which the next call overwrites. version: changes with the shapes that `step` works on."""
         if self.replay is not None and self.version == version:
             return self.replay(tokens)
-        logits = self._as_it_is(tokens)
+        logits = self._eager(tokens)
         if not self.waits and self.version != version:
-            self.replay, self.version = None, version
+            # A pool without a graph cannot be captured into again: the old graph stays until the new one has joined its
+            # pool, and where there is none, the pool is a new one.
+            before, self.replay, self.version = self.replay, None, version
+            self.pool = self.pool if before is not None else torch.cuda.graph_pool_handle()
             try:
-                self.pool = self.pool or torch.cuda.graph_pool_handle()
                 self.replay = capture(self.step, tokens, self.pool)
             except Exception as error:  # from a kernel, or the allocator
                 self.waits = not is_oom(error)
                 say("sampling: no CUDA graph " + ("for this size: out of memory" if is_oom(error) else f"({error})"[:200]))
+            del before
         return logits
 
-    def _as_it_is(self, tokens: Tensor) -> Tensor:
+    def _eager(self, tokens: Tensor) -> Tensor:
         if self.waits is None:
             try:
                 with waiting_is_an_error():

@@ -1,17 +1,15 @@
 """Training a new byte-level BPE tokenizer on the documents of a run."""
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.args import CommonArgs
-from common.data.cache_key import digest, versions
+from common.data.cache import build_once, digest, versions
 from common.data.chat import read_chat_template
-from common.data.folders import build_once
+from common.data.encode import Dropped, attempt
 from common.data.formats import as_text, text_format
 from common.data.sources import find_training_sources, identity, read_rows
-from common.data.types import BadRow
 from common.errors import UserError, say
 
 if TYPE_CHECKING:
@@ -27,17 +25,16 @@ def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: in
     from transformers import PreTrainedTokenizerFast
 
     say(f"tokenizer: none named; training a byte-level BPE of {vocab_size} tokens on the documents")
-    sources = find_training_sources(args, lambda columns, wanted: text_format(columns, wanted, field))
-
-    def texts() -> Iterator[str]:
-        for source in sources:
-            for row, _ in read_rows(source):
-                with contextlib.suppress(BadRow):  # counted when the row is tokenised
-                    yield as_text(row, field)
+    sources = find_training_sources(args, lambda columns: text_format(columns, field))
+    rows = (row for source in sources for row, _ in read_rows(source))
+    texts = (attempt(lambda row: as_text(row, field), row, Dropped()) for row in rows)  # counted when they are tokenised
 
     parts = [[identity(source) for source in sources], vocab_size, field, *versions()]
-    folder = Path(args.dataset_cache_dir, f"tokenizer-{digest(parts)}")
-    build_once(accelerator, folder, lambda into: train_bpe(texts(), vocab_size).save_pretrained(into))
+    folder = build_once(
+        accelerator,
+        Path(args.dataset_cache_dir, f"tokenizer-{digest(parts)}"),
+        lambda into: train_bpe(filter(None, texts), vocab_size).save_pretrained(into),
+    )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     for name in ("is_local", "local_files_only"):  # loading options that would be saved with it
         tokenizer.init_kwargs.pop(name, None)

@@ -1,4 +1,4 @@
-"""Streaming: examples of sources that are read during training, for data that fits neither on disk nor in memory.
+"""--dataset_streaming: sources that are read during training, for data that fits neither on disk nor in memory.
 
 Rows are read in blocks. A block is a pure function of its starting cursor in each source: its rows are tokenised, packed and
 shuffled among themselves. So `stream[position]` is a function of (seed, position) like any other order, and a checkpoint
@@ -7,11 +7,10 @@ needs only a block's cursors to resume without reading from the start.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
-from common.data.cache_key import digest, fingerprint
-from common.data.dropped import Dropped
-from common.data.encoding import Encoded, Job, Layout, agree, encode_all
+from common.data.cache import digest, fingerprint
+from common.data.encode import Dropped, Encoded, Job, Layout, agree, encode_all
 from common.data.examples import Examples, TokenFile
 from common.data.order import shares
 from common.data.sources import Cursor, Source, outline, read_rows
@@ -20,10 +19,8 @@ from common.errors import UserError, say
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from common.data.packing import Packs
-
-Cut = Callable[[Examples], Union[Examples, "Packs"]]  # packing or chunking of a block's examples
+BLOCK_ROWS = 10_000  # rows that are packed and shuffled together, over all sources
+Cut = Callable[[Examples], Examples]  # packing or chunking of a block's examples
 
 
 class Block(NamedTuple):
@@ -32,48 +29,26 @@ class Block(NamedTuple):
     cursors: list[Cursor | None]  # where its rows start in each source; None: at the beginning
     after: list[Cursor | None]  # where they end
     data: Examples
-    examples: "Examples | Packs"  # the data, packed or cut
+    examples: Examples  # the data, packed or cut
     order: np.ndarray  # (examples,) int64
 
 
 class Stream:
     """`stream[position]`: the example at a position of the run. Positions must be read in order, or nearly so."""
 
-    def __init__(
-        self,
-        sources: list[Source],
-        job: Job,
-        seed: int,
-        *,
-        block_rows: int,
-        num_proc: int = 1,
-        strict: bool = False,
-        functions: tuple[Cut, ...] = (),
-    ):
-        """job: how rows become examples. block_rows: rows per block over all sources, in proportion to their weights (equal
-        if they have none). A source that ends starts again. functions: pack or cut the examples of a block."""
-        self.sources, self.job, self.seed, self.block_rows = sources, job, seed, block_rows
-        self.num_proc, self.strict, self.functions = num_proc, strict, functions
-        self.quotas = shares([source.weight or 1.0 for source in sources], block_rows)
+    def __init__(self, sources: list[Source], job: Job, seed: int, functions: tuple[Cut, ...] = ()):
+        """job: how rows become examples. Each source has rows in a block in proportion to its weight (equal if they have
+        none); one that ends starts again. functions: pack or cut the examples of a block."""
+        self.sources, self.job, self.seed, self.functions = sources, job, seed, functions
+        self.quotas = shares([source.weight or 1.0 for source in sources], BLOCK_ROWS)
         self.dropped = [Dropped() for _ in sources]
         self.rows = [0 for _ in sources]
-        self.blocks: list[Block] = []  # the last two that were read
         self._layout: Layout | None = None  # common to all examples
-        self._next: tuple[int, int, list[Cursor | None]] = (0, 0, [None for _ in sources])  # number, first, cursors
-        self._known = [self._next]  # the same for all blocks so far, to go back to
-        self._readers: list[Iterator[tuple[Row, Cursor]] | None] = [None for _ in sources]
+        self.restore({"number": 0, "first": 0, "cursors": [None for _ in sources]})
 
     def apply(self, function: Cut) -> "Stream":
         """The same stream, from its beginning, with one more function that packs or cuts the examples of each block."""
-        return Stream(
-            self.sources,
-            self.job,
-            self.seed,
-            block_rows=self.block_rows,
-            num_proc=self.num_proc,
-            strict=self.strict,
-            functions=(*self.functions, function),
-        )
+        return Stream(self.sources, self.job, self.seed, (*self.functions, function))
 
     def __getitem__(self, position: int) -> Example:
         block = self._block(position)
@@ -90,7 +65,7 @@ class Stream:
         return int(block.examples.lengths[block.order[position - block.first]])
 
     @property
-    def examples(self) -> "Examples | Packs":
+    def examples(self) -> Examples:
         """The examples that were read last, for inspection; initially those of the first block."""
         return (self.blocks or [self._block(self._next[1])])[-1].examples
 
@@ -116,9 +91,10 @@ class Stream:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a `state`."""
-        self.blocks, self._readers = [], [None for _ in self.sources]
-        self._next = (state["number"], state["first"], state["cursors"])
-        self._known = [self._next]
+        self.blocks: list[Block] = []  # the last two that were read
+        self._readers: list[Iterator[tuple[Row, Cursor]] | None] = [None for _ in self.sources]
+        self._next: tuple[int, int, list[Cursor | None]] = (state["number"], state["first"], state["cursors"])
+        self._known = [self._next]  # the same for all blocks so far, to go back to
 
     def _start(self, position: int) -> tuple[int, int, list[Cursor | None]]:
         """The last known block start at or before a position."""
@@ -141,10 +117,9 @@ class Stream:
         after, files = list(cursors), []
         for s, quota in enumerate(self.quotas):
             rows, after[s] = self._rows(s, quota, cursors[s])
-            encoded = [part for _, part in encode_all(enumerate(rows), self.job, self.num_proc)]
+            encoded = [part for _, part in encode_all(enumerate(rows), self.job, self.job.args.dataset_num_proc or 1)]
             files.append(self._file(s, len(rows), encoded, new=number == self._known[-1][0]))
-        data = Examples(files, self.sources)
-        examples = data
+        data = examples = Examples(files, self.sources)
         for function in self.functions:
             examples = function(examples)
         if not len(examples):
@@ -170,14 +145,12 @@ class Stream:
 
     def _file(self, s: int, count: int, encoded: list[Encoded], new: bool) -> TokenFile:
         """A source's part of a block; reports rows that were left out for a new reason. new: not read before."""
-        known = set(self.dropped[s].reasons)
+        known = set(self.dropped[s])
         if new:
             for part in encoded:
                 self.dropped[s].merge(part.dropped)
             self.rows[s] += count
-        if self.strict:
-            self.dropped[s].refuse()
-        for reason, found in self.dropped[s].reasons.items():
+        for reason, found in self.dropped[s].items():
             if reason not in known:
                 say(f"data: rows of {self.sources[s].label} left out: {reason} (first: {found['first'][0]})")
         filled = [part for part in encoded if part.layout]
@@ -185,16 +158,11 @@ class Stream:
             self._layout = agree(self._layout, part.layout)
         layout = self._layout if filled else Layout(1, {}, "")
         ids, mask, lengths, rows, difficulty = (np.concatenate([part[i] for part in encoded]) for i in range(5))
-        fields = {name: np.concatenate([part.fields[name] for part in filled]) for name in layout.fields}
-        facts = {
-            "rows": self.rows[s],
-            "examples": len(rows),
-            "tokens": len(ids),
-            "trained_tokens": int(mask.sum(dtype=np.int64)),
-            "dropped": self.dropped[s].facts(),
-        }
-        per_token = {name: values for name, values in fields.items() if layout.fields[name].per_token}
-        per_sequence = {name: values for name, values in fields.items() if not layout.fields[name].per_token}
+        facts = {"rows": self.rows[s], "examples": len(rows), "tokens": len(ids), "dropped": self.dropped[s]}
+        facts["trained_tokens"] = int(mask.sum(dtype=np.int64))
+        fields: tuple[dict[str, np.ndarray], ...] = ({}, {})  # per sequence, per token
+        for name, (per_token, _) in layout.fields.items():
+            fields[per_token][name] = np.concatenate([part.fields[name] for part in filled])
         ends = np.cumsum(lengths)
-        each = layout.per_example
-        return TokenFile(ids, mask, ends - lengths, ends, each, rows, difficulty, facts, per_token, per_sequence)
+        starts, each = ends - lengths, layout.per_example
+        return TokenFile(ids, mask, starts, ends, each, rows, difficulty, facts, fields[True], fields[False])

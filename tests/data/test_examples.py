@@ -3,33 +3,32 @@
 import time
 import tracemalloc
 
-from common.data.packing import balance, best_fit, pack
-from common.data.types import whole
+from common.data.examples import Examples, TokenFile, balance, best_fit, chunk, pack
+from common.data.sources import Source
 from common.errors import UserError
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
-class Numbered:
+def numbered(lengths, counts=None, difficulty=None, pairs=False):
     """Examples of these many tokens, each with its own number as its tokens; those of `pairs` have two sequences."""
-
-    def __init__(self, lengths, counts=None, difficulty=None, pairs=False):
-        self.lengths, self.counts, self.pairs = np.array(lengths), counts or [len(lengths)], pairs
-        self.longest, self.sources = max(lengths), [f"source {s}" for s in range(len(self.counts))]
-        self.difficulty = None if difficulty is None else np.array(difficulty, float)
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, i):
-        n = int(self.lengths[i])
-        cut = n // 2 if self.pairs and n > 1 else n
-        return [whole(np.full(size, i)) for size in (cut, n - cut) if size]
+    files, first = [], 0
+    for count in counts or [len(lengths)]:
+        ids = np.repeat(np.arange(first, first + count), lengths[first : first + count])
+        sizes = np.array(lengths[first : first + count])
+        if pairs:
+            sizes = np.stack([sizes // 2, sizes - sizes // 2], 1).flatten()
+        ends, rows = np.cumsum(sizes), np.arange(count)
+        files.append(TokenFile(ids, None, ends - sizes, ends, 1 + pairs, rows, rows * 1.0, {}))
+        first += count
+    examples = Examples(files, [Source(f"source {s}") for s in range(len(files))])
+    examples.difficulty = None if difficulty is None else np.array(difficulty, float)
+    return examples
 
 
 def lognormal(count, seed=0, most=4000):
@@ -67,7 +66,7 @@ def test_packs_hold_each_example_once_and_no_more_tokens_than_fit(lengths, max_l
 @pytest.mark.parametrize("seed, max_length", [(0, 4000), (1, 4096), (2, 8192), (3, 20000)])
 def test_packs_are_at_least_as_full_as_those_of_first_fit(seed, max_length):
     lengths = lognormal(2000, seed)
-    packs = pack(Numbered(lengths), max_length)
+    packs = pack(numbered(lengths), max_length)
     assert len(packs) <= len(best_fit_naively(lengths.tolist(), max_length, first=True))
     assert packs.utilisation == lengths.sum() / (len(packs) * max_length) > 0.95
     assert packs.lengths.sum() == lengths.sum()
@@ -98,7 +97,7 @@ def test_a_example_that_fits_in_no_pack_is_an_error():
 def test_sources_do_not_share_a_pack(sources, bands, random):
     lengths, counts = flat(sources), [len(source) for source in sources]
     difficulty = [random.randrange(20) for _ in lengths] if bands > 1 else None
-    packs = pack(Numbered(lengths, counts, difficulty), 50)
+    packs = pack(numbered(lengths, counts, difficulty), 50)
     firsts = np.cumsum([0, *counts])
     assert sum(packs.counts) == len(packs) and sorted(flat([m.tolist() for m in packs.members])) == list(range(len(lengths)))
     at = 0
@@ -111,20 +110,68 @@ def test_sources_do_not_share_a_pack(sources, bands, random):
 
 def test_with_bands_examples_of_like_difficulty_share_a_pack():
     difficulty = np.random.default_rng(0).permutation(1000)
-    packs = pack(Numbered(lognormal(1000, most=500), None, difficulty), 500)
+    packs = pack(numbered(lognormal(1000, most=500), None, difficulty), 500)
     for chosen, mean in zip(packs.members, packs.difficulty, strict=True):
         assert len({difficulty[i] // 100 for i in chosen}) == 1
         assert mean == pytest.approx(sum(difficulty[i] for i in chosen) / len(chosen))
 
 
 def test_packs_give_the_sequences_of_their_examples():
-    examples = Numbered(lognormal(50, most=60), pairs=True)
+    examples = numbered(lognormal(50, most=60), pairs=True)
     packs = pack(examples, 100)
     for i in range(len(packs)):
         wanted = [sequence for j in packs.members[i] for sequence in examples[j]]
         for found, sequence in zip(packs[i], wanted, strict=True):
             assert found["input_ids"].tolist() == sequence["input_ids"].tolist()
         assert packs.lengths[i] == sum(len(sequence["input_ids"]) for sequence in packs[i]) <= 100
+
+
+# --- chunks ---------------------------------------------------------------------------------------------------------
+
+DOCUMENTS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_size=1, max_size=3)
+
+
+def examples_of(sources, difficulty=False):
+    """Examples of documents of these many tokens in each source; token t of a source has the id t."""
+    files = []
+    for sizes in sources:
+        ends, n = np.cumsum(sizes), np.arange(len(sizes))
+        files.append(TokenFile(np.arange(sum(sizes)), None, ends - sizes, ends, 1, n, n * 1.0, {}))
+    examples = Examples(files, [Source(f"source {s}") for s in range(len(files))])
+    if difficulty:
+        examples.difficulty = np.concatenate([100.0 * s + file.difficulty for s, file in enumerate(files)])
+    return examples
+
+
+@settings(deadline=None)
+@given(DOCUMENTS, st.integers(1, 40), st.booleans(), st.booleans())
+def test_cut_documents_are_those_of_a_loop(sources, max_length, across, difficulty):
+    wanted, counts, begins = [], [], []
+    for s, sizes in enumerate(sources):
+        stream, count = list(range(sum(sizes))), 0
+        of = [d for d, size in enumerate(sizes) for _ in range(size)]  # the document of each token
+        texts = [stream] if across else [[t for t in stream if of[t] == d] for d in range(len(sizes))]
+        for text in texts:
+            for start in range(0, len(text), max_length):
+                piece = text[start : start + max_length]
+                if len(piece) > 1:  # one token has nothing to predict
+                    wanted.append(piece)
+                    begins.append(100 * s + of[piece[0]])
+                    count += 1
+        counts.append(count)
+    cut = chunk(examples_of(sources, difficulty), max_length, across)
+    assert [cut[i][0]["input_ids"].tolist() for i in range(len(cut))] == wanted and cut.counts == counts
+    assert cut.lengths.tolist() == [len(piece) for piece in wanted]
+    assert cut.longest == max(map(len, wanted), default=0)
+    assert [100 * s + row for s, file in enumerate(cut.files) for row in file.rows.tolist()] == begins
+    assert (cut.difficulty is None) == (not difficulty)
+    if difficulty:
+        assert cut.difficulty.tolist() == begins
+
+
+def test_cut_documents_can_be_packed_in_bands():
+    packs = pack(chunk(examples_of([[9] * 40], difficulty=True), 8, across=False), 8)
+    assert packs.difficulty.max() > 36 and packs.difficulty.min() < 3
 
 
 # --- micro-batches --------------------------------------------------------------------------------------------------

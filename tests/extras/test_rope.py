@@ -92,4 +92,4 @@ def test_a_copy_of_the_model_follows_its_own_rows():
     batch = flat_batch(pair_and_others(), torch.device("cpu"))
     with torch.no_grad():
         torch.testing.assert_close(other(batch).logps, model(batch).logps)
-    assert other.rotaries[0] is not model.rotaries[0]
+    assert other.hybrid.rotaries[0] is not model.hybrid.rotaries[0]

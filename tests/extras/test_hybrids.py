@@ -4,7 +4,7 @@ import copy
 
 from common.args import CommonArgs
 from common.collators import flat_batch, split_row
-from common.model import mixers
+from common.extras import hybrids
 from common.model.flat_model import base_lm
 from common.model.lm_head import logits_of
 from common.model.load import compile_layers, enable_gradient_checkpointing
@@ -68,7 +68,7 @@ def assert_near(found, wanted, tolerance):
 def test_a_flat_row_gives_each_sequence_the_logits_and_gradients_that_it_has_alone(name):
     lm = tiny_hybrid(name)
     model = wrap(copy.deepcopy(lm))
-    assert not model.padded and mixers.recurrent_mixers(model.lm)
+    assert not model.padded and model.hybrid.mixers
     batch = flat_batch(ROW, CPU)
     assert batch["token_map"] is not None
     weights = torch.randn(sum(batch["lengths"]), V, generator=torch.Generator().manual_seed(1))
@@ -106,7 +106,7 @@ def test_what_is_recomputed_belongs_to_its_own_row(name):
 
 def test_adapters_and_compiled_blocks_see_the_same_batches(monkeypatch):
     pytest.importorskip("peft")
-    monkeypatch.setattr(mixers, "_deal_out", mixers._deal_out)  # put back, uncompiled, at the end
+    monkeypatch.setattr(hybrids, "_batch_by_batch", hybrids._batch_by_batch)  # put back, uncompiled, at the end
     batch = flat_batch(ROW, CPU)
     model = wrap(tiny_hybrid("lfm2")).train()
     wanted = model(batch).logps.detach()
@@ -128,7 +128,7 @@ def test_the_report_of_loading_names_the_packed_mixers(capsys):
 def test_in_one_batch_where_all_processes_must_make_the_same_calls(monkeypatch):
     """ZeRO-3 gathers weights call by call."""
     model = wrap(tiny_hybrid("lfm2"))
-    mixer, sizes = mixers.recurrent_mixers(model.lm)[0], []
+    mixer, sizes = model.hybrid.mixers[0], []
     mixer.in_proj.register_forward_pre_hook(lambda module, args: sizes.append(tuple(args[0].shape[:2])))
     batch = flat_batch(ROW, CPU)
     with torch.no_grad():

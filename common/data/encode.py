@@ -1,0 +1,336 @@
+"""Rows -> examples by a script's `encode`, chunk by chunk, in several processes; rows left out are counted by reason."""
+
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from multiprocessing import get_all_start_methods, get_context, parent_process
+from typing import Any, NamedTuple, TypeVar
+
+from common.args import CommonArgs
+from common.data.chat import per_tokenizer
+from common.data.tokens import tokenize_documents
+from common.data.types import RESERVED, BadRow, Example, Row, Sequence, Tokenizer, whole
+from common.errors import UserError, quoted, say
+from common.files import loaded_code
+
+import numpy as np
+
+CHUNK = 200  # rows per task of a worker
+REASONS = 20  # distinct reasons that are kept: some contain a value of the row, so there may be very many
+T = TypeVar("T")
+# The sequences of a row, which stay together, or its text, which becomes a document; may raise BadRow.
+Encode = Callable[[Row, Tokenizer, CommonArgs], list[Sequence] | str]
+
+
+class Dropped(dict[str, dict[str, Any]]):
+    """Rows left out: {reason: {"count", "first": origins}}."""
+
+    def add(self, reason: str, first: list[str], count: int = 1) -> None:
+        """Count rows; first: the origins of some of them."""
+        if reason not in self and len(self) >= REASONS:
+            reason = "other reasons"
+        found = self.setdefault(reason, {"count": 0, "first": []})
+        found["count"] += count
+        found["first"] = [*found["first"], *first][:5]
+
+    def merge(self, other: "Dropped") -> None:
+        """Add the counts of a later part of the rows."""
+        for reason, found in other.items():
+            self.add(reason, found["first"], found["count"])
+
+    def ranked(self) -> dict[str, dict[str, Any]]:
+        """The most frequent reason first."""
+        return dict(sorted(self.items(), key=lambda item: -item[1]["count"]))
+
+    def say(self, total: int, what: str, kept: int) -> None:
+        """Report the rows left out; raises UserError if none of the `total` rows is kept."""
+        for reason, found in self.ranked().items():
+            say(f"data: {found['count']} of {total} {what} left out: {reason} (first: {found['first'][0]})")
+        if total and not kept:
+            raise UserError(f"none of the {total} {what} can be used: {', '.join(self)}")
+
+
+def attempt(function: Callable[[Row], T], row: Row, dropped: Dropped) -> T | None:
+    """function(row); None for a row that cannot be used, which is counted. Any other error names the row."""
+    try:
+        if row.problem is not None:
+            raise BadRow(row.problem)
+        return function(row)
+    except BadRow as reason:
+        dropped.add(str(reason), [row.where])
+    except (UserError, OSError) as error:
+        raise UserError(f"{row.where}: {error}") from None
+    except Exception as error:
+        error.add_note(f"in the row {row.where}")
+        raise
+    return None
+
+
+def convert(rows: Iterable[Row], function: Callable[[Row], T], what: str) -> tuple[list[T], dict[str, Any]]:
+    """Apply `function` to each row; rows that it rejects (BadRow) are left out, counted and reported.
+
+    Returns the results and {"rows", "examples", "dropped": {reason: {"count", "first": origins}}}. Raises UserError, naming
+    the row, if the function does, and if no row is left.
+    """
+    results, dropped, total = [], Dropped(), 0
+    for row in rows:
+        total += 1
+        if (result := attempt(function, row, dropped)) is not None:
+            results.append(result)
+    dropped.say(total, what, len(results))
+    return results, {"rows": total, "examples": len(results), "dropped": dropped.ranked()}
+
+
+def number_in(row: Row, column: str) -> float:
+    """The number in a column. Raises UserError for a missing column, BadRow for a value that is not a number."""
+    if column not in row:
+        raise UserError(f"--curriculum_column {column}: no such column; found {', '.join(row)}")
+    try:
+        value = float(row[column])
+    except (TypeError, ValueError, OverflowError):
+        value = float("nan")
+    if value != value:
+        raise BadRow(f"{column} is not a number")
+    return value
+
+
+# --- what encode returns --------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """What all examples of a dataset have in common."""
+
+    per_example: int  # sequences per example
+    fields: dict[str, tuple[bool, str]]  # besides ids and mask: one number for each token, else for each sequence; dtype
+    where: str  # the origin of one example
+
+
+def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
+    """A sequence as arrays: ids and mask as they are, other fields as int64 or float32. Raises UserError, naming the field,
+    for ids that are not 0 to largest_id, a mask that is not 0 or 1 for each of them, and other fields that are not finite
+    numbers, one or one for each token."""
+    if not isinstance(sequence, dict) or not {"input_ids", "loss_mask"} <= sequence.keys():
+        raise UserError(f"found {quoted(sequence, 60)}; expected a sequence {{input_ids, loss_mask, ...}}, or a text")
+    n, checked = np.size(sequence["input_ids"]), {}
+    for name, value in sequence.items():
+        if hasattr(value, "detach"):  # a tensor; numpy has no bfloat16
+            value = value.detach().cpu()
+            value = value.float() if value.is_floating_point() else value
+        try:
+            array = np.asarray(value)
+        except ValueError:  # lists of different lengths
+            array = np.asarray(None)
+        kind = "uint64" if array.dtype == np.uint64 else array.dtype.kind
+        if name == "input_ids":
+            valid = kind in ("u", "i") and array.shape == (n,) and n and array.min() >= 0 and array.max() <= largest_id
+            expected = f"token ids, 0 to {largest_id}"
+        elif name == "loss_mask":
+            valid = array.shape == (n,) and ((array == 0) | (array == 1)).all()
+            expected = f"0 or 1 for each of {n} tokens"
+        else:
+            if name in RESERVED:
+                raise UserError(f"the field {name} has a name of the batch's own: call it otherwise")
+            expected = f"finite numbers, one for each of {n} tokens, or one"
+            valid = kind in ("b", "u", "i", "f") and array.shape in ((n,), ())
+            if valid:
+                with np.errstate(over="ignore"):
+                    array = array.astype(np.float32 if kind == "f" else np.int64)
+                valid = np.isfinite(array).all()
+        if not valid:
+            shape = f" of the shape {array.shape}" if array.ndim else ""
+            raise UserError(f"the field {name} is {quoted(value, 60)}{shape}; expected {expected}")
+        checked[name] = array
+    return checked
+
+
+def layout_of(example: Example, where: str) -> Layout | None:
+    """The layout of checked sequences; None: there are none. Raises UserError, naming the field, if they differ."""
+    layouts = [
+        Layout(len(example), {name: (array.ndim == 1, str(array.dtype)) for name, array in sequence.items()}, where)
+        for sequence in example
+    ]
+    for layout in layouts:
+        del layout.fields["input_ids"], layout.fields["loss_mask"]
+        agree(layouts[0], layout)
+    return layouts[0] if layouts else None
+
+
+def agree(layout: Layout | None, other: Layout | None) -> Layout | None:
+    """The common layout of both; None: neither has one. Raises UserError, naming row and field, if they differ."""
+    if layout is None or other is None:
+        return layout or other
+    if layout.per_example != other.per_example:
+        raise UserError(
+            f"{other.where}: {other.per_example} sequences, and {layout.per_example} in {layout.where}: rows give the same "
+            "number of them"
+        )
+    for name in [*layout.fields, *other.fields]:
+        if layout.fields.get(name) != other.fields.get(name):
+            here, there = (_described(fields.get(name)) for fields in (other.fields, layout.fields))
+            raise UserError(
+                f"{other.where}: the field {name}: {here}; expected {there}, as in {layout.where}: sequences have the same "
+                "fields (float(...) makes floats of whole numbers)"
+            )
+    return layout
+
+
+def _described(field: tuple[bool, str] | None) -> str:
+    return f"{field[1]}, one for each {'token' if field[0] else 'sequence'}" if field else "none"
+
+
+# --- chunks of rows -------------------------------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """How rows become examples."""
+
+    encode: Encode
+    tokenizer: Tokenizer
+    args: CommonArgs
+    column: str | None = None  # the column with each row's difficulty
+    key: str = ""  # a hash of everything that encode depends on, besides rows and arguments (cache.py)
+
+
+class Encoded(NamedTuple):
+    """Rows as examples: S sequences of T tokens in total, end to end."""
+
+    ids: np.ndarray  # (T,) uint16, or uint32 if the tokenizer has larger ids
+    mask: np.ndarray  # (T,) uint8: 1 where trained
+    lengths: np.ndarray  # (S,) int64
+    rows: np.ndarray  # (examples,) int64: the row of each example
+    difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
+    layout: Layout | None  # of every example; None: there are none
+    fields: dict[str, np.ndarray]  # further fields, (T,) or (S,) according to the layout, int64 or float32
+    dropped: Dropped
+    read: set[str]  # names of the arguments that encode read
+    code: dict[str, str]  # {path: hash} of the user's code, if something was imported meanwhile
+
+
+def recorded(args: CommonArgs, read: set[str]) -> CommonArgs:
+    """The same arguments; the name of each one that is looked at is added to `read`."""
+    names = set(vars(args))
+
+    class Recorded(type(args)):
+        def __getattribute__(self, name: str) -> Any:
+            read.update({name} & names if name not in ("__dict__", "__getstate__") else names)
+            return super().__getattribute__(name)
+
+    copied = Recorded.__new__(Recorded)
+    object.__getattribute__(copied, "__dict__").update(vars(args))
+    return copied
+
+
+def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
+    """Encode numbered rows as examples. Rows that cannot be used are counted.
+
+    Raises UserError, naming the row, if `encode` does, and for sequences that cannot be trained on.
+    """
+    kind = np.uint16 if _largest_id(job.tokenizer) < 2**16 else np.uint32
+    dropped, read, modules = Dropped(), set(), len(sys.modules)
+    args = recorded(job.args, read)
+
+    def encoded(row: Row) -> tuple[float, str, Example | str]:
+        example = job.encode(row, job.tokenizer, args)
+        difficulty = float("nan") if job.column is None else number_in(row, job.column)
+        if isinstance(example, str):
+            if not example.isascii():
+                try:
+                    example.encode()
+                except UnicodeEncodeError as error:
+                    raise BadRow(f"text that is not valid Unicode: {error.reason}") from None
+        elif isinstance(example, list | tuple) and example:
+            example = [check_sequence(sequence, np.iinfo(kind).max) for sequence in example]
+        else:
+            raise UserError(f"encode gave {quoted(example, 60)}; expected a list of sequences, or a text")
+        return difficulty, row.where, example
+
+    results = [(number, attempt(encoded, row, dropped)) for number, row in rows]
+    made = [(number, *result) for number, result in results if result is not None]
+    documents = iter(tokenize_documents([example for *_, example in made if isinstance(example, str)], job.tokenizer))
+    layout, sequences = None, []
+    for _, _, where, example in made:
+        example = [whole(next(documents))] if isinstance(example, str) else example
+        layout = agree(layout, layout_of(example, where))
+        sequences += example
+    fields = {
+        name: (np.concatenate if per_token else np.array)([sequence[name] for sequence in sequences])
+        for name, (per_token, _) in (layout.fields.items() if layout else ())
+    }
+    none = [np.zeros(0, np.uint8)]
+    return Encoded(
+        np.concatenate([sequence["input_ids"] for sequence in sequences] or none).astype(kind),
+        np.concatenate([sequence["loss_mask"] for sequence in sequences] or none).astype(np.uint8),
+        np.array([len(sequence["input_ids"]) for sequence in sequences], np.int64),
+        np.array([number for number, *_ in made], np.int64),
+        np.array([difficulty for _, difficulty, *_ in made], np.float64),
+        layout,
+        fields,
+        dropped,
+        read,
+        {} if len(sys.modules) == modules else loaded_code(inspect.getsourcefile(job.encode)),
+    )
+
+
+@per_tokenizer
+def _largest_id(tokenizer: Tokenizer) -> int:
+    return max(tokenizer.get_vocab().values())  # not its size: some ids may be unused
+
+
+def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) -> Iterator[tuple[int, Encoded]]:
+    """Yield (number of rows, their examples) in order, chunk by chunk; several processes share more than one chunk.
+
+    Not multiprocessing.Pool: it waits forever for a worker that was killed.
+    """
+    rows = iter(rows)
+    chunks = iter(lambda: list(islice(rows, CHUNK)), [])
+    some = list(islice(chunks, 2))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = num_proc or cores
+    chunks = chain(some, chunks)
+    if workers < 2 or len(some) < 2:
+        yield from ((len(chunk), encode_rows(chunk, job)) for chunk in chunks)
+        return
+    # Forked workers already have the tokenizer; without fork, they get copies.
+    context = get_context("fork" if "fork" in get_all_start_methods() and sys.platform == "linux" else "spawn")
+    waiting: deque = deque()  # bounds the chunks in memory
+    with ProcessPoolExecutor(workers, context, _start_worker, (job,)) as pool:
+        try:
+            for chunk in chunks:
+                waiting.append((len(chunk), pool.submit(_work, chunk)))
+                if len(waiting) > 2 * workers:
+                    count, result = waiting.popleft()
+                    yield count, result.result()
+            for count, result in waiting:
+                yield count, result.result()
+        except BrokenProcessPool:
+            time.sleep(0.5)  # a Ctrl-C may reach the workers first: it shows here then
+            raise UserError(
+                f"a process that tokenises was killed, for lack of memory? Fewer than {workers}: --dataset_num_proc"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+_job: Job  # a worker's job
+
+
+def _start_worker(job: Job) -> None:
+    global _job
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _job = job
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers, too: they exit without tracebacks
+    parent = parent_process()
+    if parent is not None:  # a killed run must not leave its workers behind
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _work(chunk: list[tuple[int, Row]]) -> Encoded:
+    return encode_rows(chunk, _job)

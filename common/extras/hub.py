@@ -1,0 +1,283 @@
+"""The model card (README.md of an output folder), and pushing a model and its card to the Hub.
+
+A card holds numbers, choices and names of the Hub, and no other text of the user's: nothing private can stand in it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+from common.args import CommonArgs
+from common.errors import UserError, quoted, say
+from common.files import replace_text
+from common.run.folder import CARD, CLASSIFIER, MODEL, WEIGHTS, read_json
+
+import yaml
+
+STAGES = {"pretrain": "pretraining", "sft": "supervised fine-tuning", "dpo": "preference optimisation (DPO)"}
+STAGES |= {"grpo": "reinforcement learning from rewards (GRPO)"}
+# Metrics whose names hold no name of the user's: of a file, a function, a group of a suite.
+METRICS = re.compile(
+    r"eval_(loss|nll_loss|perplexity|times_below_unigram|mean_token_accuracy|entropy|reward|exact_number|regression/all"
+    r"|rewards(/(chosen|rejected|margins|accuracies|confidences))?|logps/(chosen|rejected))(_t[\d.]+)?"
+)
+TIMEOUT = 300  # seconds without an answer from the Hub
+SEAL = "<!-- written by Plainloop; a card that was edited stays as it is: {} -->\n"
+TEXT = """# A language model{after}
+
+Trained from {base}{how}.
+
+{training}
+
+What is not in these tables was not measured: among that truthfulness, safety and bias. The license follows from those of the
+data and of the model that it was made of.
+
+## Use
+
+```python
+{code}
+```
+"""
+TRAINING = """| data | rows | used | tokens | trained tokens |
+|---|---|---|---|---|
+{data}
+
+Settings other than the defaults, without local names and other texts:
+
+```yaml
+{settings}
+```
+
+Versions: {versions}
+
+## Results
+
+{results}"""
+CODE = """from {package} import {cls}
+from transformers import AutoTokenizer, GenerationConfig
+
+name = "..."  # this repository, or the folder that this file lies in
+model = {cls}.from_pretrained(name, generation_config=GenerationConfig.from_pretrained(name))
+tokenizer = AutoTokenizer.from_pretrained(name)
+inputs = {inputs}
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))"""
+CHAT = 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True, '
+CHAT += 'return_tensors="pt", return_dict=True)'
+SCORE = f"""from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+name = "..."  # this repository, or the folder that this file lies in
+model = AutoModelForSequenceClassification.from_pretrained(name, subfolder="{CLASSIFIER}")
+tokenizer = AutoTokenizer.from_pretrained(name, subfolder="{CLASSIFIER}")
+chat = [{{"role": "user", "content": "Hello"}}, {{"role": "assistant", "content": "Hi!"}}]
+print(model(**tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)).logits)  # higher is better"""
+
+
+# --- the card -------------------------------------------------------------------------------------------------------
+
+
+def write_card(args: CommonArgs, script: str, best_step: int | None, summary: dict[str, Any]) -> None:
+    """Write README.md of the output folder, unless it holds one that no run wrote, or that was edited since.
+
+    best_step: the step of the checkpoint that is exported, if it is not the last one. summary: what summary.json will hold.
+    """
+    folder, stage = Path(args.output_dir), Path(script).stem.removeprefix("train_")
+    sources = read_json(folder / "dataset.json").get("sources", [])
+    datasets = sorted({source["path"] for source in sources if is_on_hub(source["path"], "dataset")})
+    rows = []
+    for source in sources:
+        counts = [source.get(name) for name in ("rows", "examples", "tokens", "trained_tokens")]
+        name = f"[{source['path']}](https://huggingface.co/datasets/{source['path']})"
+        cells = [name if source["path"] in datasets else "local", *("–" if n is None else f"{n:,}" for n in counts)]
+        rows.append(f"| {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items())
+    settings = yaml.safe_dump(public_settings(args), sort_keys=False).strip()
+    results = results_of(folder / "metrics.jsonl", best_step)
+    training = TRAINING.format(data="\n".join(rows), settings=settings, versions=versions, results=results)
+    base = base_of(args.model_name_or_path, args.use_peft and not args.merge_lora)
+    head = {"base_model": base, "datasets": datasets or None, "tags": ["plainloop", stage, *["lora"] * args.use_peft]}
+    save_card(folder, head, f", after {STAGES.get(stage, stage)}", "", training)
+
+
+def merged_card(adapter: str, folder: Path, base: str | None, dtype: str) -> None:
+    """Write the card of a model that an adapter was merged into; base: as the user named it."""
+    config = read_json(Path(adapter, "adapter_config.json"))
+    how = f" by a LoRA adapter (rank {config.get('r')}, alpha {config.get('lora_alpha')}), merged into it in {dtype}"
+    head = {"base_model": base_of(base or config.get("base_model_name_or_path"), True), "tags": ["plainloop", "lora"]}
+    save_card(folder, head, ", with its adapter merged", how, "How it was trained stands with its adapter.")
+
+
+def save_card(folder: Path, head: dict[str, Any], after: str, how: str, training: str) -> None:
+    """head: facts for the Hub. after, how: the ends of two sentences."""
+    from huggingface_hub import ModelCardData
+
+    if (folder / CARD).exists() and not is_sealed(folder / CARD):
+        say(f"{folder / CARD} is not of a run, or was edited: it stays as it is, and no model card is written")
+        return
+    adapter, scores = (folder / "adapter_config.json").exists(), (folder / CLASSIFIER).is_dir()
+    base = head["base_model"]
+    head["base_model_relation"] = ("adapter" if adapter else "finetune") if base else None
+    library, task = "peft" if adapter else "transformers", "text-classification" if scores else "text-generation"
+    cls = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    inputs = CHAT if (folder / "chat_template.jinja").exists() else 'tokenizer("Once upon a time", return_tensors="pt")'
+    text = TEXT.format(
+        after=after,
+        base=f"[{base}](https://huggingface.co/{base})" if base else "a local model, or from random weights",
+        how=how,
+        training=training,
+        code=SCORE if scores else CODE.format(package=library, cls=cls, inputs=inputs),
+    )
+    data = ModelCardData(library_name=library, pipeline_tag=task, **head)
+    replace_text(folder / CARD, seal(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+
+
+def base_of(name: str | None, is_adapter: bool) -> str | None:
+    """The Hub's name of a model, or of the one that a local model was trained from, as its own card has it. An adapter
+    belongs on the very model that it was trained on."""
+    from huggingface_hub import ModelCard
+
+    if name and is_on_hub(name, "model"):
+        return name
+    card = Path(str(name), CARD)
+    return ModelCard.load(card).data.base_model if is_sealed(card) and not is_adapter else None
+
+
+def is_on_hub(name: str, kind: str) -> bool:
+    """Whether a name was loaded from the Hub: it is in the Hub's cache, and nothing on this disk is called so."""
+    from huggingface_hub import constants
+
+    cached = os.path.join(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}")
+    return os.path.isdir(cached) and not os.path.exists(name)
+
+
+def public_settings(args: CommonArgs) -> dict[str, Any]:
+    """The settings that are numbers, choices or names of the Hub, and differ from the defaults."""
+    found = {}
+    for field in dataclasses.fields(args):
+        value, choices = getattr(args, field.name), choices_of(field.type)
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        items = value if isinstance(value, list) else [value]
+        if value != default and all(isinstance(x, int | float) or x in choices or is_on_hub(str(x), "model") for x in items):
+            found[field.name] = value
+    return found
+
+
+def choices_of(kind: Any) -> set[str]:
+    """The words of the Literals in a type."""
+    return {kind} if isinstance(kind, str) else set().union(*map(choices_of, get_args(kind)))
+
+
+def results_of(metrics: Path, best_step: int | None) -> str:
+    """The evaluations before training and of the model that is exported, as a table."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
+        row = json.loads(line)
+        found = {name: value for name, value in row.items() if METRICS.fullmatch(name) and value is not None}
+        if found:
+            steps.setdefault(row["step"], {}).update(found)
+    if not steps:
+        return "Nothing was evaluated."
+    first, last = min(steps), best_step if best_step in steps else max(steps)
+    lines = [f"| held out, by the run itself | step {first} | step {last}, which is this model |", "|---|---|---|"]
+    for name, value in steps[last].items():
+        before = f"{steps[first][name]:.4g}" if name in steps[first] else "–"
+        lines.append(f"| {name.removeprefix('eval_')} | {before} | {value:.4g} |")
+    return "\n".join(lines)
+
+
+def seal(text: str) -> str:
+    """A text with a mark at its end by which `is_sealed` sees that nobody has edited it."""
+    text = text.rstrip() + "\n\n"
+    return text + SEAL.format(hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def is_sealed(path: Path) -> bool:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return bool(text) and text == seal(text[: text.rfind("<!-- ")])
+
+
+# --- the Hub --------------------------------------------------------------------------------------------------------
+
+
+def check_repo(name: str | None) -> None:
+    """Raise UserError before training if a push to this repository cannot work."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        _, _ = str(name).split("/")
+        validate_repo_id(name)
+    except ValueError:  # of which huggingface_hub's is one
+        raise UserError(f"--hub_model_id {name}: expected OWNER/NAME, as the Hub allows them") from None
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("--push_to_hub: the Hub is switched off by HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE)")
+    if not get_token():
+        raise UserError("--push_to_hub: the Hub wants a token that may write: hf auth login, or HF_TOKEN in the environment")
+
+
+def push(folder: Path, repo: str) -> str:
+    """Push the model and the card of a folder; returns its address. Weights there in another format are deleted, as
+    from_pretrained might prefer them. Raises UserError with the reason and the command that repeats it."""
+    from huggingface_hub import HfApi, get_session
+
+    with tempfile.TemporaryDirectory() as staged:
+        try:
+            get_session().timeout = TIMEOUT  # otherwise a hanging request never ends
+            if not stage(folder, Path(staged)):
+                raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
+            api = HfApi()
+            api.create_repo(repo, exist_ok=True)
+            api.upload_folder(
+                repo_id=repo, folder_path=staged, delete_patterns=[*WEIGHTS], commit_message=folder.resolve().name
+            )
+        except UserError:
+            raise
+        except (Exception, KeyboardInterrupt) as error:  # the network, the Hub or the disk
+            cause = error.__cause__ or error  # "Error while uploading" alone explains nothing
+            reason = re.sub(r"(https?://[^\s'?]+)\?[^\s']+", r"\1", quoted(cause, 250, str))  # a signed query is a secret
+            again = f"python -m tools.push {folder} --hub_model_id {repo}"
+            raise UserError(
+                f"the upload to {repo} failed ({type(cause).__name__}: {reason}); what repeats it: {again}"
+            ) from None
+    return f"https://huggingface.co/{repo}"
+
+
+def push_at_end(args: CommonArgs) -> None:
+    """--push_to_hub: a failure is a line, and no reason to lose a finished run."""
+    say(f"sending {args.output_dir} to the Hub as {args.hub_model_id}")
+    try:
+        say(f"it is at {push(Path(args.output_dir), args.hub_model_id)}")
+    except UserError as error:
+        say(str(error))
+
+
+def stage(folder: Path, staged: Path) -> bool:
+    """Put the files of a folder's model and its card into `staged`, without the paths of this machine. Returns whether there
+    are weights."""
+    code = re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', json.dumps(read_json(folder / "config.json").get("auto_map", {})))
+    patterns = [*WEIGHTS, *MODEL, CARD, *(f"{name}.py" for name in code)]
+    patterns += [f"{CLASSIFIER}/{pattern}" for pattern in (*WEIGHTS, *MODEL)]
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
+        copy = staged / path.relative_to(folder)
+        copy.parent.mkdir(exist_ok=True)
+        if path.name.endswith("config.json"):
+            copy.write_text(json.dumps(json.loads(path.read_text(), object_hook=_without_paths), indent=2), encoding="utf-8")
+        else:
+            copy.symlink_to(path.resolve())
+    return any(True for pattern in WEIGHTS for _ in staged.glob(pattern))
+
+
+def _without_paths(table: dict[str, Any]) -> dict[str, Any]:
+    """Local paths cut to their last part: absolute ones, and names of models that are no names of the Hub."""
+    found = {}
+    for key, value in table.items():
+        if isinstance(value, str) and key not in ("content", "chat_template"):
+            is_model = key.endswith(("name_or_path", "_file")) and (value.count("/") != 1 or Path(value).exists())
+            if is_model or re.match(r"(/|~|\.|[A-Za-z]:[\\/]).*[\\/]", value):
+                value = Path(value).name
+        found[key] = value
+    return found

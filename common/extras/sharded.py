@@ -1,0 +1,76 @@
+"""FSDP2's part of a checkpoint, as Accelerate writes it: each process its shards, readable by any number of processes.
+
+The optimizer is always in shards. With `fsdp_state_dict_type: SHARDED_STATE_DICT` in the accelerate config so are the
+weights: no process then gathers the model while it trains. Such a checkpoint becomes a model that from_pretrained reads by
+`accelerate merge-weights checkpoint-500/pytorch_model_fsdp_0 checkpoint-500`.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from common.data.types import Tokenizer
+from common.errors import UserError
+from common.model.flat_model import FlatModel
+from common.model.save import EXTRA, SHARDS
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from safetensors.torch import save_file
+from torch.distributed.fsdp import StateDictType
+
+
+def writes_shards(accelerator: Accelerator, model: FlatModel) -> bool:
+    """Whether the weights go into shards. An adapter's never do: it is small."""
+    sharded = accelerator.state.fsdp_plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+    return sharded and not hasattr(model.lm, "peft_config")
+
+
+def write_frame(folder: Path, model: FlatModel, extra: dict[str, torch.Tensor], tokenizer: Tokenizer) -> None:
+    """Write what lies beside the shards: configuration, tokenizer, and `model.extra`, whole. On the main process."""
+    model.lm.save_pretrained(folder, state_dict={})
+    for file in folder.glob("model*.safetensors*"):
+        file.unlink()
+    tokenizer.save_pretrained(folder)
+    if extra:
+        save_file(extra, folder / EXTRA)
+
+
+def gather_extra(model: FlatModel) -> dict[str, torch.Tensor]:
+    """The weights of `model.extra`, whole. Called on every process."""
+    state = model.extra.state_dict()
+    return {name: getattr(w, "full_tensor", lambda w=w: w)().detach().cpu().contiguous() for name, w in state.items()}
+
+
+def save(accelerator: Accelerator, model: FlatModel, optimizer: Any, folder: Path) -> None:
+    """Write the shards of the optimizer, and of the weights if they go there. Called on every process."""
+    plugin = _sharding(accelerator)
+    model.reshard()  # an evaluation leaves weights gathered
+    if writes_shards(accelerator, model):
+        save_fsdp_model(plugin, accelerator, model.lm, folder)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+
+
+def load(accelerator: Accelerator, model: FlatModel, optimizer: Any, checkpoint: Path) -> None:
+    """Load what `save` has written. optimizer: None to load the weights alone. Called on every process.
+
+    Raises UserError if the shards are damaged, or of another model.
+    """
+    plugin = _sharding(accelerator)
+    try:
+        if (checkpoint / SHARDS).is_dir():
+            load_fsdp_model(plugin, accelerator, model.lm, checkpoint)
+        if optimizer is not None:
+            load_fsdp_optimizer(plugin, accelerator, optimizer, model, checkpoint)
+    except Exception as error:  # torch collects the errors of all processes
+        reason = " ".join(str(error).split())[-300:]
+        raise UserError(f"{checkpoint} does not hold the shards of this model and optimizer: {reason}") from None
+
+
+def _sharding(accelerator: Accelerator) -> Any:
+    """Accelerate's settings of FSDP, for writing and reading shards."""
+    plugin = copy.copy(accelerator.state.fsdp_plugin)
+    plugin.state_dict_config = None  # that of the other kind
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    return plugin

@@ -1,0 +1,67 @@
+"""What the tests of data share: files of rows, what is read of them, and one process's accelerator."""
+
+import functools
+import json
+
+from common.args import CommonArgs
+from common.data.formats import chat_format
+from common.data.sources import Source, find_sources, read_rows
+
+import accelerate
+from transformers import AutoTokenizer
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+@functools.cache
+def base_tokenizer():
+    return AutoTokenizer.from_pretrained("data/base_model")
+
+
+def alone():
+    """The accelerator of a run of one process."""
+    return accelerate.Accelerator(cpu=True)
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def jsonl(path, rows):
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def numbered(path, count, start=0):
+    return jsonl(path, [{"text": f"row {i}"} for i in range(start, start + count)])
+
+
+def arguments(tmp_path, *names, **settings):
+    """All shared arguments of a run, with these sources."""
+    names = [name if isinstance(name, str) else json.dumps(name) for name in names]
+    defaults = {"dataset_cache_dir": str(tmp_path / "cache"), "dataset_num_proc": 1, "max_steps": 5}
+    return CommonArgs(**{"dataset_name": names} | defaults | settings)
+
+
+def columns(source, cursor=None):
+    return [row for row, _ in read_rows(source if isinstance(source, Source) else Source(str(source)), cursor)]
+
+
+def texts(source):
+    return [row["text"] for row in columns(source)]
+
+
+def found(*names, recognise=chat_format, **settings):
+    """find_sources with the defaults of the flags."""
+    names = [name if isinstance(name, str) else json.dumps(name) for name in names]
+    return find_sources(CommonArgs(dataset_name=names, **settings), recognise)
+
+
+def ids(data, count):
+    return [[sequence["input_ids"].tolist() for sequence in data[i]] for i in range(count)]
+
+
+def line(caught) -> str:
+    """The error, which is one line."""
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -1,0 +1,218 @@
+"""A step of sampling as a CUDA graph, where there is no CUDA: the logic around the capture, with an emulated device.
+
+What only a GPU shows is in tests marked `gpu`, at the end.
+"""
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+
+from common.extras.cuda_graph import StepGraph
+from common.model.wrap import wrap
+from common.sampling.generate import FlatDecoder, generating
+from tests.tiny import tiny_lm
+
+import numpy as np
+import pytest
+import torch
+
+PROMPTS, OWNER, STEPS = [[3, 4, 5, 6], [7, 8, 9]], [0, 0, 1, 1], 140
+
+
+class Device:
+    """What a capture asks of torch.cuda. As PyTorch's allocator does, it refuses to capture into a pool whose graphs are all
+    gone. A replay runs the step again, into the same memory."""
+
+    def __init__(self, monkeypatch):
+        self.mode, self.capturing, self.captured, self.replayed = 0, None, 0, 0
+        self.pools: dict[tuple[int, int], int] = {}  # graphs alive in each
+        handles, device = itertools.count(), self
+
+        class Graph:
+            ended = False
+
+            def capture_begin(self, pool, capture_error_mode):
+                assert pool not in device.pools or device.pools[pool] > 0, "use_count > 0"
+                assert capture_error_mode == "thread_local"
+                device.pools[pool] = device.pools.get(pool, 0) + 1
+                self.pool, device.capturing = pool, self
+                device.captured += 1
+
+            def capture_end(self):
+                self.ended, device.capturing = True, None
+
+            def replay(self):
+                device.replayed += 1
+                self.run()
+
+            def __del__(self):
+                if self.ended:
+                    device.pools[self.pool] -= 1
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        emulated = {"CUDAGraph": Graph, "stream": contextlib.nullcontext, "graph_pool_handle": lambda: (0, next(handles))}
+        emulated |= {"current_stream": lambda: stream, "Stream": lambda: stream}
+        emulated |= {"get_sync_debug_mode": lambda: self.mode, "set_sync_debug_mode": self.set_mode}
+        for name, value in emulated.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def set_mode(self, mode):
+        self.mode = mode
+
+    def watched(self, step):
+        """The step, which a captured graph can run again."""
+
+        def run(tokens):
+            logits = step(tokens)
+            if self.capturing:
+                self.capturing.run = lambda: logits.copy_(step(tokens))
+            return logits
+
+        return run
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device(monkeypatch)
+
+
+def logits_of_steps(device=None, hook=None) -> list[torch.Tensor]:
+    """Of each step; a completion leaves after the 30th. device: with graphs. hook: before the second layer's MLP."""
+    model = wrap(tiny_lm("llama"))
+    found = []
+    with generating(model) as lm:
+        decoder = FlatDecoder(lm, PROMPTS, OWNER, 256, static=True)
+        decoder.graph = StepGraph(device.watched(decoder._next)) if device else None
+        found.append(decoder.read_prompts())
+        handle = hook and lm.model.layers[1].mlp.register_forward_pre_hook(hook)
+        for t in range(STEPS):
+            tokens = torch.tensor([10, 20, 30, 40])[: 4 if t < 30 else 3] + t % 9
+            if t == 30:
+                decoder.keep(np.array([True, False, True, True]))
+            found.append(decoder.next_logits(tokens).clone())
+        if handle:
+            handle.remove()
+    return found
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return logits_of_steps()
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_graph_is_captured_once_per_shape(device, eager):
+    """Four shapes: at the start, after a completion has left, and as the cache grows to 128 and 256 tokens."""
+    assert_same(logits_of_steps(device), eager)
+    assert (device.captured, device.replayed) == (4, STEPS - 4) and device.mode == 0
+
+
+@pytest.mark.parametrize("error", ["CUDA error: operation not permitted when stream is capturing", "CUDA out of memory"])
+def test_a_failed_capture_leaves_sampling_right(error, device, eager, capsys):
+    """From then on each layer would read another one's cache, with logits off by 5 to 9."""
+
+    def die(module, args):
+        if device.capturing:
+            raise (torch.OutOfMemoryError if "memory" in error else RuntimeError)(error)
+
+    assert_same(logits_of_steps(device, die), eager)
+    # Without memory the next size is tried again; any other error is the step's own.
+    assert device.captured == (4 if "memory" in error else 1) and not device.capturing
+    assert "sampling: no CUDA graph" in capsys.readouterr().out
+
+
+def test_after_one_without_memory_graphs_go_on(device, eager):
+    def die(module, args):
+        if device.capturing and device.captured == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert_same(logits_of_steps(device, die), eager)
+    assert device.captured == 4 and device.replayed == STEPS - 4 - 33  # the steps 31 to 63 had none
+
+
+def test_a_step_that_waits_is_never_captured(device, eager):
+    """RoPE that looks at the length, experts whose counts go to the host."""
+
+    def ask(module, args):
+        if device.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    assert_same(logits_of_steps(device, ask), eager)
+    assert device.captured == 0 and device.mode == 0
+
+
+def test_another_error_of_the_step_is_raised(device):
+    def fail(module, args):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        logits_of_steps(device, fail)
+    assert device.mode == 0 and device.captured == 0
+
+
+# --- with a GPU -----------------------------------------------------------------------------------------------------
+
+
+def on_gpu(with_graph: bool, steps: int = 130, hook=None) -> list[torch.Tensor]:
+    """Logits of many steps, rows leaving at some, in float32."""
+    model = wrap(tiny_lm("llama")).to("cuda")
+    found, rows = [], np.arange(4)
+    with generating(model) as lm:
+        decoder = FlatDecoder(lm, PROMPTS, OWNER, steps + 1)
+        decoder.graph = decoder.graph if with_graph else None
+        found.append(decoder.read_prompts().clone())
+        handle = hook and lm.model.layers[1].mlp.register_forward_pre_hook(hook)
+        for t in range(steps):
+            if t in (40, 90):
+                keep = np.arange(len(rows)) != 1
+                rows = rows[decoder.keep(keep).cpu().numpy()]
+            tokens = torch.tensor([3 + (7 * t + 5 * int(row)) % 50 for row in rows], device="cuda")
+            found.append(decoder.next_logits(tokens).clone())
+        if handle:
+            handle.remove()
+    return found
+
+
+@pytest.mark.gpu
+def test_graphs_give_the_steps_logits_on_a_gpu(monkeypatch):
+    """Captured for each of five shapes, replayed otherwise."""
+    counts = {"capture_begin": 0, "replay": 0}
+
+    class Counted(torch.cuda.CUDAGraph):
+        def capture_begin(self, *args, **kwargs):
+            counts["capture_begin"] += 1
+            super().capture_begin(*args, **kwargs)
+
+        def replay(self):
+            counts["replay"] += 1
+            super().replay()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Counted)
+    for one, other in zip(on_gpu(True), on_gpu(False), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert counts == {"capture_begin": 5, "replay": 125}
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_on_a_gpu_leaves_all_usable():
+    def ask(module, args):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no")
+
+    for one, other in zip(on_gpu(True, 20, ask), on_gpu(False, 20), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    torch.cuda.empty_cache()
+    torch.ones(8, device="cuda").sum().item()
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_is_not_captured_on_a_gpu():
+    def ask(module, args):
+        args[0].sum().item()
+
+    for one, other in zip(on_gpu(True, 20, ask), on_gpu(False, 20), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,90 @@
+"""Rows that only experiments read: answers with a label, texts with a score."""
+
+from common.data.formats import as_chat
+from common.data.types import BadRow, Row
+from common.errors import UserError
+from experiments.labelled import as_labelled, labelled_format, mismatched
+from experiments.scored import number_of
+
+import numpy as np
+import pytest
+
+U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+B = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    "recognise, row, name",
+    [
+        (labelled_format, {"prompt": "q", "completion": "a", "label": True}, "prompt_completion"),
+        (labelled_format, {"messages": [U, A], "label": 0}, "messages"),
+        (labelled_format, {"conversations": [U, A], "kto_tag": False}, "sharegpt"),
+        (labelled_format, {"instruction": "q", "output": "a", "label": None, "kto_tag": True}, "alpaca"),
+    ],
+)
+def test_a_format_is_recognised(recognise, row, name):
+    assert recognise(row) == name
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "chosen": "a", "rejected": "b", "label": True},
+        {"prompt": "q", "completion": "a"},
+        {"text": "t", "label": True},
+    ],
+)
+def test_columns_of_no_format_are_named(row):
+    with pytest.raises(UserError, match=", ".join(row)):
+        labelled_format(row)
+
+
+def test_a_chat_with_a_label_is_that_chat_and_the_label():
+    found = as_labelled({"prompt": "q", "completion": "a", "label": True})
+    assert found == {"prompt": "q", "completion": "a", "label": True}
+    row = Row({"prompt": [U], "completion": [A], "label": 0, "kto_tag": None}, "rows.jsonl:1", "prompt_completion")
+    assert as_labelled(row) == as_chat({"prompt": [U], "completion": [A]}) | {"label": False}
+    found = as_labelled({"conversations": [U, A, U, B], "system": "s", "kto_tag": False})
+    assert found["label"] is False and found["messages"][found["prompt_turns"] :] == [B]
+
+
+@pytest.mark.parametrize("label, good", [("True", True), ("false", False), (" 1", True), ("0", False), (1.0, True)])
+def test_a_label_may_be_written_as_text_as_tables_have_it(label, good):
+    assert as_labelled({"prompt": "q", "completion": "a", "label": label})["label"] is good
+
+
+@pytest.mark.parametrize("label", ["good", "", "10", 2, -1.0, None])
+def test_a_label_that_is_neither_true_nor_false_leaves_the_row_out(label):
+    with pytest.raises(BadRow, match="expected true or false"):
+        as_labelled(Row({"prompt": "q", "completion": "a", "label": label}, "rows.jsonl:1", "prompt_completion"))
+
+
+def test_answers_after_the_prompts_of_others():
+    """Each prompt, the tokens before the first trained one, with the next answer; of a prompt too long for it nothing remains."""
+    rows = [([1, 2, 3], [7, 8]), ([4], [9]), ([], [5, 6])]
+    rows = [
+        {"input_ids": np.array(p + a), "loss_mask": np.array([0] * len(p) + [1] * len(a)), "label": True} for p, a in rows
+    ]
+    found = mismatched(rows, 4)
+    assert all(len(example) == 1 and {*example[0]} == {"input_ids", "loss_mask"} for example in found)
+    assert [example[0]["input_ids"].tolist() for example in found] == [[7, 8], [1, 2, 3, 9], [4, 5, 6]]
+    assert [example[0]["loss_mask"].tolist() for example in found] == [[1, 1], [0, 0, 0, 1], [0, 1, 1]]
+    assert [example[0]["loss_mask"].tolist() for example in mismatched(rows, 3)] == [[1, 1], [0, 0, 0], [0, 1, 1]]
+
+
+def test_a_number_may_be_written_as_text_as_tables_have_it():
+    for value, found in ((3, 3.0), (-0.5, -0.5), ("3", 3.0), (" -.5", -0.5), ("+1e3", 1000.0), ("2.", 2.0), (0, 0.0)):
+        assert number_of({"score": value}, "score") == found
+    assert (
+        number_of({"score": ""}, "score", 7.0)
+        == number_of({"score": None}, "score", 7.0)
+        == number_of({}, "score", 7.0)
+        == 7
+    )
+    for value in ("x", "1_000", "nan", "inf", "1e16", "1 2", "٣", True, [1], float("nan"), 10**40):
+        with pytest.raises(BadRow, match="score is .*; expected a number"):
+            number_of({"score": value}, "score", 7.0)
+    for columns in ({}, {"score": None}, {"score": ""}):
+        with pytest.raises(BadRow, match="no number in the column score"):
+            number_of(columns, "score")
