@@ -186,10 +186,10 @@ def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) 
     """Values of a file or a variable, converted and checked as on the command line."""
     words = []
     for name, value in values.items():
-        if name == "config" or (
-            isinstance(value, list | dict) and name in types_of(args_class) and not _kind(args_class, name)[1]
-        ):
-            raise UserError(f"{origin}: {name} takes one value, outside of a file")
+        if name == "config":
+            raise UserError(f"{origin}: config is a flag, and no key of a file")
+        if isinstance(value, list | dict) and name in types_of(args_class) and not _kind(args_class, name)[1]:
+            raise UserError(f"{origin}: {name} takes one value")
         several = value if isinstance(value, list) else [value]
         several = [json.dumps(item, default=str) if isinstance(item, dict) else str(item) for item in several]
         if value is not None and several:  # a list of one may begin with a minus
@@ -270,7 +270,7 @@ def _options(args_class: type[CommonArgs], name: str) -> dict[str, Any]:
     """How argparse converts an argument."""
     kind, several = _kind(args_class, name)
     options: dict[str, Any] = {"nargs": "+"} if several else {}
-    if get_origin(kind) is Literal:
+    if get_origin(kind) is Literal and type(get_args(kind)[0]) is not bool:
         return options | {"choices": get_args(kind), "type": type(get_args(kind)[0])}
     if kind is bool:
         return {"nargs": "?", "const": True, "metavar": "true/false", "type": _true_or_false} | options

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -146,3 +147,21 @@ def events_of(output: Path, kind: str) -> list[dict]:
 
 def train_metrics(output: Path) -> list[dict]:
     return [row for row in read_metrics(output) if "loss" in row]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def losses(output: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, norm of the gradient) of each logged step."""
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in train_metrics(output)]
+
+
+def assert_same(one, other, tolerance=1e-5, norm_tolerance=None):
+    assert [step for step, *_ in one] == [step for step, *_ in other]
+    for (_, loss, norm), (_, loss2, norm2) in zip(one, other, strict=True):
+        assert loss == pytest.approx(loss2, rel=tolerance, abs=1e-6)
+        assert norm == pytest.approx(norm2, rel=norm_tolerance or tolerance * 3)

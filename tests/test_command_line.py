@@ -119,7 +119,7 @@ def test_intervals_are_those_of_mathematics(number, within):
 
 
 def test_a_range_holds_for_each_number_and_with_other_defaults():
-    assert "--rates nan" in refused(own, "--rates", "1", "nan")
+    assert "--rates nan" in refused(own, "--rates", "1", "nan") and "--rate inf" in refused(own, "--rate", "inf")
     assert "--learning_rate -1.0" in refused(own, "--learning_rate", "-1")
     assert "--dataset_weights 0.0" in refused(own, "--dataset_weights", "1", "0")
     assert own("--rate", "-3").rate == -3
@@ -252,12 +252,12 @@ def test_what_a_flag_needs_is_a_flag(script):
 
 def test_yaml_is_converted_as_flags_are_and_yields_to_them(tmp_path):
     config = tmp_path / "run.yaml"
-    values = {"rate": "1e-4", "on": False, "word": "-x y", "words": ["1", "b c"], "level": 2, "count": 7, "rates": None}
+    values = {"rate": "1e-4", "on": False, "word": "--x=1", "words": ["1", "b c"], "level": 2, "count": 7, "rates": None}
     sources = ["a.jsonl", {"name": "b.jsonl", "columns": {"prompt": "question"}}]
     text = yaml.safe_dump(values | {"dataset_name": sources}).replace("'1e-4'", "1e-4")  # a string in YAML 1.1
     config.write_text(text + "learning_rate: -0.0\n")
     args = parse_args(Args, "no.yaml", argv=["--count", "8", "--config", str(config)])
-    assert (args.rate, args.on, args.word, args.words) == (1e-4, False, "-x y", ["1", "b c"])
+    assert (args.rate, args.on, args.word, args.words) == (1e-4, False, "--x=1", ["1", "b c"])
     assert (args.level, args.count, args.rates) == (2, 8, None)
     assert args.dataset_name[0] == "a.jsonl" and json.loads(args.dataset_name[1]) == sources[1]
     config.write_text("rates: [-1.0e-5]\ndataset_name:\n  - {path: d, split: 2024-01-01}\n")

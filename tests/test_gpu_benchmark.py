@@ -52,33 +52,6 @@ def test_every_section_runs_and_both_sides_find_the_same_losses(tmp_path):
             assert same == pytest.approx([same[0]] * len(same), rel=1e-2), section  # bfloat16
 
 
-BROKEN = """
-import types
-parts = types.ModuleType("gpu_parts")
-def head(bench):
-    with bench.side("loss head", "before"):
-        pass
-    {fault}
-parts.head, parts.attention = head, lambda bench: bench.rows.append({{"section": "attention", "side": "ours"}})
-sys.modules["gpu_parts"] = parts
-"""
-FAULTS = {
-    "dies": ("import os; os.kill(os.getpid(), 11)", "ended with -11"),
-    "raises": ("raise ValueError('of a kernel')", "ValueError: of a kernel"),
-    "loses the GPU": ("from gpu_bench import DeviceIsLost; raise DeviceIsLost('illegal access')", "ended with 70"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_fails_stops_nothing_else(fault, tmp_path):
-    """Whatever a section does to its process, what was measured is kept, and the sections after it run."""
-    code, said = FAULTS[fault]
-    out, found = run(tmp_path, "--only", "head", "attention", first=BROKEN.format(fault=code))
-    assert [(row["section"], row["side"]) for row in found["rows"]] == [("loss head", "before"), ("attention", "ours")]
-    assert said in found["ended"]["head"] and "not whole: head" in out
-
-
 def test_the_fixed_task_is_written_out_for_both_sides(tmp_path):
     """TRL's settings are those of the file, by its names; nothing is left to a default that differs."""
     import grpo_task

@@ -139,7 +139,7 @@ def test_every_imported_name_of_ours_exists():
             if isinstance(node, ast.ImportFrom) and is_ours(node.module):
                 module = importlib.import_module(node.module)
                 for name in node.names:
-                    there = hasattr(module, name.name) or f"{node.module}.{name.name}" in NAMES
+                    there = name.name == "*" or hasattr(module, name.name) or f"{node.module}.{name.name}" in NAMES
                     assert there, f"{path.relative_to(ROOT)} imports {name.name} from {node.module}"
 
 

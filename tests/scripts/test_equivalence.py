@@ -1,10 +1,9 @@
 """The same window gives the same loss and the same gradient, however it is split."""
 
 import json
-import socket
 import sys
 
-from tests.conftest import run_script, teacher, train_metrics, words_of
+from tests.conftest import assert_same, free_port, losses, run_script, teacher, words_of
 
 import pytest
 
@@ -55,23 +54,6 @@ STAGES = {
     + ["--dataset_name", "data/sft", "--lmbda", "0.6", "--teacher_model_name_or_path", teacher()],
 }
 BASE = {stage: ["--model_name_or_path", "data/base_model"] for stage in STAGES if stage != "pretrain"}
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def losses(output):
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in train_metrics(output)]
-
-
-def assert_same(one, other, tolerance=1e-5, norm_tolerance=None):
-    assert [step for step, *_ in one] == [step for step, *_ in other]
-    for (_, loss, norm), (_, loss2, norm2) in zip(one, other, strict=True):
-        assert loss == pytest.approx(loss2, rel=tolerance, abs=1e-6)
-        assert norm == pytest.approx(norm2, rel=norm_tolerance or tolerance * 3)
 
 
 def arguments(stage, batch, accumulation):

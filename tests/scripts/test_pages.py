@@ -9,8 +9,7 @@ import shutil
 import subprocess
 import sys
 
-from tests.conftest import EXPERIMENTS, ROOT, demo, read_metrics, run_script, teacher
-from tests.scripts.test_equivalence import free_port
+from tests.conftest import EXPERIMENTS, ROOT, demo, free_port, read_metrics, run_script, teacher
 
 import pytest
 import torch

@@ -3,8 +3,7 @@
 import json
 import sys
 
-from tests.conftest import read_metrics, run_script, train_metrics
-from tests.scripts.test_equivalence import free_port
+from tests.conftest import free_port, read_metrics, run_script, train_metrics
 
 import pytest
 import torch

@@ -52,18 +52,18 @@ STOP_AT_THE_FIRST_STEP = """
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train_sft
+import torch
 from common.command_line import launch
-from common.run.retry import Retry
 def stop(*args):
     print("IMPORTED", *sys.modules)
     sys.stdout.flush()
     os._exit(0)
-Retry._seed_dropout = stop
+torch.optim.AdamW.step = stop
 launch(train_sft.main, train_sft.Args, "nowhere.yaml")
 """
 
 
-def test_a_plain_run_imports_no_extra_and_no_large_library(tmp_path):
+def test_a_plain_run_imports_only_what_it_needs(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"instruction": "What is 1+1?", "output": "Answer: 2"}\n' * 8)
     words = f"--model_name_or_path data/base_model --dataset_name {tmp_path}/rows.jsonl --eval_steps 0 --report_to none"
     words += f" --output_dir {tmp_path}/out --dataset_cache_dir {tmp_path}/cache"
@@ -72,3 +72,5 @@ def test_a_plain_run_imports_no_extra_and_no_large_library(tmp_path):
     imported = set(re.search("IMPORTED (.*)", run.stdout)[1].split())
     large = {"datasets", "pyarrow", "pandas", "matplotlib", "peft", "sklearn", "scipy", "tensorboard", "torchvision"}
     assert "torch" in imported and not imported & large
+    assert {name for name in imported if name.startswith("common.extras.")} == {"common.extras.fused_layers"}
+    assert len([name for name in imported if name.startswith("common")]) <= 60

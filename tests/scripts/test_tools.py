@@ -6,7 +6,7 @@ import random
 import sys
 
 from common.errors import UserError
-from common.sampling import Sampled, sample
+from common.sampling import sample
 from experiments.environments import Calculator, HigherOrLower
 from tests.conftest import read_metrics, run_script, train_metrics, words_of
 from tests.run.test_resume import Stop, stop_after_save
@@ -22,7 +22,6 @@ from tests.scripts.one_step import (
     write_rows,
 )
 from tests.scripts.test_equivalence import COMMON, assert_same, free_port, losses
-from tests.scripts.test_tool_calls import HERMES
 
 import pytest
 import torch
@@ -236,29 +235,6 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
         assert c.sampled[-1] == 1 and c.messages[-1]["role"] == "assistant"  # no answer of a tool stands at the end
     assert any(c.finished for c in completions) and not all(c.finished for c in completions)
     assert any(c.calls and not c.finished for c in completions)
-
-
-def test_calls_in_json_where_the_template_asks_for_them(launch, flags, monkeypatch, tmp_path, completions):
-    """A player who calls two tools at once, one of them wrongly, and then answers, in place of the model."""
-    (tmp_path / "hermes.jinja").write_text(HERMES)
-    calls = '<tool_call>{"name": "count", "arguments": {"word": "x"}}</tool_call><tool_call>{"name": "no"}</tool_call>'
-
-    def sample(model, prompts, keys, **options):
-        texts = ["So it is." if "now " in tokenizer().decode(ids) else calls for ids in prompts]
-        turns = [ids_of(text + "<|im_end|>") for text in texts]
-        return [Sampled(ids, [-1.0] * len(ids), True) for ids in turns]
-
-    monkeypatch.setattr("experiments.train_tools.sample", sample)
-    model = make_model(tmp_path / "model", max_position_embeddings=1024)
-    words = ["--model_name_or_path", model, "--max_prompt_length", 500, "--max_completion_length", 500, "--max_steps", 1]
-    launch("tools", *flags, *words, "--chat_template", tmp_path / "hermes.jinja", "--eval_steps", 0, "--save_steps", 0)
-    for c in completions:
-        assert '{"type": "function", "function": {"name": "count"' in tokenizer().decode(c.prompt["prompt_ids"])
-        assert [m["role"] for m in c.messages] == ["assistant", "tool", "tool", "assistant"]
-        assert c.messages[2]["content"] == "error: there is no tool no, but count"
-        told = "".join(f"<|im_start|>tool\n{m['content']}<|im_end|>\n" for m in c.messages[1:3])
-        assert c.text == f"{calls}<|im_end|>\n{told}<|im_start|>assistant\nSo it is.<|im_end|>"
-        assert (c.calls, c.finished) == (2, True) and 1 <= c.failures <= 2
 
 
 def test_the_environments_of_the_demo():
