@@ -243,9 +243,9 @@ def claim(args: CommonArgs, script: str, inputs: dict[str, Any], processes: int)
         is_complete = (folder / "summary.json").exists() and not is_inside
         checkpoint = named if is_inside else newest_intact(folder) or named
         before = saved if is_complete or checkpoint is None else read_args(checkpoint)
-        if not before:
-            raise UserError(f"{checkpoint or folder} is of a run whose args.yaml cannot be read: {OTHERWISE}")
     earlier = folder if is_complete or checkpoint is None else checkpoint
+    if not before:
+        raise UserError(f"{earlier} is of a run whose args.yaml cannot be read: {instead}")
     changed = _refuse_other_run(args, before, earlier, instead)
     if is_complete or checkpoint:
         refuse_changes(args, inputs, earlier, script)
