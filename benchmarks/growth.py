@@ -30,7 +30,7 @@ from common.collators import flat_batch  # noqa: E402
 from common.data import whole  # noqa: E402
 from common.losses import grpo_loss, segment_ids  # noqa: E402
 from common.model import FlatModel, create_model, make_optimizer  # noqa: E402
-from common.run.estimate import _Live, nbytes  # noqa: E402
+from common.run.estimate import Live, nbytes  # noqa: E402
 from common.sampling import sample  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -71,9 +71,8 @@ class Step:
 
     def memory(self, work: Callable[[], Any]) -> float:
         """MiB: the most that lives at once in the work, beside the weights and the moments."""
-        with _Live(self.model) as live:
-            moments = [x for state in self.optimizer.state.values() for x in state.values()]
-            live.known |= {x.untyped_storage()._cdata for x in moments}
+        moments = [x for state in self.optimizer.state.values() for x in state.values()]
+        with Live([*self.model.parameters(), *self.model.buffers(), *moments]) as live:
             work()
             return live.most / MIB
 

@@ -3,15 +3,13 @@
     python benchmarks/memory.py                      # seconds for each model; no weights, no GPU, no network
     python benchmarks/memory.py --tokens 16384
 
-The models are made without memory (torch's fake tensors), with the sizes of their config.json on the Hub: the estimate sends
-rows through them as it does before a run. QLoRA is LoRA with the linear layers of the blocks at 4 bits and 8 bits for
-the scale of 64 weights.
+The models have the sizes of their config.json on the Hub. Their weights are reserved and never written, so that they take no
+memory. QLoRA is LoRA with the linear layers of the blocks at 4 bits and 8 bits for the scale of 64 weights.
 """
 
 import argparse
 import sys
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -22,7 +20,6 @@ from common.run.estimate import GIB, estimate, nbytes
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 SIZES = {  # hidden, MLP, layers, heads, key/value heads, tied embeddings; of Qwen2.5 and, with 8B, of Llama 3.1
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -32,10 +29,6 @@ SIZES = {  # hidden, MLP, layers, heads, key/value heads, tied embeddings; of Qw
     "Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128256, False),
     "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, False),
 }
-FAKE = FakeTensorMode(allow_non_fake_inputs=True)
-GPU = torch.device("cuda")
-
-
 WAYS = {  # what is said on the command line, and the precision of the weights that it means
     "full": torch.float32,
     "full, --optim adamw_8bit": torch.float32,
@@ -45,8 +38,8 @@ WAYS = {  # what is said on the command line, and the precision of the weights t
 }
 
 
-def make(name: str, dtype: torch.dtype, layers: int) -> torch.nn.Module:
-    hidden, mlp, _, heads, kv_heads, vocabulary, tied = SIZES[name]
+def make(name: str, dtype: torch.dtype) -> torch.nn.Module:
+    hidden, mlp, layers, heads, kv_heads, vocabulary, tied = SIZES[name]
     cls = transformers.LlamaConfig if name.startswith("Llama") else transformers.Qwen2Config
     config = cls(
         hidden_size=hidden,
@@ -58,43 +51,27 @@ def make(name: str, dtype: torch.dtype, layers: int) -> torch.nn.Module:
         max_position_embeddings=32768,
         tie_word_embeddings=tied,
     )
-    with FAKE:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.device("meta"):
+        lm = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    lm.to_empty(device="cpu").tie_weights()
+    return lm
 
 
-def total(lm: torch.nn.Module, lengths: list[int], trained: float, **options: object) -> float:
-    tokens = sum(lengths)
-    options = {"device": GPU, "mixed_precision": "bf16", "lengths": lengths} | options
+def total(name: str, way: str, dtype: torch.dtype, lengths: list[int], trained: float) -> float:
+    """GiB."""
     register()
-    lm.set_attn_implementation(FLAT)
-    return estimate(FlatModel(lm), tokens, max(1, round(tokens * trained)), **options)["total"]
-
-
-def of_layers(name: str, way: str, dtype: torch.dtype, layers: int, lengths: list[int], trained: float) -> float:
-    """The same of a model with so many layers. Under LoRA each adds the same: what is highest there are activations."""
-    lm = make(name, dtype, layers)
+    lm = make(name, dtype)
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lm.set_attn_implementation(FLAT)
     if "LoRA" in way:
-        with FAKE, mock.patch.object(torch.nn.Module, "to", lambda module, *place, **options: module):  # they cannot move
-            lm = get_peft_model(lm, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"), "default", False)
+        lm = get_peft_model(lm, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
         lm.enable_input_require_grads()
-    needed = total(lm, lengths, trained, optim="adamw_8bit" if "8bit" in way else "adamw")
+    options = {"mixed_precision": "bf16", "optim": "adamw_8bit" if "8bit" in way else "adamw"}
+    needed = estimate(FlatModel(lm), lengths, trained, device=torch.device("cuda"), **options)["total"]
     if "QLoRA" in way:
         blocks = [m.base_layer.weight for m in base_lm(lm).modules() if hasattr(m, "lora_A")]
         needed -= (nbytes(blocks) - sum(w.numel() for w in blocks) * (4 + 8 / 64) / 8) / GIB
     return needed
-
-
-def row(name: str, lengths: list[int], trained: float) -> dict[str, float]:
-    """GiB by method."""
-    found, layers = {}, SIZES[name][2]
-    for way, dtype in WAYS.items():
-        if "LoRA" not in way:
-            found[way] = of_layers(name, way, dtype, layers, lengths, trained)
-            continue
-        few, more = (of_layers(name, way, dtype, count, lengths, trained) for count in (4, 8))
-        found[way] = few + (more - few) / 4 * (layers - 4)
-    return found
 
 
 def main() -> None:
@@ -105,7 +82,7 @@ def main() -> None:
     lengths = [1024] * max(1, args.tokens // 1024)
     first = True
     for name in args.only:
-        found = row(name, lengths, 0.5)
+        found = {way: total(name, way, dtype, lengths, 0.5) for way, dtype in WAYS.items()}
         if first:
             print(f"| model | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
             first = False

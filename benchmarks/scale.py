@@ -87,7 +87,7 @@ def traffic(
 
 
 def traffic_table() -> str:
-    """The table of docs/scale.md, in GB (1e9 bytes): with one micro-batch for each GPU, and with eight."""
+    """The table of docs/parallel.md, in GB (1e9 bytes): with one micro-batch for each GPU, and with eight."""
     lines = [
         "| model | GPUs | a GPU sends: DDP | FSDP2 | FSDP2 without reshard | HSDP "
         "| 8 micro-batches, out of a machine: DDP | FSDP2 | HSDP |",

@@ -206,12 +206,6 @@ class EvalArgs:
         help="URL that alerts are posted to (Slack, Discord, JSON); it is a secret: better set PLAINLOOP_ALERT_WEBHOOK",
         secret=True,
     )
-    alert_memory_above: float = arg(
-        0.95, help="alert when this share of the memory has been used; 1: never", within="(0, 1]", needs="alert_webhook"
-    )
-    alert_stall_minutes: float = arg(
-        30.0, help="alert when no step ends for this many minutes; 0: never", within="[0, 1e6]", needs="alert_webhook"
-    )
 
 
 @dataclass

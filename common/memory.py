@@ -28,7 +28,6 @@ MESSAGES = (
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 
-
 # On a CPU: the size of a row's hidden states that fits its cache, and the tokens below which matrix products are slow.
 # Autocast converts the weights again for each part.
 CACHED_NUMBERS, LEAST_TOKENS, LEAST_TOKENS_AUTOCAST = 2**18, 512, 1024

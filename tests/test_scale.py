@@ -35,7 +35,7 @@ def test_the_bytes_of_a_window_by_hand(kind, gpus, micro_batches, gpu, machine):
 
 
 def test_the_page_has_the_table_that_the_function_gives():
-    assert traffic_table() in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert traffic_table() in (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="kind 'zero3': one of ddp"):
         traffic(1e9, 8, "zero3")
 

@@ -7,6 +7,7 @@ import importlib
 from types import ModuleType
 
 EXTRAS: dict[str, str] = {
+    "alerts": "--alert_webhook",
     "hub": "every run, when its model card is written; --push_to_hub",
     "cuda_graph": "sampling on a CUDA device",
     "experts": "a mixture of experts",

@@ -18,6 +18,7 @@ from common.memory import to_device
 from common.model import lm_head
 from common.model.attention import FlatRow, first_occurrences, plan_flat_row
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -221,8 +222,12 @@ class FlatModel(nn.Module):
         padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
         mask = torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
 
+        # Known here: a mask would have to be asked of the device.
+        places = np.concatenate([i * padded.shape[1] + np.arange(n) for i, n in enumerate(lengths)])
+        places = to_device(places, ids.device)
+
         def to_row(x: Tensor) -> Tensor:
-            x = x.reshape(*mask.shape, -1)[mask]
+            x = x.reshape(mask.numel(), -1)[places]
             return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
 
         with self._calling(lengths):

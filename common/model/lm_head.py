@@ -17,13 +17,11 @@ Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows o
 from collections.abc import Callable
 
 from common.model.fused_head import (
-    BLOCK_ELEMENTS,
     LogitTransform,
     LogProbs,
     WeightedNLL,
     chunk_rows,
     compute_dtype,
-    of_device,
 )
 
 import torch
@@ -141,27 +139,6 @@ def weighted_nll(
             return loss, tuple(scores)
     logps, entropy, correct = log_probs(inner, hidden, tokens, temperature, entropy=True)
     return -(weights * logps).sum(), (logps.detach(), entropy.detach(), correct)
-
-
-def head_bytes(inner: nn.Module, N: int, device: torch.device, autocast: torch.dtype | None) -> int:
-    """Peak bytes that `weighted_nll`, or `log_probs` with its backward pass, hold for N positions, including gradients."""
-    weight = weight_of(inner.get_output_embeddings())
-    V, D = weight.shape
-    dtype = autocast or weight.dtype
-    exact = torch.promote_types(dtype, torch.float32)
-    rows = min(N, chunk_rows(device, V))
-    hidden = 2 * N * D * weight.dtype.itemsize  # and its gradient
-    if _plain_linear(inner) is None:  # logits, autograd's copies of them, and gradients accumulated one by one
-        return (
-            hidden
-            + rows * V * (dtype.itemsize + 3 * exact.itemsize)
-            + 3 * weight.requires_grad * V * D * weight.dtype.itemsize
-        )
-    block = min(rows * V, max(V, of_device(BLOCK_ELEMENTS, device)))
-    held = hidden + (rows * V + 2 * block) * exact.itemsize + weight.requires_grad * V * D * exact.itemsize
-    held += (dtype != exact) * rows * V * dtype.itemsize  # the matrix product before its copy to float32
-    held += (dtype != weight.dtype) * V * D * dtype.itemsize  # the weight, cast
-    return held
 
 
 # --- the head of a model --------------------------------------------------------------------------------------------

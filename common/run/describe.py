@@ -1,6 +1,8 @@
 """Describe what a run will train on before it starts: on the console with --dry_run, and in dataset.json."""
 
+import hashlib
 import json
+import os
 from typing import Any
 
 from common.args import CommonArgs
@@ -8,16 +10,16 @@ from common.collators import Windows
 from common.data.examples import Examples
 from common.data.load import Rows
 from common.data.tokens import show_trained, trained_parts
-from common.data.types import Tokenizer
+from common.data.types import Example, Tokenizer
 from common.errors import say
 from common.memory import SHARDED, memory, tokens_at_once
-from common.model.flat_model import FlatModel, check_positions
-from common.run import gpu_advice
-from common.run.estimate import needs, show_memory, show_size
-from common.run.load_report import in_a_line, load_report
+from common.model.flat_model import FlatModel, base_lm, check_positions, count_parameters, sizes
+from common.model.save import base_dtype, final_dtype
+from common.run.estimate import estimate_run
 from common.sampling import RolloutSchedule, why_no_cache
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 
 BINS = 8  # of the length histogram
@@ -45,42 +47,54 @@ def describe(
     if reason := why_no_cache(model):
         say(f"sampling is slow, each token costs a pass over all before it: {reason}")
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)
-    report = load_report(args, accelerator, model, tokenizer)
-    say(in_a_line(report))
-    gpu_advice.advise(args, accelerator, model)
+    about_model = describe_model(args, accelerator, model, tokenizer)
+    say(model_in_a_line(about_model))
+    gpu_hints(args, accelerator)
+    lengths, at_once = plan.pop("largest_micro_batch"), tokens_at_once(accelerator, model)
+    sources = with_shares(data.facts())
+    is_sharded = accelerator.distributed_type in SHARDED
     facts = {
-        "sources": with_shares(data.facts()),
+        "sources": sources,
         "eval_sources": held_out.facts(),
-        "lengths": lengths(data.lengths),
+        "lengths": describe_lengths(data.lengths),
         "packing": None,
         "example": example_name,
         "batched_as": example_name if packs is data else "row",
-        "plan": {name: value for name, value in plan.items() if name != "largest_micro_batch"},
-        "parameters": report["parameters"],
-        "model": report,
+        "plan": plan,
+        "parameters": about_model["parameters"],
+        "model": about_model,
+        "tokens_at_once": at_once if sum(lengths) >= 2 * at_once else None,
+        "memory_gib": None,
     }
     if getattr(packs, "max_length", 0):
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
-    at_once = tokens_at_once(accelerator, model)
-    facts["tokens_at_once"] = at_once if sum(plan["largest_micro_batch"]) >= 2 * at_once else None
-    facts["memory_gib"], helps = None, []
-    if args.dry_run or accelerator.distributed_type not in SHARDED:
-        shape = plan["largest_micro_batch"], trained_share(facts["sources"])
-        facts["memory_gib"], helps = needs(accelerator, model, *shape, reference, optim=args.optim)
-    limit = memory(accelerator.device).limit
+    if args.dry_run or not is_sharded:
+        options = {"reference": reference, "optim": args.optim}
+        try:
+            facts["memory_gib"] = estimate_run(accelerator, model, lengths, trained_share(sources), **options)
+        except Exception as error:  # layers whose shapes depend on numbers fail in different ways
+            say(f"memory: it cannot be estimated for this model ({' '.join(str(error).split())[:120]})")
     if args.dry_run:
-        show(facts, data, tokenizer, limit, helps, args.dataset_streaming)
+        histogram = facts["lengths"].pop("histogram")
+        most = max(count for *_, count in histogram)
+        facts["lengths"] |= {f"{low:,} - {high:,}": f"{'#' * round(40 * n / most):40} {n:,}" for low, high, n in histogram}
+        for title, value in facts.items():
+            if value and title != "model":
+                show(title, value)
+    limit, total = memory(accelerator.device).limit, (facts["memory_gib"] or {}).get("total", 0.0)
+    if is_sharded and args.dry_run:
+        say("memory: that of a process which holds the whole model; FSDP and ZeRO divide it")
+    elif total > limit or (total and args.dry_run):
+        too_much = "; docs/memory.md says what helps" if total > limit else ""
+        say(f"memory: this run needs about {total:.2f} GiB, and there are {limit:.1f}{too_much}")
+    show_example(data[0], tokenizer, example_name)
+    if args.dry_run:
+        say("dry run: nothing was trained, and nothing written in output_dir")
         return ""
-    if helps:
-        say(f"memory: this run needs about {facts['memory_gib']['total']:.1f} GiB, and there are {limit:.1f}")
-        show_savings(helps)
-    show_examples(data, tokenizer, example_name, 1)
-    say(
-        f"{len(data):,} {example_name}s"
-        f"{' in the first block' if args.dataset_streaming else ''}, {len(held_out):,} held out; "
-        f"{plan['steps']} steps of {plan['examples_per_step']:g} {facts['batched_as']}s"
-    )
-    facts["marked"] = marked(data, tokenizer)
+    block = " in the first block" if args.dataset_streaming else ""
+    steps = f"{plan['steps']} steps of {plan['examples_per_step']:g} {facts['batched_as']}s"
+    say(f"{len(data):,} {example_name}s{block}, {len(held_out):,} held out; {steps}")
+    facts["marked"] = marked(data[0], tokenizer)
     return json.dumps(facts, indent=1, ensure_ascii=False)
 
 
@@ -93,92 +107,53 @@ def typical_length(windows: Windows | RolloutSchedule) -> float:
     return float((sizes**2).sum() / sizes.sum())
 
 
-def show(
-    facts: dict[str, Any],
-    data: Examples | Rows,
-    tokenizer: Tokenizer,
-    limit: float,
-    helps: list[tuple[str, float]],
-    streaming: bool,
-) -> None:
-    """Print all facts and two examples."""
-    example = facts["example"]
-    say(f"\ndata{' (what is in the first block of the stream)' if streaming else ''}")
-    show_sources(facts["sources"])
-    if facts["eval_sources"]:
-        say("held out")
-        show_sources(facts["eval_sources"])
-    found = facts["lengths"]
-    marks = ", ".join(f"{name} {found[name]:,}" for name in ("min", "p50", "p90", "p99", "max"))
-    say(f"\ntokens of a {example}: {marks}, mean {found['mean']:,.1f}")
-    most = max(count for _, _, count in found["histogram"])
-    for low, high, count in found["histogram"]:
-        say(f"    {low:>7,} - {high:<7,} {'#' * round(40 * count / most):<40} {count:,}")
-    if facts["packing"]:
-        rows, max_length, share = facts["packing"].values()
-        say(f"packed into {rows:,} rows of up to {max_length:,} tokens, {share:.1%} full")
-    plan = facts["plan"]
-    each = f"{plan['examples_per_step']:g} {facts['batched_as']}s, about {plan['tokens_per_step']:,} tokens"
-    say(f"\nsteps: {plan['steps']:,}, each of {each}")
-    if plan.get("utilisation"):
-        say(f"micro-batches: {plan['utilisation']:.1%} of max_tokens_per_batch used")
-    if facts["tokens_at_once"]:
-        say(f"about {facts['tokens_at_once']:,} of them or some more go through the model together: a CPU wants no more")
-    if plan["steps_per_epoch"]:
-        say(f"an epoch: {plan['steps_per_epoch']:,g} steps")
-    say(f"parameters: {facts['parameters']['trained']:,} of {facts['parameters']['all']:,} trained")
-    if facts["memory_gib"]:
-        say(f"\n{show_memory(facts['memory_gib'], limit)}\n")
-        show_savings(helps)
-    show_examples(data, tokenizer, example, 2)
-    say("\ndry run: nothing was trained, and nothing written in output_dir")
+# --- the facts ------------------------------------------------------------------------------------------------------
 
 
-def show_sources(sources: list[dict[str, Any]]) -> None:
-    """Print a line for each source, and one for each reason why rows were left out."""
-    say(f"    {'source':20} {'format':17} {'rows':>9} {'used':>9} {'tokens':>13} {'trained':>8} {'share':>7}")
-    for found in sources:
-        trained = f"{found['trained_tokens'] / max(found['tokens'], 1):.1%}" if "trained_tokens" in found else "-"
-        share = f"{found['share']:.1%}" if "share" in found else "-"
-        numbers = f"{found['rows']:>9,} {found['examples']:>9,} {found['tokens']:>13,} {trained:>8} {share:>7}"
-        say(f"    {found['source']:20} {found['format']:17} {numbers}")
-        for reason, dropped in found["dropped"].items():
-            say(f"        left out: {dropped['count']:,}, {reason} ({', '.join(dropped['first'])})")
+def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Class, parameters, precision, calling convention, parts left out, adapted or frozen, chat template, stop tokens."""
+    lm = base_lm(model.lm)
+    trained, parameters = count_parameters(model)
+    text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}
+    beside = sum(sizes(p for p in lm.parameters() if id(p) not in text))
+    template, names = tokenizer.chat_template, tokenizer.convert_ids_to_tokens(model.stop_ids)
+    return {
+        "class": type(lm).__name__,
+        "parameters": {"trained": trained, "all": parameters},
+        "quantised": sum(sizes(p for p in lm.parameters() if p.dtype in (torch.uint8, torch.int8))),
+        "dtype": {
+            "base": base_dtype(model),
+            "weights": args.dtype,
+            "autocast": accelerator.mixed_precision,
+            "export": final_dtype(args, base_dtype(model)),
+        },
+        "called_on": "padded batches" if model.padded else "flat rows",
+        "adapted_layers": sorted({name.split(".")[-1] for name, m in model.lm.named_modules() if hasattr(m, "lora_A")}),
+        "frozen_beside_text": beside if lm.config.get_text_config() is not lm.config else 0,
+        "left_out": getattr(lm, "left_out", ""),
+        "embedding_rows": lm.get_input_embeddings().weight.shape[0],
+        "chat_template": args.chat_template or ("the tokenizer's" if template else None),
+        "chat_template_hash": hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else None,
+        "stop_tokens": [str(token or i) for i, token in zip(model.stop_ids, names, strict=True)],
+    }
 
 
-def show_savings(helps: list[tuple[str, float]]) -> None:
-    """Print the changes that would save memory, and how much each saves."""
-    for what, gain in helps:
-        say(f"    about {show_size(gain)} less with {what}")
-
-
-def show_examples(data: Examples | Rows, tokenizer: Tokenizer, name: str, most: int) -> None:
-    """Print the first examples as text with the trained tokens marked."""
-    for i in range(min(most, len(data))):
-        example = data[i]
-        if isinstance(example, dict):  # a prompt
-            say(f"{name} {i + 1}:\n{tokenizer.decode(example['prompt_ids']).rstrip()}\n")
-            continue
-        sides = ("chosen", "rejected") if len(example) == 2 else ("",)
-        for side, sequence in zip(sides, example, strict=True):
-            say(f"{' '.join(filter(None, (name, str(i + 1), side)))}, with what is trained marked:")
-            shown = show_trained(sequence, tokenizer).rstrip("\n")
-            say(f"{shown if len(shown) <= SHOWN else f'{shown[:SHOWN]} ...'}\n", as_it_is=True)
-
-
-def marked(data: Examples | Rows, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The first example for dataset.json: {"side", "parts": [(text, whether it is trained)]} for each of its sequences."""
-    if not len(data):
-        return []
-    example = data[0]
-    if isinstance(example, dict):  # a prompt
-        return [{"side": "", "parts": [(tokenizer.decode(example["prompt_ids"])[:SHOWN], False)]}]
-    sides = ("chosen", "rejected") if len(example) == 2 else ("",)
-    found = []
-    for side, sequence in zip(sides, example, strict=True):
-        short = {name: sequence[name][:SHOWN] for name in ("input_ids", "loss_mask")}
-        found.append({"side": side, "parts": trained_parts(short, tokenizer)})
-    return found
+def model_in_a_line(about: dict[str, Any]) -> str:
+    """What describe_model found, leaving out what is as usual."""
+    counts, dtype, beside = about["parameters"], about["dtype"], about["frozen_beside_text"]
+    parts = [
+        f"{about['class']}, {counts['trained']:,} of {counts['all']:,} parameters trained",
+        dtype["weights"],
+        f"{dtype['autocast']} autocast" if dtype["autocast"] != "no" else "",
+        f"exported in {dtype['export']}" if dtype["export"] != dtype["weights"] else "",
+        f"{about['quantised']:,} parameters quantised" if about["quantised"] else "",
+        about["called_on"],
+        f"adapters on {', '.join(about['adapted_layers'])}" if about["adapted_layers"] else "",
+        f"{beside:,} parameters beside the text model frozen, exported as they are" if beside else "",
+        f"left out: {about['left_out']}" if about["left_out"] else "",
+        f"answers end with {' or '.join(about['stop_tokens'])}",
+    ]
+    return f"model: {'; '.join(filter(None, parts))}"
 
 
 def with_shares(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -188,7 +163,7 @@ def with_shares(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found | {"share": part / max(sum(parts), 1)} for found, part in zip(sources, parts, strict=True)]
 
 
-def lengths(sizes: np.ndarray) -> dict[str, Any]:
+def describe_lengths(sizes: np.ndarray) -> dict[str, Any]:
     """Percentiles of the examples' token counts, and a histogram as [low, high, examples]."""
     marks = np.percentile(sizes, [0, 50, 90, 99, 100]).astype(int).tolist()
     edges = np.unique(np.geomspace(max(marks[0], 1), marks[-1] + 1, BINS + 1).round().astype(int))
@@ -202,3 +177,62 @@ def trained_share(sources: list[dict[str, Any]]) -> float:
     """The share of tokens that are trained, over the sources where it is known."""
     known = [found for found in sources if "trained_tokens" in found]
     return sum(f["trained_tokens"] for f in known) / max(1, sum(f["tokens"] for f in known)) if known else 1.0
+
+
+def sides(example: Example | dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """(name, sequence) of each sequence of an example. A prompt is a sequence of which nothing is trained."""
+    if isinstance(example, dict):
+        ids = np.asarray(example["prompt_ids"])
+        return [("", {"input_ids": ids, "loss_mask": np.zeros(len(ids), np.uint8)})]
+    return list(zip(("chosen", "rejected") if len(example) == 2 else ("",), example, strict=True))
+
+
+def marked(example: Any, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """An example for dataset.json: {"side", "parts": [(text, whether it is trained)]} for each of its sequences."""
+    found = []
+    for side, sequence in sides(example):
+        short = {name: sequence[name][:SHOWN] for name in ("input_ids", "loss_mask")}
+        found.append({"side": side, "parts": trained_parts(short, tokenizer)})
+    return found
+
+
+# --- what is printed ------------------------------------------------------------------------------------------------
+
+
+def show(title: str, value: Any) -> None:
+    """Print a fact: a dict or a list with a line for each item."""
+    if not isinstance(value, dict | list):
+        return say(f"{title}: {as_text(value)}")
+    say(f"{title}:")
+    for item in value:
+        say(f"    {item:17} {as_text(value[item])}" if isinstance(value, dict) else f"    {as_text(item)}")
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {as_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
+    if isinstance(value, list):
+        return ", ".join(map(as_text, value))
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def show_example(example: Any, tokenizer: Tokenizer, name: str) -> None:
+    """Print an example as text with the trained tokens marked."""
+    for side, sequence in sides(example):
+        is_prompt = isinstance(example, dict)
+        say(f"{' '.join(filter(None, (name, '1', side)))}{'' if is_prompt else ', with what is trained marked'}:")
+        text = show_trained(sequence, tokenizer).rstrip("\n")
+        say(f"{text if len(text) <= SHOWN else f'{text[:SHOWN]} ...'}\n", as_it_is=True)
+
+
+def gpu_hints(args: CommonArgs, accelerator: Accelerator) -> None:
+    """Print which settings of the launcher leave a GPU slow, or others idle."""
+    if accelerator.device.type != "cuda":
+        return
+    if accelerator.mixed_precision == "no" and args.dtype == "float32":
+        say("precision: float32 on a GPU is several times slower than bf16: accelerate launch --mixed_precision bf16")
+    used, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if used < gpus:
+        say(f"GPUs: {used} of {gpus} in use; all: --config_file accelerate_configs/multi_gpu.yaml --num_processes {gpus}")

@@ -7,6 +7,7 @@ Its parts are in one list. Each has those of these methods that it needs:
 
     restore(state)              read what it kept in the checkpoint's trainer_state.json ({"step": 0} for a new run)
     state() -> dict             what to keep there
+    on_step(step)               the work after so many updates begins
     on_event(kind, step, text)  a line of events.jsonl was written ("saved", "spike", "memory", "bad", "stopped", ...)
     on_log(step, values)        a line of metrics.jsonl was written
     close()                     the run ends, complete or not
@@ -31,7 +32,6 @@ from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.model.save import base_dtype, final_dtype
-from common.run.alerts import Alerts
 from common.run.best import Best
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
@@ -59,7 +59,8 @@ class Run:
         """
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
         LAST_WORDS.clear()  # left by an earlier run in this process
-        self.alerts = Alerts(args)  # before anything is written: the address is a secret
+        # Before anything is written: the address is a secret.
+        self.alerts = extra("alerts").Alerts(args) if args.alert_webhook else None
         self.best = Best(args)
         self.accelerator, self.resume_from = start(args, script)
         self.regression = extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
@@ -156,7 +157,7 @@ class Run:
             for step in range(self.first_step, last + 1):  # not the bar's count, which lags behind
                 self.bar.update(step - self.bar.n)
                 self.step = step
-                self.alerts.watch(step)
+                self._each("on_step", step)
                 self._run_suite(step)
                 yield step
 

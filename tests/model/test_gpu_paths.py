@@ -11,7 +11,6 @@ from common.errors import UserError
 from common.memory import peak_flops
 from common.model import attention
 from common.model.wrap import wrap
-from common.run.gpu_advice import slow_settings
 from common.run.nonfinite import MOST_SKIPPED, NonFinite
 from common.sampling.generate import FlatDecoder, generating
 from tests.tiny import SIZE, V, tiny_lm
@@ -94,14 +93,6 @@ def test_heads_of_256_go_to_the_kernel_where_their_gradient_fits(capability, hea
 def test_a_gpu_is_known_by_the_words_of_its_name(name, flops, gpu):
     gpu(name=name)
     assert peak_flops(CUDA) == flops and peak_flops(torch.device("cpu")) is None
-
-
-def test_what_makes_a_gpu_slow_is_said_with_what_to_do():
-    assert "accelerate launch --mixed_precision bf16 or" in slow_settings((8, 0), "no", "float32", False)[0]
-    assert slow_settings((7, 5), "no", "float32", False)[0].endswith("--mixed_precision fp16")
-    assert "--mixed_precision fp16" in slow_settings((7, 5), "bf16", "float32", False)[0]
-    assert "--dtype bfloat16" in slow_settings((9, 0), "bf16", "float32", True)[0]
-    assert slow_settings((9, 0), "bf16", "float32", False) == slow_settings((9, 0), "no", "bfloat16", True) == []
 
 
 # --- what is wrong without a line -----------------------------------------------------------------------------------

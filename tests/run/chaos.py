@@ -104,7 +104,7 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
         moments.around(importlib.import_module(f"common.run.{module}"), "prune", "prune")
     moments.around(importlib.import_module("common.extras.report"), "write_page", "page")
 
-    append, seed_dropout = Metrics.append, Retry._seed_dropout
+    append, compute = Metrics.append, Retry.__call__
 
     def append_half(self, file, rows):
         path = self.output_dir / file
@@ -114,12 +114,12 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
             os.truncate(path, (before + path.stat().st_size) // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def next_step(self, step):
+    def next_step(self, gradients, step, window):
         if step and step % epoch == 0:
             moments.passing("epoch")
-        seed_dropout(self, step)
+        compute(self, gradients, step, window)
 
-    Metrics.append, Retry._seed_dropout = append_half, next_step
+    Metrics.append, Retry.__call__ = append_half, next_step
 
 
 def _attempt(stage: str, words: list[str], log: str, epoch: int, kind: str | None, at: int) -> None:

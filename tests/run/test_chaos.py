@@ -217,27 +217,25 @@ def assert_nothing_is_lost(case: str, whole, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("case", "kind"), DEFAULT)
-def test_a_killed_run_ends_as_if_nothing_had_been(case, kind, whole, tmp_path):
+def test_killed_runs_lose_nothing(case, kind, whole, tmp_path):
     assert run_through(case, whole, tmp_path, seed=0, kind=kind, most=1) == 1
     assert_nothing_is_lost(case, whole, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["prune", "page"])
-def test_what_comes_after_the_last_save_is_made_up_for(kind, whole, tmp_path):
-    """The checkpoints that are one too many, the figures of the summary, the page."""
+def test_what_follows_the_last_save_is_done(whole, tmp_path):
+    """The checkpoints that are one too many, the figures of the summary."""
     case = "sft, packing, LoRA with dropout, several sources"
     words, _, moments, _ = whole(case)
-    for doomed in ({"kind": kind, "at": moments[kind] - 1}, {}):
+    for doomed in ({"kind": "prune", "at": moments["prune"] - 1}, {}):
         log = tmp_path / "out.log"
         code = attempt("sft", [*words, "--output_dir", str(tmp_path / "out")], log, epoch=3, **doomed)
         assert code == (-signal.SIGKILL if doomed else 0), log.read_text()[-4000:]
     assert_nothing_is_lost(case, whole, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(EACH))
 @pytest.mark.parametrize("stage", STAGES)
-def test_twenty_runs_of_each_stage_are_killed_anywhere(stage, seed, whole, tmp_path):
+def test_runs_killed_anywhere_lose_nothing(stage, seed, whole, tmp_path):
     cases = [case for case, (its, *_) in CASES.items() if its == stage]
     case = cases[seed % len(cases)]
     kinds = [*whole(case)[2], None]

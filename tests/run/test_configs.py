@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 from common.errors import UserError
 from common.run import launch
-from common.run.gpu_advice import idle_gpus
 from common.run.launch import _refuse_false_launches, refuse_too_many_processes
 from tests.conftest import ROOT, run_script
 from tests.scripts.test_equivalence import free_port
@@ -112,12 +111,6 @@ def test_processes_that_share_a_micro_batch_are_refused():
     launched = SimpleNamespace(num_processes=1, distributed_type="NO", parallelism_config=sizes)
     with pytest.raises(UserError, match="tp_size"):
         _refuse_false_launches(launched)
-
-
-def test_gpus_that_have_nothing_to_do_are_named():
-    assert idle_gpus(1, 1) == idle_gpus(8, 8) == []
-    (line,) = idle_gpus(1, 8)
-    assert "1 of 8" in line and "--num_processes 8" in line
 
 
 class Two:

@@ -206,7 +206,7 @@ Accelerator.backward = watch
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_whole_gradients_are_held_until_the_last_micro_batch(mixed_precision, sharded, words, tmp_path, monkeypatch):
-    """4 bytes for each parameter on each process: what `estimate` counts (tests/run/test_estimate.py)."""
+    """4 bytes for each parameter on each process."""
     monkeypatch.setenv("SEEN", str(tmp_path / "held"))
     sharded("sft", *words("sft"), mixed_precision=mixed_precision, first=WHOLE)
     held, numbers = json.loads((tmp_path / "held").read_text())

@@ -5,7 +5,7 @@ from common.data.types import whole
 from common.losses import nll
 from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap
-from common.run.estimate import _Live, nbytes
+from common.run.estimate import Live, nbytes
 from common.sampling.generate import FlatDecoder, generating, sample
 from tests.tiny import SIZE
 
@@ -37,7 +37,7 @@ def held(model, lengths, objective="known weights", trained=1.0):
     for sequence in row:
         sequence["loss_mask"][: int((1 - trained) * len(sequence["loss_mask"]))] = 0
     batch = flat_batch([row], CPU)
-    with _Live(model) as live:
+    with Live(model.parameters()) as live:
         if objective == "known weights":
             loss = model(batch, nll_weights=batch["loss_mask"]).nll
         else:
@@ -104,7 +104,7 @@ def test_untrained_positions_never_enter_the_head():
 def sampled(model, prompt, G, new=NEW):
     draw = np.random.default_rng(0)
     prompts = [draw.integers(2, 61, size=prompt).tolist()] * G
-    with _Live(model) as live:
+    with Live(model.parameters()) as live:
         found = sample(model, prompts, [(i,) for i in range(G)], stop_ids=[61], max_new_tokens=new)
         assert {len(completion.ids) for completion in found} == {new}
         return live.most
@@ -150,7 +150,7 @@ def test_an_update_holds_the_prompt_of_a_group_once():
             [{"input_ids": np.concatenate([start, draw.integers(2, 61, size=answer)]), "loss_mask": mask}] for _ in range(G)
         ]
         batch = flat_batch(examples, CPU)
-        with _Live(model) as live:
+        with Live(model.parameters()) as live:
             nll(model(batch).logps, batch["loss_mask"]).backward()
             model.zero_grad()
             return live.most, batch["input_ids"].numel()

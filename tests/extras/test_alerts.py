@@ -1,0 +1,289 @@
+"""Alerts: what is sent where, that nothing waits for it, and that the address stays secret. Against a server of our own."""
+
+import http.server
+import json
+import socket
+import sys
+import threading
+import time
+
+from common import errors
+from common.args import CommonArgs
+from common.errors import UserError, last_words
+from common.extras import alerts as module
+from common.extras.alerts import Alerts, body_for
+from tests.conftest import events_of, run_script
+
+import pytest
+
+TOKEN = "T0K3N-of-the-hook"
+SMALL = ["--model_name_or_path", "data/base_model", "--max_steps", "2", "--eval_steps", "0", "--save_steps", "0"]
+SMALL += ["--logging_steps", "1", "--max_train_samples", "40"]
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers with what `answers` holds, the last one again and again; keeps what was sent."""
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, *answers, delay=0.0):
+        self.answers, self.delay, self.got, self.asked = list(answers) or [200], delay, [], []
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/services/{TOKEN}"
+
+    @property
+    def events(self):
+        return [got["event"] for got in self.got]
+
+    def wait_for(self, number, seconds=20):
+        end = time.monotonic() + seconds
+        while len(self.got) < number and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.got
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        server = self.server
+        time.sleep(server.delay)
+        code = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
+        server.asked.append((self.path, self.headers["Content-Type"], code))
+        if code == 200:
+            server.got.append(json.loads(body))
+        self.send_response(code)
+        if 300 <= code < 400:
+            self.send_header("Location", f"/other/{TOKEN}")
+        self.end_headers()
+
+    def do_GET(self):
+        self.server.asked.append((self.path, "", 0))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(module, "WAITS", (0.0, 0.02, 0.02))
+    errors.LAST_WORDS.clear()
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    yield
+    errors.LAST_WORDS.clear()
+
+
+def alerts_to(url, **settings):
+    return Alerts(CommonArgs(output_dir="out/my-run", alert_webhook=url, **settings))
+
+
+def test_an_alert_says_what_who_and_when():
+    server = Server()
+    alerts = alerts_to(server.url)
+    alerts.on_step(7)
+    alerts.on_event("spike", 7, f"the loss jumps; {server.url} is no secret here")
+    alerts.on_event("saved", 7, "checkpoint-7")
+    alerts.on_event("finished", 8, "loss 2 -> 1")
+    alerts.close()
+    first, last = server.got
+    assert first | {"time": 0} == {
+        "title": "my-run: spike",
+        "text": "step 7: the loss jumps; (secret) is no secret here",
+        "level": "warn",
+        "event": "spike",
+        "run": "my-run",
+        "step": 7,
+        "time": 0,
+    }
+    assert abs(first["time"] - time.time()) < 60 and (last["event"], last["level"]) == ("finished", "info")
+    assert server.asked == [(f"/services/{TOKEN}", "application/json", 200)] * 2
+    alerts.send("spike", "after the end")
+    time.sleep(0.2)
+    assert len(server.got) == 2
+
+
+def test_each_host_gets_its_own_form():
+    """Nobody is called by name."""
+    alert = {"title": "r: died", "text": "<!channel> & @everyone", "level": "error", "event": "died"}
+    slack = body_for("https://hooks.slack.com/services/T/B/x", alert)
+    assert slack == {"text": "🔴 r: died\n&lt;!channel&gt; &amp; @everyone"}
+    for host in ("discord.com", "discordapp.com", "canary.discord.com"):
+        found = body_for(f"https://{host}/api/webhooks/1/x", alert)
+        assert found == {"content": "🔴 r: died\n<!channel> & @everyone", "allowed_mentions": {"parse": []}}
+    for host in ("example.org", "notslack.com", "slack.com.example.org"):
+        assert body_for(f"https://{host}/x", alert) == alert
+
+
+@pytest.mark.parametrize("answers, said", [([500, 429, 200], ""), ([500], "500"), ([302], "302")])
+def test_failures_are_retried_and_said_once(answers, said, capsys):
+    """A redirect is not followed."""
+    server = Server(*answers)
+    alerts = alerts_to(server.url)
+    alerts.send("spike", "a")
+    alerts.send("finished", "b")
+    alerts.close()
+    assert [code for *_, code in server.asked][:3] == (answers * 3)[:3]
+    assert {path for path, *_ in server.asked} == {f"/services/{TOKEN}"}
+    out = capsys.readouterr().out
+    assert out.count("--alert_webhook") == bool(said) and said in out and TOKEN not in out
+
+
+def test_nothing_waits_for_a_hanging_address(monkeypatch, capsys):
+    """A socket that accepts and never answers; a port where nobody listens."""
+    monkeypatch.setattr(module, "LAST_SECONDS", 0.3)
+    with socket.socket() as silent, socket.socket() as nobody:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(100)
+        nobody.bind(("127.0.0.1", 0))
+        for port in (silent.getsockname()[1], nobody.getsockname()[1]):
+            alerts = alerts_to(f"http://127.0.0.1:{port}/{TOKEN}")
+            begun = time.monotonic()
+            for step in range(200):
+                alerts.on_step(step)
+                alerts.send("spike", "x")
+            assert time.monotonic() - begun < 1.0
+            alerts.close()
+            assert time.monotonic() - begun < 3.0
+    assert TOKEN not in capsys.readouterr().out
+
+
+def test_a_slow_address_gets_all(tmp_path):
+    server = Server(delay=0.1)
+    alerts = alerts_to(server.url)
+    for i in range(5):
+        alerts.send("spike", str(i))
+    alerts.close()
+    assert [got["text"] for got in server.got] == ["0", "1", "2", "3", "4"]
+
+
+def test_a_stall_is_told_once(monkeypatch):
+    monkeypatch.setattr(module, "STALL", 0.1)
+    server = Server()
+    alerts = alerts_to(server.url)
+    time.sleep(0.3)
+    alerts.on_step(3)
+    assert len(server.wait_for(1)) == 1 and "after step 3" in server.got[0]["text"]
+    time.sleep(0.3)
+    assert server.events == ["stalled"]
+    alerts.on_step(4)
+    alerts.close()
+    time.sleep(0.3)
+    assert server.events == ["stalled"], "the end of a run is no stall"
+
+
+def test_frequent_events_are_told_now_and_then(monkeypatch):
+    server = Server()
+    alerts = alerts_to(server.url)
+    for step in range(5):
+        alerts.on_event("bad", step, "not finite")
+        alerts.on_log(step, {"peak_memory_gib": 1e9})
+    alerts.close()
+    assert server.events == ["bad", "memory"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["hooks.slack.com/x", "ftp://h/x", "http:///x", "https://h/a b", "https://h:port/x", "https://h/\n", "https://h/ü"],
+)
+def test_a_bad_address_is_refused_and_not_shown(address):
+    for url in (address + TOKEN, f"https://{TOKEN}:pw@h/x"):
+        with pytest.raises(UserError, match="--alert_webhook") as error:
+            alerts_to(url)
+        assert TOKEN not in str(error.value)
+
+
+def test_only_the_main_process_sends(monkeypatch):
+    """And a dry run does not."""
+    server = Server()
+
+    def run(**settings):
+        alerts = alerts_to(server.url, **settings)
+        alerts.send("finished", "")
+        alerts.close()
+
+    run(dry_run=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    run()
+    assert server.asked == [] and errors.LAST_WORDS == []
+    monkeypatch.setenv("RANK", "0")
+    run()
+    assert len(server.got) == 1
+
+
+def test_no_address_stays_on_the_command_line(monkeypatch):
+    words = ["--alert_webhook", "http://h/one", "--alert-webhook=http://h/two", "--alert_webhook", "http://h/three", "x"]
+    monkeypatch.setattr(sys, "argv", [*words])
+    alerts_to("http://h/three")
+    assert sys.argv == ["--alert_webhook", "(secret)", "--alert-webhook=(secret)", "--alert_webhook", "(secret)", "x"]
+
+
+def test_an_error_is_told_before_the_end():
+    server = Server()
+    alerts = alerts_to(server.url)
+    alerts.on_step(5)
+    alerts.on_event("stopped", 5, "died: no such file")  # the run's own note of it
+    last_words(UserError(f"no such file {server.url}"))
+    last_words(ValueError("again"))
+    (got,) = server.got
+    assert (got["event"], got["level"], got["text"]) == ("died", "error", "at step 5: no such file (secret)")
+
+
+def test_a_run_tells_its_end_and_no_address(launch, monkeypatch, capsys):
+    server = Server()
+    monkeypatch.setattr(sys, "argv", ["train_sft.py", "--alert_webhook", server.url])
+    words = [*SMALL, "--alert_webhook", server.url, "--save_steps", "1"]
+    out = launch("sft", *words)
+    said = capsys.readouterr()
+    assert server.events == ["finished"] and server.got[0]["step"] == 2
+    assert sys.argv == ["train_sft.py", "--alert_webhook", "(secret)"]
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert len(files) > 12 and not [path for path in files if TOKEN.encode() in path.read_bytes()]
+    assert TOKEN not in said.out + said.err
+    again = launch("sft", *SMALL, "--save_steps", "1", "--max_steps", "3", "--alert_webhook", server.url)
+    assert again == out and "alert_webhook" not in capsys.readouterr().out
+    assert server.events == ["finished"] * 2
+
+
+@pytest.mark.slow
+def test_bad_steps_and_spikes_are_told(launch, monkeypatch):
+    from common.run import metrics
+
+    server = Server()
+    monkeypatch.setattr(metrics, "SPIKE", -100.0)  # each loss is one, from the eleventh on
+    words = [*SMALL, "--max_steps", "12", "--alert_webhook", server.url]
+    output = launch("sft", *words)
+    assert server.events == ["spike", "finished"] and events_of(output, "spike")
+    with pytest.raises(UserError):
+        launch("sft", *words, "--learning_rate", "1e30", "--warmup_steps", "0", output="bad")
+    assert "bad" in [got["event"] for got in server.wait_for(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["error", "exception", "signal"])
+def test_a_script_that_dies_tells_why(tmp_path, how):
+    """As a process of its own: by a line for the user, by a traceback, and stopped by a signal."""
+    server = Server()
+    bodies = {
+        "error": "    return ['x']\n",
+        "exception": "    import common.evaluate\n    common.evaluate.sample = None\n    return [0.0] * len(completions)\n",
+        "signal": "    os.kill(os.getpid(), signal.SIGTERM)\n    return [0.0] * len(completions)\n",
+    }
+    code = "import os, signal\n\n\ndef f(prompts, completions, **columns):\n" + bodies[how]
+    (tmp_path / "own.py").write_text(code)
+    words = [sys.executable, "train_sft.py", "--output_dir", str(tmp_path / "out"), *SMALL, "--max_steps", "6"]
+    words += ["--eval_steps", "1", "--eval_prompts", "data/prompts/chat_test.jsonl", "--eval_max_new_tokens", "2"]
+    run = run_script([*words, "--eval_reward_funcs", f"{tmp_path}/own.py:f"], PLAINLOOP_ALERT_WEBHOOK=server.url)
+    assert server.events == ["stopped" if how == "signal" else "died"], run.stderr
+    text = server.got[0]["text"]
+    assert run.returncode == (75 if how == "signal" else 1)
+    assert {"error": "f returned", "exception": "TypeError: 'NoneType'", "signal": "SIGTERM"}[how] in text
+    last = json.loads((tmp_path / "out" / "events.jsonl").read_text().splitlines()[-1])  # for the line of time
+    assert last["kind"] == "stopped" and (("died: " in last["text"]) == (how != "signal"))
+    assert TOKEN not in run.stdout + run.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
