@@ -51,7 +51,7 @@ def merged_model(
             tensor.data = tensor.data.to(dtypes[tensor_name])
         if Path(adapter, "generation_config.json").exists():
             lm.generation_config = GenerationConfig.from_pretrained(adapter)
-    make_savable(lm.generation_config)
+    make_savable(lm)
     return lm.requires_grad_(True), tokenizer
 
 

@@ -8,7 +8,7 @@ from common.collators import flat_batch
 from common.errors import UserError
 from common.model.flat_model import FlatModel
 from common.model.load import grow_embedding, load_pretrained
-from common.model.lora import START, add_lora, advise, at_start, is_trained_part
+from common.model.lora import START, add_lora, at_start, is_trained_part
 from common.model.reference import Reference, fingerprint
 from common.model.wrap import wrap
 from tests.tiny import SIZE, V, tiny_lm
@@ -130,13 +130,6 @@ def test_adapters_have_pefts_gradients(kind):
         )
     layer = plain.base_model.model.model.layers[0].self_attn.q_proj
     assert layer.scaling["default"] == (8 / 2 if "use_rslora" in kind else 8 / 4)
-
-
-@pytest.mark.parametrize("rate", [2e-5, 1e-4])
-def test_a_low_learning_rate_is_said(rate, capsys):
-    advise(CommonArgs(learning_rate=rate))
-    said = capsys.readouterr().out
-    assert ("--learning_rate 0.0002" in said) == (rate == 2e-5) and said.count("\n") == (rate == 2e-5)
 
 
 # --- rows of new tokens ---------------------------------------------------------------------------------------------
@@ -263,9 +256,6 @@ def test_other_settings_than_the_adapters_are_refused(options, said, adapter):
 def test_an_unusable_adapter_is_refused(adapter, tmp_path):
     from common.model.lora import adapter_config
 
-    adapter.with_name("base").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="stands on .*/base, which is not here"):
-        adapter_config(adapter)
     peft.IA3Config(task_type="CAUSAL_LM", base_model_name_or_path="x").save_pretrained(tmp_path / "ia3")
     with pytest.raises(UserError, match="only LoRA is known here"):
         adapter_config(tmp_path / "ia3")
