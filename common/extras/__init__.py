@@ -17,9 +17,11 @@ EXTRAS: dict[str, str] = {
     "padded": "models whose attention cannot be replaced; sampling where layers keep a state",
     "quantised": "--load_in_4bit, --load_in_8bit",
     "regression": "--regression_suite",
+    "reward_model": "a model among --reward_funcs or --eval_reward_funcs",
     "report": "every run, when report.html is written",
     "report_data": "what report.html shows",
     "stream": "--dataset_streaming",
+    "varlen": "attention on a CUDA device",
     "vllm": "--rollout_server",
 }
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from common.collators import flat_batch
 from common.errors import UserError
+from common.extras import varlen
 from common.memory import peak_flops
 from common.model import attention
 from common.model.wrap import wrap
@@ -79,7 +80,7 @@ def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
 def test_heads_of_256_go_to_the_kernel_where_their_gradient_fits(capability, head, fits, gpu):
     gpu(capability)
     value = SimpleNamespace(device=CUDA, dtype=torch.bfloat16, shape=(1, 1, head))
-    assert attention._varlen_dtype(value) == (torch.bfloat16 if fits else None)
+    assert varlen.Ragged(None, None, (1, 1), None).dtype(value) == (torch.bfloat16 if fits else None)
 
 
 @pytest.mark.parametrize(
