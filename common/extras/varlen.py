@@ -1,4 +1,4 @@
-"""PyTorch's attention kernel for sequences of different lengths (varlen_attn), on CUDA devices of capability 8.0 or higher."""
+"""PyTorch's attention kernel for sequences of different lengths (varlen_attn), on GPUs of capability 8.0 or higher."""
 
 import inspect
 from dataclasses import dataclass

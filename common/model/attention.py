@@ -58,9 +58,7 @@ class FlatRow:
     inverse: Tensor | None  # (T,) int64: the place of each token of the row in the buckets' output; None: in order
     shared: bool  # whether a token of the row may belong to several sequences
     is_bucket: bool  # the row itself is its only bucket: sequences of equal length, nothing shared
-    ragged: Any = (
-        None  # an extras.varlen.Ragged: the same for varlen_attn, which needs no buckets; None if it cannot be used
-    )
+    ragged: Any = None  # an extras.varlen.Ragged: the same for a kernel that needs no buckets; None if there is none
     lengths: np.ndarray | None = None  # (S,): lengths of the sequences written out in full
     token_map: np.ndarray | None = None  # see plan_flat_row
     places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # filled by extras/hybrids.py
@@ -340,4 +338,4 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_devicecapability(device) if device.type == "cuda" else (0, 0)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
