@@ -103,7 +103,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(stage, launch, m
     places, restore = [], Stream.restore
     monkeypatch.setattr(Stream, "restore", lambda stream, state: (places.append(state), restore(stream, state)))
     resumed = launch(stage, *arguments, output="stopped")
-    assert len(places) == ("--dataset_streaming" in arguments)  # a stream is not read again from its start
+    began = [place for place in places if place["number"]]
+    assert len(began) == ("--dataset_streaming" in arguments)  # a stream is not read again from its start
     assert read_metrics(resumed) == read_metrics(whole)
     weights = "adapter_model.safetensors" if "--use_peft" in arguments else "model.safetensors"
     for file in [weights, "extra.safetensors"] if (whole / "extra.safetensors").exists() else [weights]:
