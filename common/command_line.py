@@ -113,7 +113,7 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
         raise
     sys.stdout.flush()
     sys.stderr.flush()
-    if code or os.environ.get("WORLD_SIZE", "1") != "1":  # without destroying anything: see KEPT in common/run/launch.py
+    if code or os.environ.get("WORLD_SIZE", "1") != "1":  # see NEVER_FREED in common/run/launch.py
         os._exit(int(code))
 
 

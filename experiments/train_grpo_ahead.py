@@ -22,7 +22,7 @@ For each prompt, G completions are sampled from the model; each is compared with
 5. One rollout gives steps_per_generation windows, each used num_iterations times; with both at 1 (the default) ρ = 1, and
    the value of the loss means little: watch the reward.
 6. If the sampler differs from π_old (--rollout_server, --rollout_ahead), the clipped part is multiplied by
-   min(π_old / π_sampler, importance_cap), or completions with too large a difference are left out (docs/rollouts.md).
+   min(π_old / π_sampler, importance_cap), or completions with too large a difference are left out.
 
     accelerate launch -m experiments.train_grpo_ahead --rollout_ahead 1                # the embedded demo
     accelerate launch -m experiments.train_grpo_ahead --model_name_or_path outputs/sft --dataset_name prompts.jsonl \

@@ -75,7 +75,8 @@ def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS, tri
             return found if isinstance(found, dict) else {}
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(2000).decode(errors="replace").split())[:400]
-            problem = f"HTTP {error.code} to {path.split('?')[0]}: {said.replace(key or ' ', '(key)' if key else ' ')}"
+            said = said.replace(key, "(key)") if key else said
+            problem = f"HTTP {error.code} to {path.split('?')[0]}: {said}"
             if error.code in (401, 403):
                 problem += "; VLLM_API_KEY has to be the key that it was started with"
             if error.code < 500 and "not JSON compliant" not in said:  # that is how it says NaN
@@ -134,8 +135,8 @@ class RolloutServers:
         self.run = on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
         self.probes: dict[str, tuple[Sampled, np.ndarray]] = {}  # each one's answer when it last changed, and ours then
         dtypes = on_main_process(accelerator, lambda: {self._check(url) for url in self.urls})
-        self.exact = accelerator.mixed_precision == "no" and {str(lm.dtype), *dtypes} == {"torch.float32"}
-        self.dtype = getattr(torch, dtypes.pop().removeprefix("torch.")) if len(dtypes) == 1 else None  # to write them in
+        self.exact = accelerator.mixed_precision == "no" and lm.dtype == torch.float32 and dtypes == {"float32"}
+        self.dtype = getattr(torch, dtypes.pop()) if dtypes in ({"bfloat16"}, {"float16"}) else None  # to write them in
         say(f"rollouts come from {len(self.urls)} vLLM server{'s' * (len(self.urls) > 1)}")
 
     def _check(self, url: str) -> str:
@@ -148,7 +149,7 @@ class RolloutServers:
             ask(url, "/health", seconds=10.0, tries=1)
             model = ask(url, "/server_info?config_format=json")["vllm_config"]["model_config"]
             mode, generation = model["logprobs_mode"], model.get("generation_config", "vllm")
-            dtype, room = str(model["dtype"]), int(model["max_model_len"])
+            dtype, room = str(model["dtype"]).removeprefix("torch."), int(model["max_model_len"])
         except ServerFault as fault:
             raise UserError(f"{url} does not answer ({fault}): {self.start}") from None
         except (UserError, KeyError, TypeError, ValueError):
@@ -156,7 +157,8 @@ class RolloutServers:
         if room < self.longest or mode not in self.modes or generation != "vllm":
             found = f"--max-model-len {room} --generation-config {generation} --logprobs-mode {mode}"
             raise UserError(f"{url} was started with {found}: {self.start}")
-        ask(url, "/resume", {})  # a run that was killed may have left it paused
+        if ask(url, "/is_paused").get("is_paused"):  # by a run that was killed
+            ask(url, "/resume", {})
         self._complete(url, [self.vocabulary - 1], 0, 1, {})  # it takes our key, and all our tokens
         return dtype
 
@@ -170,6 +172,8 @@ class RolloutServers:
         wait(self.running)  # a rollout uses one set of weights; its errors are raised where it is awaited
         self.running.clear()
         failed = dict(gather_lists(self.accelerator, list(self.failed.items())))
+        for url in failed.keys() - self.failed.keys():  # another process has met it
+            say(f"{url} has failed ({failed[url]}): the others sample its completions, with the same seeds")
         path, self.version, self.synced = self.folder / f"step-{step}", f"{step}-{self.run}", step
         self._write(path)
         prompt = np.random.default_rng(0).integers(3, min(256, self.vocabulary), size=PROBE_PROMPT).tolist()
@@ -297,7 +301,8 @@ class RolloutServers:
             self._leave_out(url, str(fault))
 
     def _leave_out(self, url: str, reason: str) -> None:
-        if self.failed.setdefault(url, reason) is reason and len(self.failed) < len(self.urls):
+        is_new = self.failed.setdefault(url, reason) is reason  # of threads that fail at once the first one says it
+        if is_new and len(self.failed) < len(self.urls):
             say(f"{url} has failed ({reason}): the others sample its completions, with the same seeds")
 
     def _alive(self) -> list[str]:

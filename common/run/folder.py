@@ -8,6 +8,7 @@ compared with them.
 import ast
 import atexit
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -278,9 +279,11 @@ def _named_checkpoint(args: CommonArgs) -> Path | None:
 
 def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path, instead: str) -> dict[str, tuple[Any, Any]]:
     """{name: (then, now)} of the arguments that have changed. Raises UserError if one of them makes it another run."""
-    defaults, changed = vars(type(args)()), {}
-    for name, now in vars(args).items():
-        then = before.get(name, defaults[name])  # a flag that did not exist yet had its default
+    changed = {}
+    for field in dataclasses.fields(args):  # type(args)() would refuse the defaults of a script that needs a flag
+        name, now = field.name, getattr(args, field.name)
+        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+        then = before.get(name, default)  # a flag that did not exist yet had its default
         if isinstance(now, list) and then is not None and not isinstance(then, list):
             then = [then]  # it took one value then, and takes several now
         if then != now:

@@ -1,7 +1,6 @@
 """Starting a run: processes, seed, output folder. Launches that would silently do something else are refused."""
 
 import dataclasses
-import importlib.util
 import os
 import platform
 import time
@@ -28,9 +27,9 @@ from accelerate.utils import (
 )
 
 # DistributedDataParallel owns torch's process group, whose destructor joins its threads while holding the GIL, which one of
-# them may need to release its last tensor: a deadlock (seen with gloo). So it is kept alive, and
-# `launch` (common/command_line.py) ends the process without destroying anything.
-KEPT: list[Any] = []
+# them may need to release its last tensor: a deadlock (seen with gloo). So prepared models stay in this list, and `launch`
+# (common/command_line.py) ends the process without destroying anything.
+NEVER_FREED: list[Any] = []
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
@@ -43,18 +42,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     check_tracker(args.report_to)
     if args.push_to_hub:
         extra("hub").check_repo(args.hub_model_id)
-    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        value = os.environ.get(f"ACCELERATE_USE_{kind}", "false")
-        if value.lower() not in ("true", "false", "") or (kind == "MEGATRON_LM" and value.lower() == "true"):
-            raise UserError(
-                f"ACCELERATE_USE_{kind}={value}: "
-                + ("Megatron-LM is not supported" if kind == "MEGATRON_LM" else "Accelerate knows true and false")
-            )
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and importlib.util.find_spec("deepspeed") is None:
-        raise UserError("the accelerate config asks for DeepSpeed: pip install deepspeed")
-    if (precision := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) not in PRECISIONS:  # Accelerate does not check it
-        raise UserError(f"ACCELERATE_MIXED_PRECISION={precision}: one of {', '.join(PRECISIONS)}")
-    refuse_too_many_processes()
+    refuse_environment()
     try:
         accelerator = Accelerator(
             # sync_with_dataloader=False: a window stays whole at the end of an epoch.
@@ -66,12 +54,12 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
             project_dir=args.output_dir,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # one process may prepare data for long
         )
-    except (ValueError, RuntimeError, KeyError) as error:  # an unusable environment variable or config
+    except (ValueError, RuntimeError, KeyError, ImportError) as error:  # an unusable environment variable or config
         raise UserError(
             f"Accelerate does not start as it is configured ({type(error).__name__}: {error}): run accelerate config, or "
             "look for ACCELERATE_*, WORLD_SIZE, RANK and MASTER_ADDR in the environment"
         ) from None
-    _refuse_false_launches(accelerator)
+    refuse_false_launch(accelerator)
     if args.load_in_4bit or args.load_in_8bit:
         extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
     check_optimizer(args, accelerator.distributed_type)
@@ -88,7 +76,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     if not args.dry_run:
         named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # a checkpoint of another run
         seen = checkpoint if named else output_dir / (checkpoint.name if checkpoint else "args.yaml")
-        refuse_a_disk_of_its_own(accelerator, seen, needed=checkpoint is not None)
+        check_shared_disk(accelerator, seen, needed=checkpoint is not None)
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
@@ -100,12 +88,10 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     return accelerator, checkpoint
 
 
-def refuse_a_disk_of_its_own(accelerator: Accelerator, path: Path, needed: bool, patience: float = 30.0) -> None:
+def check_shared_disk(accelerator: Accelerator, path: Path, needed: bool, patience: float = 30.0) -> None:
     """Check that every machine sees what the main process has written. Called on every process. If one does not but must (to
-    resume from it, or to write its shards beside it), raises UserError on all processes; otherwise prints a line.
-
-    patience: seconds to wait, as a network file system may show new files late.
-    """
+    resume from it, or to write its shards beside it), raises UserError on all processes; otherwise prints a line. patience:
+    seconds to wait, as a network file system may show new files late."""
     if accelerator.num_processes == int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)):
         return  # only one machine
     end, seen = time.monotonic() + patience, path.exists()
@@ -133,39 +119,50 @@ def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:
     unset_hf_deepspeed_config()
 
 
-def refuse_too_many_processes() -> None:
-    """Process i would use GPU i modulo their number, and NCCL would report minutes later that two share one."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    processes, cpu = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.environ.get("ACCELERATE_USE_CPU", "false")
-    if 0 < gpus < processes and cpu.lower() not in ("true", "1", "yes"):
-        raise UserError(
-            f"launched as {processes} processes on a machine that has {gpus} GPU{'s' * (gpus > 1)}: accelerate launch "
-            f"--num_processes {gpus} (of several machines, those of all), or num_processes in the accelerate config"
-        )
+def refuse(table: list[tuple[bool, str]]) -> None:
+    """table: (whether it is so, the message)."""
+    for is_so, message in table:
+        if is_so:
+            raise UserError(message)
 
 
-def _refuse_false_launches(accelerator: Accelerator) -> None:
-    """Refuse launches that Accelerate silently runs as something else."""
+def refuse_environment() -> None:
+    """What Accelerate would not notice in the environment that its launcher sets."""
     env = os.environ
-    if int(env.get("WORLD_SIZE", "1")) != accelerator.num_processes:
-        raise UserError(
-            f"launched as {env['WORLD_SIZE']} processes, but each takes itself for {accelerator.num_processes}: "
-            "set ACCELERATE_USE_CPU=true, or use accelerate_configs/cpu_ddp.yaml"
-        )
-    if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
-        raise UserError(
-            "accelerate launch was asked for several CPU processes and started one: "
-            "use accelerate launch --config_file accelerate_configs/cpu_ddp.yaml"
-        )
+    uses = {kind: env.get(f"ACCELERATE_USE_{kind}") or "false" for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
+    unknown = [
+        f"ACCELERATE_USE_{kind}={value}" for kind, value in uses.items() if value.lower() not in ("true", "false", "")
+    ]
+    precision, processes = env.get("ACCELERATE_MIXED_PRECISION", "no"), int(env.get("LOCAL_WORLD_SIZE") or 1)
+    on_cpu = env.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and not on_cpu else 0
+    refuse(
+        [
+            (bool(unknown), f"{', '.join(unknown)}: Accelerate knows true and false"),
+            (uses["MEGATRON_LM"].lower() == "true", "ACCELERATE_USE_MEGATRON_LM=true: Megatron-LM is not supported"),
+            (precision not in PRECISIONS, f"ACCELERATE_MIXED_PRECISION={precision}: one of {', '.join(PRECISIONS)}"),
+            # Process i would use GPU i modulo their number, and NCCL would report minutes later that two share one.
+            (0 < gpus < processes, f"{processes} processes on a machine that has {gpus} GPUs: --num_processes {gpus}"),
+        ]
+    )
+
+
+def refuse_false_launch(accelerator: Accelerator) -> None:
+    """Launches that Accelerate silently runs as something else."""
+    env, kind = os.environ, accelerator.distributed_type
+    started, found = int(env.get("WORLD_SIZE") or 1), accelerator.num_processes
+    uses = [name for name in ("FSDP", "DEEPSPEED") if env.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"]
+    only_one = "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env
     sizes = getattr(accelerator, "parallelism_config", None)
-    for name in ("tp_size", "cp_size", "sp_size"):  # their processes share micro-batches; here each has its own
-        if sizes is not None and getattr(sizes, name, 1) > 1:
-            raise UserError(
-                f"the accelerate config asks for {name} {getattr(sizes, name)}: of its parallelism_config, only "
-                "dp_replicate_size and dp_shard_size are supported (accelerate_configs/hsdp.yaml)"
-            )
-    for variable, kind in (("FSDP", DistributedType.FSDP), ("DEEPSPEED", DistributedType.DEEPSPEED)):
-        if env.get(f"ACCELERATE_USE_{variable}", "false").lower() == "true" and accelerator.distributed_type != kind:
-            raise UserError(f"the accelerate config asks for {variable}, which is not in use on {accelerator.device.type}")
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise UserError("the accelerate config asks for FSDP in its first version: set fsdp_version: 2 in its fsdp_config")
+    shared = [name for name in ("tp_size", "cp_size", "sp_size") if getattr(sizes, name, 1) > 1]
+    cpu = "accelerate launch --config_file accelerate_configs/cpu_ddp.yaml starts several processes on a CPU"
+    refuse(
+        [
+            (started != found, f"{started} processes were started, and each sees {found}: {cpu}"),
+            (only_one, f"accelerate launch was asked for several CPU processes and started one: {cpu}"),
+            # Their processes share micro-batches; here each has its own.
+            (bool(shared), f"the accelerate config asks for {', '.join(shared)}: only dp_replicate_size and dp_shard_size"),
+            (bool(uses) and kind not in uses, f"the accelerate config asks for {', '.join(uses)}, which is not in use here"),
+            (kind == "FSDP" and not accelerator.is_fsdp2, "FSDP in its first version: fsdp_version: 2 in its fsdp_config"),
+        ]
+    )

@@ -18,7 +18,7 @@ from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError, say
 from common.memory import SHARDED, empty_caches, is_oom, tokens_at_once
-from common.run.launch import KEPT
+from common.run.launch import NEVER_FREED
 from common.run.metrics import Metrics
 
 import torch
@@ -56,7 +56,7 @@ class Retry:
         self._sums = (args.auto_micro_batch or own) and accelerator.num_processes > 1
         self._recovers = not engine and (args.auto_micro_batch or accelerator.num_processes == 1)
         if self._sums:
-            KEPT.append(model)
+            NEVER_FREED.append(model)
             self.model = accelerator.unwrap_model(model)
 
     def __call__(self, gradients: Gradients, step: int, window: Window) -> None:

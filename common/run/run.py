@@ -36,7 +36,7 @@ from common.run.best import Best
 from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
-from common.run.launch import KEPT, start
+from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
 from common.run.retry import Gradients, Retry
@@ -303,7 +303,7 @@ class Run:
         self.accelerator.wait_for_everyone()  # no process exits while another still writes
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1:
-            KEPT.append(self.model)
+            NEVER_FREED.append(self.model)
         self.signals.close()
         if args.push_to_hub and self.accelerator.is_main_process:
             extra("hub").push_at_end(args)

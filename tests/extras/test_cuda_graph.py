@@ -198,7 +198,7 @@ def test_graphs_give_the_steps_logits_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_failed_capture_on_a_gpu_leaves_all_usable():
+def test_on_a_gpu_a_failed_capture_is_harmless():
     def ask(module, args):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("no")
@@ -210,7 +210,7 @@ def test_a_failed_capture_on_a_gpu_leaves_all_usable():
 
 
 @pytest.mark.gpu
-def test_a_step_that_waits_is_not_captured_on_a_gpu():
+def test_on_a_gpu_waiting_steps_are_not_captured():
     def ask(module, args):
         args[0].sum().item()
 

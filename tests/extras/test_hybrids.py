@@ -65,7 +65,7 @@ def assert_near(found, wanted, tolerance):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_flat_row_gives_each_sequence_the_logits_and_gradients_that_it_has_alone(name):
+def test_a_flat_row_equals_each_sequence_alone(name):
     lm = tiny_hybrid(name)
     model = wrap(copy.deepcopy(lm))
     assert not model.padded and model.hybrid.mixers
@@ -125,7 +125,7 @@ def test_the_report_of_loading_names_the_packed_mixers(capsys):
     assert "packed mixers: 1 Lfm2ShortConv" in capsys.readouterr().out
 
 
-def test_in_one_batch_where_all_processes_must_make_the_same_calls(monkeypatch):
+def test_sharded_mixers_are_called_once(monkeypatch):
     """ZeRO-3 gathers weights call by call."""
     model = wrap(tiny_hybrid("lfm2"))
     mixer, sizes = model.hybrid.mixers[0], []

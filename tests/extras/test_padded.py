@@ -16,7 +16,7 @@ PROMPTS = [np.random.default_rng(n).integers(2, V, n).tolist() for n in (5, 3, 9
 KEYS = [(0, i) for i in range(4)]
 
 
-def test_a_model_with_a_cache_of_its_own_is_sampled_from():
+def test_a_model_with_its_own_cache():
     torch.manual_seed(0)
     config = transformers.RwkvConfig(vocab_size=V, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
     lm = transformers.RwkvForCausalLM(config).eval()
@@ -35,7 +35,7 @@ def test_a_model_with_a_cache_of_its_own_is_sampled_from():
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
-def test_beyond_the_original_length_each_token_has_the_positions_of_the_text_so_far(name):
+def test_positions_follow_the_text_so_far(name):
     """16 tokens in these models; a prompt of 9 goes past them, and with a short completion it has a cache."""
     model = wrap(rope_model(name))
     assert why_no_cache(model, 16) is None and "original length" in why_no_cache(model, 17)

@@ -55,7 +55,7 @@ def alone(name, example):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_sequence_has_the_positions_of_its_own_length_beside_longer_and_shorter_ones(name):
+def test_positions_are_those_of_the_own_length(name):
     examples = pair_and_others()
     with torch.no_grad():
         expected = torch.cat([alone(name, example) for example in examples])
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_each_sequence_alone(name):
         torch.testing.assert_close(found[n], gradient, atol=2e-4 * float(gradient.abs().max()), rtol=1e-3)
 
 
-def test_a_copy_of_the_model_follows_its_own_rows():
+def test_a_copied_model_follows_its_own_rows():
     model = wrap(make("dynamic"))
     other = copy.deepcopy(model)
     batch = flat_batch(pair_and_others(), torch.device("cpu"))

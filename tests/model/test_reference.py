@@ -31,7 +31,7 @@ def pairs():
     ids = rng.integers(2, 60, ends[-1]).astype(np.uint16)
     mask = (rng.random(ends[-1]) < 0.6).astype(np.uint8)
     file = TokenFile(ids, mask, ends - lengths, ends, 2, np.arange(5), np.zeros(5), {})
-    return Examples([file], [Source.__new__(Source)])
+    return Examples([file], [Source("pairs")])
 
 
 def scored(pairs, accelerator, folder, batch_size=2, model=None):

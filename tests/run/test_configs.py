@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from common.errors import UserError
 from common.run import launch
-from common.run.launch import _refuse_false_launches, refuse_too_many_processes
+from common.run.launch import refuse_environment, refuse_false_launch
 from tests.conftest import ROOT, run_script
 from tests.scripts.test_equivalence import free_port
 
@@ -58,7 +58,7 @@ def test_fsdp_is_set_up_as_its_config_says(name, monkeypatch):
             monkeypatch.setenv(key, value)
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
-    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT" and plugin.cpu_ram_efficient_loading is False
+    assert plugin.cpu_ram_efficient_loading is False
     assert (
         not plugin.activation_checkpointing and type(plugin.cpu_offload).__name__ == "OffloadPolicy"
     )  # not CPUOffloadPolicy
@@ -97,12 +97,12 @@ def test_more_processes_than_gpus_are_refused_before_two_share_one(monkeypatch):
     for local, fine in (("2", True), ("1", True), ("8", False)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         if fine:
-            refuse_too_many_processes()
+            refuse_environment()
         else:
-            with pytest.raises(UserError, match="8 processes .* has 2 GPUs.*--num_processes 2"):
-                refuse_too_many_processes()
+            with pytest.raises(UserError, match="8 processes .* 2 GPUs.*--num_processes 2"):
+                refuse_environment()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    refuse_too_many_processes()
+    refuse_environment()
 
 
 def test_processes_that_share_a_micro_batch_are_refused():
@@ -110,7 +110,7 @@ def test_processes_that_share_a_micro_batch_are_refused():
     sizes = ParallelismConfig(dp_shard_size=2, tp_size=2)
     launched = SimpleNamespace(num_processes=1, distributed_type="NO", parallelism_config=sizes)
     with pytest.raises(UserError, match="tp_size"):
-        _refuse_false_launches(launched)
+        refuse_false_launch(launched)
 
 
 class Two:
@@ -133,16 +133,16 @@ def test_machines_that_do_not_share_a_disk(kind, tmp_path, monkeypatch, capsys):
         run = Two(other)
         run.distributed_type = DistributedType[kind]
         if there and not other:
-            launch.refuse_a_disk_of_its_own(run, path, needed=True, patience=0.0)
+            launch.check_shared_disk(run, path, needed=True, patience=0.0)
         for needed in (True, False) if other or not there else ():
             if needed or kind == "FSDP":
                 with pytest.raises(UserError, match="a disk that all machines share"):
-                    launch.refuse_a_disk_of_its_own(run, path, needed, patience=0.0)
+                    launch.check_shared_disk(run, path, needed, patience=0.0)
             else:
-                launch.refuse_a_disk_of_its_own(run, path, needed, patience=0.0)
+                launch.check_shared_disk(run, path, needed, patience=0.0)
                 assert "is not there on" in capsys.readouterr().out
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # one machine: nobody is asked
-    launch.refuse_a_disk_of_its_own(Two(["node08"]), tmp_path / "nowhere", needed=True)
+    launch.check_shared_disk(Two(["node08"]), tmp_path / "nowhere", needed=True)
 
 
 @pytest.mark.slow

@@ -91,8 +91,7 @@ def test_who_speaks(monkeypatch, capsys):
 )
 def test_what_accelerate_would_ignore_is_one_line(kind, value, launch, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", value)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=f"ACCELERATE_USE_{kind}={value}|asks for DeepSpeed: pip install deepspeed"):
+    with pytest.raises(UserError, match=f"ACCELERATE_USE_{kind}={value}|DeepSpeed"):
         launch("sft", *SFT)
 
 

@@ -1,6 +1,7 @@
 """The estimate of the memory that training needs, against what PyTorch's profiler and the system measure."""
 
 import copy
+import gc
 import json
 import sys
 
@@ -77,6 +78,7 @@ def make(kind="llama", *, lora=False, recompute=False):
 
 def measured(model, lengths, mixed_precision="no", steps=1):
     """Bytes that the CPU's allocator holds at most beside the model in a forward and backward pass, by PyTorch's profiler."""
+    gc.collect()  # or earlier models would be freed meanwhile
     draw = np.random.default_rng(1)
     batch = flat_batch([[whole(draw.integers(V, size=n))] for n in lengths], torch.device("cpu"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 from common.errors import UserError
-from common.run.launch import _refuse_false_launches
+from common.run.launch import refuse_false_launch
 from tests.conftest import ROOT, read_metrics, run_script, teacher
 from tests.scripts.test_equivalence import assert_same, free_port, losses
 from tests.tiny import SIZE
@@ -315,7 +315,7 @@ def test_the_best_adapter_is_merged_as_by_one_process(launch, sharded, words):
 def test_the_first_version_of_fsdp_is_refused():
     launched = SimpleNamespace(num_processes=1, distributed_type=DistributedType.FSDP, is_fsdp2=False)
     with pytest.raises(UserError, match="fsdp_version: 2"):
-        _refuse_false_launches(launched)
+        refuse_false_launch(launched)
 
 
 @pytest.mark.slow

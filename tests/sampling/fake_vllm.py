@@ -147,6 +147,8 @@ class FakeVLLM:
             cache = {"block_size": self.block, "enable_prefix_caching": True}
             config = {"model_config": model, "cache_config": cache}
             return 200, {"vllm_config": config, "vllm_env": {"VLLM_SERVER_DEV_MODE": True}}
+        if path == "/is_paused":
+            return 200, {"is_paused": self.paused}
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
             return 200, {"status": path.strip("/") + "d"}

@@ -86,7 +86,7 @@ def test_greedy_sampling_is_transformers_generate(pair, stop_ids, batch_size):
         torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-4, rtol=0)
 
 
-def test_every_stop_token_stops_and_is_part_of_the_completion(pair):
+def test_every_stop_token_ends_a_completion(pair):
     model, _ = pair
     free = ours(model, stop_ids=[], temperature=0)
     assert all(len(c.ids) == len(c.logps) == NEW and not c.finished for c in free)
@@ -98,7 +98,7 @@ def test_every_stop_token_stops_and_is_part_of_the_completion(pair):
             assert len(c.logps) == len(c.ids)
 
 
-def test_a_completion_that_ends_with_its_last_allowed_token_is_finished(pair):
+def test_ending_at_the_limit_is_finished(pair):
     model, _ = pair
     (free,) = ours(model, PROMPTS[:1], KEYS[:1], stop_ids=[], temperature=0, max_new_tokens=1)
     (ended,) = ours(model, PROMPTS[:1], KEYS[:1], stop_ids=free.ids, temperature=0, max_new_tokens=1)
@@ -130,7 +130,7 @@ def rows_per_call(model, **options) -> list[int]:
     return rows
 
 
-def test_no_work_is_done_for_completions_that_have_ended(pair, stop_ids):
+def test_no_work_for_ended_completions(pair, stop_ids):
     """The first call reads the prompts, each distinct one once, without padding. (Ten rows or more shrink in steps of a tenth.)"""
     model, _ = pair
     read = sum(LENGTHS) - LENGTHS[4]
@@ -148,7 +148,7 @@ def test_no_prompt_gives_no_completion(pair):
 # --- sampled --------------------------------------------------------------------------------------------------------
 
 
-def test_a_completion_does_not_depend_on_what_it_is_sampled_with(pair, stop_ids):
+def test_a_completion_does_not_depend_on_others(pair, stop_ids):
     """Batch size, order, company: token by token, with log-probabilities to rounding."""
     model, _ = pair
     options = {"stop_ids": stop_ids, "temperature": 1.5, "top_k": 40, "top_p": 0.97}
@@ -170,7 +170,7 @@ def test_a_completion_does_not_depend_on_what_it_is_sampled_with(pair, stop_ids)
 
 
 @pytest.mark.parametrize("name", [name for name in ("nemotron-h", "zamba2") if name in HYBRIDS])
-def test_time_steps_have_the_limit_of_training_for_single_tokens_too(name):
+def test_time_steps_are_limited_as_in_training(name):
     """transformers forgets it where a layer reads one token after its state: its cache is another model."""
     lm = tiny_hybrid(name)
     for module in lm.modules():
@@ -189,7 +189,7 @@ def test_time_steps_have_the_limit_of_training_for_single_tokens_too(name):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_the_log_probabilities_are_those_of_the_trainer_at_the_same_temperature(pair, temperature):
+def test_log_probabilities_are_the_trainers(pair, temperature):
     """Those of the whole distribution, also where top_k and top_p restrict what is drawn."""
     model, _ = pair
     for options in ({}, {"top_k": 5, "top_p": 0.8}):
@@ -198,7 +198,7 @@ def test_the_log_probabilities_are_those_of_the_trainer_at_the_same_temperature(
             torch.testing.assert_close(torch.tensor(c.logps), logps, atol=1e-4, rtol=0)
 
 
-def test_the_same_key_gives_the_same_completion_and_another_key_another(pair):
+def test_a_key_determines_its_completion(pair):
     model, _ = pair
     prompts, keys = [PROMPTS[0]] * 6, [(1, 2), (1, 2), (1, 3), (2, 1), (1, 2, 0, 5), (1, 2)]
     found = [tuple(c.ids) for c in ours(model, prompts, keys, stop_ids=[], temperature=2.0)]
@@ -217,7 +217,7 @@ def test_completions_have_the_frequencies_of_the_model(pair):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_the_log_probabilities_are_those_of_the_whole_softmax_in_float64(pair, temperature):
+def test_log_probabilities_are_those_in_float64(pair, temperature):
     model, lm = pair
     exact = copy.deepcopy(lm).double()
     for prompt, c in zip(PROMPTS, ours(model, temperature=temperature), strict=True):
@@ -232,7 +232,7 @@ def test_the_log_probabilities_are_those_of_the_whole_softmax_in_float64(pair, t
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("lengths", [[1, 70, 2, 33, 33], [3, 3, 3], [90]])
-def test_prompts_of_any_lengths_and_a_cache_that_grows(pair, monkeypatch, static, lengths):
+def test_any_prompt_lengths_and_a_growing_cache(pair, monkeypatch, static, lengths):
     """Greedy, several completions to a prompt, against `generate`, whose cache is another; static: as under a CUDA graph."""
     model, lm = pair
     monkeypatch.setattr(common.sampling.kv_cache, "FIRST_CAPACITY", 3)
@@ -247,7 +247,7 @@ def test_prompts_of_any_lengths_and_a_cache_that_grows(pair, monkeypatch, static
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_attention_over_the_cache_is_attention_over_each_completion_alone(static, window, seed, monkeypatch):
+def test_cached_attention_is_that_of_each_alone(static, window, seed, monkeypatch):
     """Completions of uneven groups leave at random; two layers, grouped heads; against one softmax per row and head."""
     monkeypatch.setattr(common.sampling.kv_cache, "FIRST_CAPACITY", 2)
     rng, H, Hkv, Dh, Dv = np.random.default_rng(seed), 4, 2, 6, 5
@@ -283,7 +283,7 @@ def test_attention_over_the_cache_is_attention_over_each_completion_alone(static
             past = [[layer[i] for i in kept] for layer in past]
 
 
-def test_a_prompt_is_kept_once_and_nothing_is_copied_from_step_to_step():
+def test_a_prompt_is_kept_once_without_copies():
     model, _ = tiny_pair("llama")
     made, places = [], set()
 
@@ -327,7 +327,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 @pytest.mark.parametrize(
     "kind", ["gemma2", "gpt_oss", "bloom", *(pytest.param(k, marks=pytest.mark.slow) for k in ("falcon", "deepseek_v32"))]
 )
-def test_models_of_unusual_attention_sample_as_transformers_generates_each_prompt_alone(kind):
+def test_unusual_attention_samples_as_transformers_does(kind):
     """Soft-capping and sinks over our cache; where attention cannot be replaced, over transformers' own."""
     if kind == "deepseek_v32" and not hasattr(transformers, "DeepseekV32Config"):
         pytest.skip("transformers does not have it")
@@ -354,7 +354,7 @@ FAST, OWN_CACHE = ("qwen3.5", "lfm2", "mamba"), ("minimax", "recurrent-gemma")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in HYBRIDS if n not in OWN_CACHE]
 )
-def test_models_that_keep_a_state_sample_as_transformers_generates_each_prompt_alone(name):
+def test_hybrids_sample_as_transformers_does(name):
     """Prompts of one token, of unequal lengths, one of them twice; completions of unequal lengths."""
     lm = tiny_hybrid(name)
     model = wrap(copy.deepcopy(lm)).train()
@@ -372,7 +372,7 @@ def test_models_that_keep_a_state_sample_as_transformers_generates_each_prompt_a
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_bfloat16_the_log_probabilities_are_near_those_of_the_trainer(autocast):
+def test_in_bfloat16_log_probabilities_are_near(autocast):
     """bfloat16 weights, and float32 weights under autocast, where training goes on in the same context."""
     model, lm = tiny_pair("llama")
     if not autocast:
@@ -398,7 +398,7 @@ def test_compiled_blocks_are_not_compiled_for_sampling():
     assert [c.ids for c in ours(model)] == wanted
 
 
-def test_rotary_tables_that_grow_while_sampling_do_not_stop_training():
+def test_growing_rotary_tables_do_not_stop_training():
     """Dynamic NTK scaling makes new frequencies beyond the length that the model knows; sampling makes no gradients."""
     torch.manual_seed(0)
     config = TINY["llama"]()
@@ -428,7 +428,7 @@ def training_pass(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_training_goes_on_after_sampling_as_if_there_had_been_none(pair, training):
+def test_sampling_leaves_training_as_it_was(pair, training):
     model, _ = pair
     model.train(training)
     before, (logps, gradients) = state_of(model), training_pass(model)
@@ -440,7 +440,7 @@ def test_training_goes_on_after_sampling_as_if_there_had_been_none(pair, trainin
     model.train()
 
 
-def test_an_exception_while_sampling_leaves_the_model_as_it_was(pair):
+def test_an_exception_leaves_the_model_as_it_was(pair):
     model, _ = pair
     before, (logps, _) = state_of(model), training_pass(model)
     calls = []
@@ -533,7 +533,7 @@ def test_drawn_tokens_have_the_frequencies_of_the_softmax(temperature):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("top_k", [0, 1, 3, 9, 10, 50])
 @pytest.mark.parametrize("top_p", [0.05, 0.3, 0.77, 0.9, 0.995, 1.0])
-def test_top_k_and_top_p_leave_exactly_the_right_tokens_with_their_shares(temperature, top_k, top_p):
+def test_top_k_and_top_p_against_a_naive_loop(temperature, top_k, top_p):
     n = 10000
     tokens, logps = draw(LOGITS.expand(n, -1), grid(n), temperature, top_k, top_p)
     share = torch.bincount(tokens, minlength=10) / n
@@ -602,7 +602,7 @@ def test_a_token_of_probability_zero_is_never_drawn(logits, temperature, top_k, 
 
 
 @pytest.mark.usefixtures("levels")
-def test_the_ends_of_a_large_vocabulary_are_drawn_only_where_they_have_probability():
+def test_impossible_ends_of_a_vocabulary_are_never_drawn():
     """A cumulative sum over 50,000 tokens does not end at 1 exactly."""
     logits = torch.randn(5, 50_000, generator=torch.Generator().manual_seed(0))
     logits[:, :100] = logits[:, -100:] = -math.inf
@@ -612,7 +612,7 @@ def test_the_ends_of_a_large_vocabulary_are_drawn_only_where_they_have_probabili
 
 @pytest.mark.usefixtures("levels")
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 150_000])
-def test_every_token_of_a_large_vocabulary_is_drawn_where_its_share_lies(size):
+def test_each_token_is_drawn_at_its_share(size):
     """Each token at the middle of its share of [0, 1), in float64: probabilities of 1e-5 are not lost in float32 sums."""
     picked = np.random.default_rng(0).integers(0, size, 60)
     logits = torch.from_numpy(np.random.default_rng(1).uniform(-0.3, 0.3, size)).float()
@@ -622,7 +622,7 @@ def test_every_token_of_a_large_vocabulary_is_drawn_where_its_share_lies(size):
     assert tokens.tolist() == picked.tolist()
 
 
-def test_temperature_0_takes_the_most_probable_token_with_its_log_probability_at_1():
+def test_temperature_0_takes_the_most_probable_token():
     tokens, logps = draw(torch.stack([LOGITS, -LOGITS]), torch.tensor([0.0, 0.999]), 0)
     assert tokens.tolist() == [2, 4]
     total = [sum(math.exp(s * x) for x in LOGITS.tolist()) for s in (1, -1)]

@@ -75,7 +75,7 @@ CHAT = [{"role": "user", "content": "q"}]
         ("72 Answer: none", "72", 1),  # a mark without a number after it is no mark
     ],
 )
-def test_exact_number_compares_the_number_that_a_text_ends_up_with(completion, answer, wanted):
+def test_exact_number_compares_the_final_number(completion, answer, wanted):
     assert run("exact_number", [completion], answer=[answer]) == [wanted]
     assert run("exact_number", [completion], CHAT, answer=[answer]) == [wanted]
 
@@ -90,15 +90,15 @@ def test_exact_number_compares_the_number_that_a_text_ends_up_with(completion, a
         ("1,000", "1000"),
     ],
 )
-def test_exact_number_reads_answers_like_gsm8ks_and_plain_numbers(answer, number):
+def test_exact_number_reads_gsm8k_and_plain_answers(answer, number):
     assert run("exact_number", [f"#### {number}", "#### 7"], answer=[answer] * 2) == [1, 0]
 
 
-def test_exact_number_abstains_where_the_answer_holds_no_number():
+def test_exact_number_abstains_without_an_answer():
     assert run("exact_number", ["72", "72"], answer=["unknown", "72"]) == [None, 1]
 
 
-def test_exact_number_without_an_answer_column_says_which_columns_there_are():
+def test_a_missing_answer_column_is_named():
     with pytest.raises(UserError) as error:
         run("exact_number", ["72"], solution=["72"])
     one_line(error, "exact_number", "answer", "solution")
@@ -111,7 +111,7 @@ def test_exact_number_reads_numbers_as_people_write_them(completion, answer):
     assert run("exact_number", [completion], answer=[answer]) == [1]
 
 
-def test_exact_number_with_a_mark_reads_only_what_follows_it():
+def test_exact_number_reads_after_its_mark():
     completions = ["Answer: 7", "It is 7.", "7. Answer: 8", "Answer: 8. No. Answer: 7"]
     assert run("exact_number:Answer:", completions, answer=["7"] * 4) == [1, 0, 0, 1]
 
@@ -126,7 +126,7 @@ def test_regex_is_1_where_the_pattern_is_found():
     assert run("regex:a:b", ["a:b", "ab"]) == [1, 0]  # a pattern may hold a colon
 
 
-def test_length_is_0_up_to_the_limit_and_falls_by_1_per_further_limit():
+def test_length_falls_beyond_its_limit():
     ids = [[1] * n for n in (0, 3, 4, 5, 8, 12)]
     assert run("length:4", ["x"] * 6, ids=ids) == [0, 0, 0, -0.25, -1, -2]
 
@@ -156,7 +156,7 @@ def test_two_functions_of_one_name_are_refused():
 # --- a user's own ---------------------------------------------------------------------------------------------------
 
 
-def test_a_users_function_gets_prompts_completions_ids_and_every_column(tmp_path):
+def test_a_function_gets_ids_and_every_column(tmp_path):
     spec = user_file(
         tmp_path,
         """
@@ -203,7 +203,7 @@ def test_an_async_function_is_awaited(tmp_path):
     assert run(spec, ["a", "bbb"]) == [1, 3]
 
 
-def test_none_abstains_and_numbers_of_any_python_kind_count(tmp_path):
+def test_none_abstains_and_any_number_counts(tmp_path):
     spec = user_file(tmp_path, "def my_reward(prompts, completions, **columns): return (None, True, 2, -0.5)")
     assert run(spec, ["a"] * 4) == [None, 1, 2, -0.5]
 
@@ -227,7 +227,7 @@ def test_none_abstains_and_numbers_of_any_python_kind_count(tmp_path):
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_function_that_misbehaves_is_named_in_one_line(tmp_path, kind, body, says):
+def test_a_misbehaving_function_is_one_line(tmp_path, kind, body, says):
     spec = user_file(tmp_path, f"{kind} my_reward(prompts, completions, **columns):\n    {body}")
     for prompt in ("q", CHAT):
         with pytest.raises(UserError) as error:
@@ -245,14 +245,14 @@ def test_a_function_that_misbehaves_is_named_in_one_line(tmp_path, kind, body, s
     ],
     ids=["loop", "sleep", "regex", "that catches exceptions"],
 )
-def test_a_function_that_does_not_come_back_is_ended_and_named(tmp_path, body):
+def test_a_function_without_end_is_ended(tmp_path, body):
     source = f"def my_reward(completions, **columns): {body}"
     (reward,) = load_rewards([user_file(tmp_path, source)], CPU)
     with pytest.raises(UserError, match="my_reward took more than 0.3 s.*What is 1"):
         score([reward._replace(timeout=0.3)], [{"prompt": "What is 1+1?"}] * 2, ["a", "b"], [[1], [2]])
 
 
-def test_a_function_or_file_that_is_not_there_is_told_in_one_line(tmp_path):
+def test_a_missing_function_or_file_is_one_line(tmp_path):
     source = "def other(prompts, completions, **columns): return []\nmy_number = 3"
     for name in ("my_reward", "my_number"):
         with pytest.raises(UserError) as error:
@@ -267,7 +267,7 @@ def test_a_function_or_file_that_is_not_there_is_told_in_one_line(tmp_path):
     ("source", "says"),
     [("def my_reward(:", "SyntaxError"), ("import no_such_package", "no_such_package"), ("1 / 0", "ZeroDivisionError")],
 )
-def test_a_file_that_cannot_be_imported_is_told_in_one_line(tmp_path, source, says):
+def test_a_failing_import_is_one_line(tmp_path, source, says):
     with pytest.raises(UserError) as error:
         load_rewards([user_file(tmp_path, source)], CPU)
     one_line(error, "my_rewards.py:my_reward", says)
@@ -292,7 +292,7 @@ def test_a_users_file_may_define_dataclasses(tmp_path):
 # --- scoring an evaluation ------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_has_scores_by_name_and_their_sum():
+def test_evaluations_have_scores_by_name_and_sum():
     """No sum where all functions abstained."""
     rewards = [
         Reward("count", lambda completion_ids, **_: [len(ids) if len(ids) > 1 else None for ids in completion_ids]),
@@ -353,7 +353,7 @@ def judged(folder: str, words: str) -> float:
         return (model.model(ids).last_hidden_state[0, -1] @ model.score.weight[0]).item()
 
 
-def test_of_a_completion_of_several_turns_the_last_message_is_read():
+def test_of_several_turns_the_last_is_read():
     """A number that a tool has said is no answer of the model's; the functions get all messages, and objects themselves."""
     turns = [{"role": "assistant", "content": "[add 1 2]"}, {"role": "tool", "content": "3"}]
     said = [[*turns, {"role": "assistant", "content": text}] for text in ("I do not know.", "It is 3.")]
@@ -366,28 +366,28 @@ def test_of_a_completion_of_several_turns_the_last_message_is_read():
     assert score(rewards, rows, said, [[1], [2]], {"states": state}) == [[0, 1], [0, 1], [1, 1]]
 
 
-def test_a_reward_model_scores_prompt_and_completion_as_one_text(reward_model):
+def test_a_reward_model_scores_the_whole_text(reward_model):
     found = run(reward_model, [" seven", " eight", " is is is seven"], "the sum is")
     texts = ["<bos> the sum is seven", "<bos> the sum is eight", "<bos> the sum is is is is seven"]
     assert found == pytest.approx([judged(reward_model, text) for text in texts], abs=1e-5)
     assert len(set(found)) == 3
 
 
-def test_a_reward_model_scores_chats_by_its_own_template_with_one_bos(reward_model):
+def test_a_reward_model_uses_its_own_template(reward_model):
     prompt = [{"role": "user", "content": "the sum is"}]
     found = run(reward_model, ["seven", "eight"], prompt)
     texts = [f"<bos> user : the sum is assistant : {word}" for word in ("seven", "eight")]
     assert found == pytest.approx([judged(reward_model, text) for text in texts], abs=1e-5)
 
 
-def test_a_reward_model_is_named_by_its_folder_and_needs_no_gradient(reward_model):
+def test_a_reward_model_is_named_by_its_folder(reward_model):
     (reward,) = load_rewards([reward_model], CPU)
     assert reward.name == "my_judge"
     (value,) = reward.function(prompts=["the"], completions=["sum"])
     assert isinstance(value, float) and math.isfinite(value)
 
 
-def test_what_is_neither_function_nor_model_is_told_in_one_line_with_what_there_is(tmp_path):
+def test_neither_function_nor_model_is_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError) as error:
         load_rewards([str(tmp_path / "empty")], CPU)
@@ -452,7 +452,7 @@ def test_a_function_cannot_change_what_is_trained_on(tmp_path):
     assert (rows, ids) == before
 
 
-def test_an_import_that_does_not_end_is_one_line(tmp_path):
+def test_an_import_without_end_is_one_line(tmp_path):
     with pytest.raises(UserError, match="importing it took more than 0.2 s"):
         from_file(user_file(tmp_path, "import time; time.sleep(60)\ndef mine(**columns): ...", "mine"), 0.2)
 

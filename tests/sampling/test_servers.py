@@ -302,6 +302,12 @@ def test_servers_get_an_adapter_merged(connect, fake):
                 p += 0.1 * torch.randn_like(p) * p.requires_grad
 
 
+def test_a_server_left_paused_goes_on(connect, fake):
+    server = fake()
+    server.paused = True
+    connect(server).sync(0)
+
+
 def test_two_runs_do_not_share_a_server(connect, fake):
     server = fake()
     one, two = connect(server), connect(server)

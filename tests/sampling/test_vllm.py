@@ -151,21 +151,13 @@ def script_run(files, steps, output, *more):
     return output
 
 
-def test_after_each_push_the_engine_has_the_log_probabilities_of_the_trainer(one_run):
+def test_the_engine_agrees_with_the_trainer(one_run):
     differences = column(one_run, "sampling/logp_difference")
     assert len(differences) == STEPS  # one of each rollout, of which each is sampled after a push
     assert max(differences) < 1e-3 and max(column(one_run, "sampling/logp_difference_max")) < 1e-3  # seen: 3e-7 and 2e-6
     assert max(column(one_run, "sampling/importance_clipped")) == 0
-
-
-def test_it_learns_as_with_the_own_sampler(one_run, files, tmp_path):
-    own = script_run(files, STEPS, tmp_path / "own")
-    curves = [torch.tensor(column(output, "reward")) for output in (one_run, own)]
-    for curve in curves:
-        assert curve[:2].mean() < 0.6 and curve[-5:].mean() > 0.85
-    # The random numbers are others: two seeds of the own sampler are 0.05 apart on average, and 0.1 where the curve is steep.
-    assert (curves[0] - curves[1]).abs().mean() < 0.1
-    assert (curves[0] - curves[1]).abs().max() < 0.25
+    reward = column(one_run, "reward")
+    assert statistics.mean(reward[:2]) < 0.6 and statistics.mean(reward[-5:]) > 0.85  # it learns
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another(one_run, files, server, tmp_path):
@@ -181,18 +173,6 @@ def assert_same_start(output, other):
     """The first rollout is the same one. (Later, weights that are rounded otherwise may draw another token.)"""
     first = [row for row in completions(other) if row[0] == 1]
     assert [row for row in completions(output) if row[0] == 1] == first and len(first) == 64
-
-
-def test_processes_share_the_rollout_and_none_sees_how_many_there_are(one_run, files, server, tmp_path):
-    """Two processes, each with half of the completions: the same ones."""
-    words = arguments(files, 3, "--output_dir", tmp_path / "two", "--rollout_server", server.url)
-    words[words.index("--per_device_train_batch_size") + 1] = "32"
-    launcher = ["accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
-    command = [sys.executable, "-m", *launcher, "--main_process_port", str(free_port()), "train_grpo.py", *words]
-    done = run_script(command, timeout=600, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_start(tmp_path / "two", one_run)
-    assert max(column(tmp_path / "two", "sampling/logp_difference")) < 1e-3
 
 
 def test_sharded_weights_are_gathered_for_the_push(one_run, files, server, tmp_path):
@@ -224,14 +204,6 @@ def test_lora_is_merged_into_what_the_server_gets(files, server, tmp_path):
     more = ("--rollout_server", server.url, "--use_peft", "--lora_r", 8, "--learning_rate", "3e-2")
     output = script_run(files, 4, tmp_path / "lora", *more)
     assert max(column(output, "sampling/logp_difference")) < 1e-3
-
-
-def test_sampling_ahead_is_corrected_and_learns(files, server, tmp_path):
-    more = ("--rollout_server", server.url, "--rollout_ahead", 1, "--learning_rate", "3e-3")
-    output = script_run(files, STEPS, tmp_path / "ahead", *more)
-    rewards, differences = column(output, "reward"), column(output, "sampling/logp_difference")
-    assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:2]) + 0.15
-    assert differences[0] < 1e-3 < min(differences[1:])  # from then on the weights are a step older
 
 
 # --- the last test: it kills the server -----------------------------------------------------------------------------------

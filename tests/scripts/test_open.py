@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 
-from common.extras import stream
 from tests.conftest import ROOT, read_metrics, run_script, train_metrics
 from tests.scripts.test_equivalence import free_port
 
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 BASE = ROOT / "data" / "base_model"
 COMMON = ["--model_name_or_path", str(BASE), "--eval_steps", "0", "--logging_steps", "1", "--save_steps", "0"]
 COMMON += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "1e-3", "--num_samples", "0"]
+BLOCKS = "import common.extras.stream\ncommon.extras.stream.BLOCK_ROWS = {}\n"  # of a stream: all rows
 KILL = """        if step == 3 and not os.path.exists(args.output_dir + "/killed"):
             open(args.output_dir + "/killed", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -34,6 +34,7 @@ def changed(**edits: tuple[str, str]) -> str:
     source = (ROOT / "train_sft.py").read_text()
     edits["killed"] = ("        if run.checkpoint(step):", KILL)
     edits["imports"] = ("import math\n", "import math\nimport os\nimport signal\n")
+    edits["libraries"] = ("from common.run import Run\n", "from common.run import Run\nimport numpy as np\nimport torch\n")
     for name, (old, new) in edits.items():
         assert source.count(old) == 1, f"{name}: the text to change stands {source.count(old)} times in train_sft.py"
         source = source.replace(old, new)
@@ -95,7 +96,6 @@ FIELDS = {
         "    fades = np.linspace(1.0, 0.2, n) * row['weight'] * sequence['loss_mask']\n"
         "    return [sequence | {'token_weight': fades, 'score': row['score'], 'weight': row['weight']}]\n",
     ),
-    "numpy": ("import torch  #", "import numpy as np\nimport torch  #"),
     "count": ('window.total("loss_mask")', 'window.total("token_weight")'),
     "loss": ("nll_weights=mask / N)", 'nll_weights=batch["token_weight"] * mask / N)'),
     "logged": (
@@ -140,7 +140,7 @@ def by_hand(rows, max_length=1024):
     ],
     ids=["plain", "packing", "streaming", "max tokens", "truncated", "two sources"],
 )
-def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path, monkeypatch):
+def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path):
     """A weight for each token and a number for each sequence: through the cache, streaming, packs, truncation, sources."""
     rows = write_rows(tmp_path / "rows.jsonl", seed=0)
     data = [tmp_path / "rows.jsonl"]
@@ -152,8 +152,8 @@ def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path, monkey
         one_window += ["--max_length", "2000"]
     if flags == ["--dataset_streaming"]:
         one_window += ["--max_length", "512"]
-        monkeypatch.setattr(stream, "BLOCK_ROWS", len(rows))
-    (row,) = train_metrics(train(changed(**FIELDS), "--dataset_name", *data, *one_window, *flags))
+    source = changed(**FIELDS).replace("import torch\n", f"import torch\n{BLOCKS.format(len(rows))}")
+    (row,) = train_metrics(train(source, "--dataset_name", *data, *one_window, *flags))
     expected = by_hand(rows, 14 if "14" in flags else 1024)
     assert row["weighted"] == pytest.approx(expected, rel=1e-4)
     assert row["score"] == np.mean([r["score"] for r in rows])  # not rounded to float32

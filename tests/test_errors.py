@@ -1,0 +1,44 @@
+"""What a message may hold, who prints it, and what is called before a run ends by an error."""
+
+import sys
+
+from common.errors import LAST_WORDS, UserError, last_words, printable, quoted
+from tests.conftest import run_script
+
+LAUNCH = """
+from common.args import CommonArgs
+from common.command_line import launch
+from common.errors import LAST_WORDS, UserError
+def main(args):
+    LAST_WORDS.append(lambda error: print("last words of", error))
+    raise {error}
+launch(main, CommonArgs, "no.yaml")
+"""
+
+
+def test_a_message_holds_no_control_character_and_no_secret(monkeypatch):
+    for code in [*range(32), *range(127, 160), 0x200E, 0x202E, 0x2066]:
+        assert (chr(code) in printable(f"a{chr(code)}b")) == (chr(code) in "\n\t")
+    monkeypatch.setattr("common.errors.SECRETS", ["https://h/T0K3N"])
+    assert printable("posting to https://h/T0K3N failed") == "posting to (secret) failed"
+
+
+def test_a_user_error_is_one_line_with_its_end():
+    said = str(UserError("first\nline " + "x" * 5_000 + "\nremedy"))
+    assert "\n" not in said and len(said) < 2_100 and said.startswith("first line") and said.endswith("remedy")
+    assert quoted(10**5_000) == "<int>" and len(quoted("y" * 500)) == 121
+
+
+def test_each_last_word_is_called_once():
+    called, error = [], ValueError("of a run")
+    LAST_WORDS.extend([called.append, lambda error: 1 / 0, called.append])
+    last_words(error)
+    last_words(error)
+    assert called == [error, error]
+
+
+def test_an_error_ends_the_process_after_its_last_words():
+    for error, is_line in (('UserError("wrong")', True), ('MemoryError("8 TiB")', True), ('ValueError("a fault")', False)):
+        run = run_script([sys.executable, "-c", LAUNCH.format(error=error), "--dataset_name", "d"])
+        assert run.returncode == 1 and run.stdout.startswith("last words of")
+        assert (len(run.stderr.splitlines()) == 1 and run.stderr.startswith("error: ")) == is_line
