@@ -222,12 +222,6 @@ class Window:
             return float(np.concatenate([sequence[field][1:] for sequence in found]).sum(dtype=np.float64))
         return float(sum(np.sum(sequence[field]) for sequence in found))
 
-    def trained_share(self) -> float:
-        """The fraction of tokens that are trained."""
-        sequences = [sequence for example in self.examples for sequence in example]
-        trained = sum(int(sequence["loss_mask"][1:].sum()) for sequence in sequences)
-        return trained / max(1, sum(len(sequence["input_ids"]) for sequence in sequences))
-
     def add_field(self, name: str, values: Callable[[Batch], torch.Tensor]) -> None:
         """Add a per-token field to every sequence of this process: values(batch) (T,), computed without gradients. See
         `add_fields`."""
