@@ -54,7 +54,8 @@ class Alerts:
         self.step, self.step_at = step, time.monotonic()
 
     def on_event(self, kind: str, step: int, text: str) -> None:
-        if kind in MARKS and not text.startswith("died"):  # which `_died` tells, whenever it was
+        kind = "died" if text.startswith("died") else kind
+        if kind in MARKS:
             self.send(kind, f"step {step}: {text}", PAUSE if kind in ("spike", "bad") else 0.0)
 
     def on_log(self, step: int, values: dict[str, float]) -> None:

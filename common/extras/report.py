@@ -32,17 +32,13 @@ class Report:
     def __init__(self, folder: str | Path):
         self.folder, self.written, self.took, self.failed = Path(folder), time.monotonic(), 0.0, False
 
-    def log(self, step: int, values: Row) -> None:
-        """Write the page between evaluations, now and then."""
-        if time.monotonic() - self.written >= SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """Write the page, unless pages would take more than a small share of the time."""
-        if time.monotonic() - self.written >= SHARE * self.took:
+    def on_log(self, step: int, values: Row) -> None:
+        """Write the page after an evaluation, and now and then; never for more than a small share of the time."""
+        evaluated = any(name.startswith("eval_") for name in values)
+        if time.monotonic() - self.written >= max(SHARE * self.took, 0 if evaluated else SECONDS):
             self.close()
 
-    def close(self, how: str = "", text: str = "") -> None:
+    def close(self) -> None:
         """Write the page in any case."""
         begun = time.monotonic()
         try:

@@ -200,11 +200,12 @@ def test_an_error_is_told_before_the_end():
     server = Server()
     alerts = alerts_to(server.url)
     alerts.on_step(5)
-    alerts.on_event("stopped", 5, "died: no such file")  # the run's own note of it
+    alerts.on_event("stopped", 5, f"died: no such file {server.url}")
+    alerts.close()  # as the run does
     last_words(UserError(f"no such file {server.url}"))
     last_words(ValueError("again"))
     (got,) = server.got
-    assert got["event"] == "died" and got["content"].endswith("at step 5: no such file (secret)")
+    assert got["event"] == "died" and got["content"].endswith("no such file (secret)")
 
 
 def test_a_run_tells_its_end_and_no_address(launch, monkeypatch, capsys):
