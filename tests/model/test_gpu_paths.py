@@ -119,17 +119,6 @@ def test_fp16_whose_scale_never_recovers_ends_the_run():
             watching.count_skipped(step)
 
 
-@pytest.mark.parametrize(
-    "kind, says", [(DistributedType.NO, "the step was not taken"), (DistributedType.DEEPSPEED, "DeepSpeed decides")]
-)
-def test_what_becomes_of_a_bad_step_is_said_as_it_is(kind, says, capsys, tmp_path):
-    watching = nonfinite(False, kind)
-    watching.metrics.output_dir = tmp_path
-    watching.metrics.window["loss"] = [torch.tensor(float("nan")), torch.tensor(1.0)]
-    watching.check(torch.tensor(1.0), 4, None)
-    assert says in capsys.readouterr().out
-
-
 class Casts(TorchDispatchMode):
     """Counts casts of matrices to bfloat16."""
 
