@@ -20,6 +20,7 @@ EXTRAS: dict[str, str] = {
     "report": "every run, when report.html is written",
     "report_data": "what report.html shows",
     "stream": "--dataset_streaming",
+    "trackers": "--report_to",
     "vllm": "--rollout_server",
 }
 

@@ -6,18 +6,15 @@ import random
 import re
 import signal
 
-from common.args import CommonArgs
 from common.errors import UserError
 from common.extras.report import Report, difference, page, write_report
 from common.extras.report_data import defaults_of, describe_run, embedded, frames_of, is_logarithmic, spread, thinned
 from common.run.folder import lock as take_lock
-from common.run.metrics import Metrics
 from tests.conftest import ROOT, SFT
 from tools import report
 
 import numpy as np
 import pytest
-from accelerate import Accelerator
 
 EVIL = (
     '</script><script>document.title="owned"</script><img src=x onerror="document.title=1"><!-- \u2028 \ud800 {{x}} @@data@@'
@@ -205,11 +202,11 @@ def test_damaged_files_cost_their_part_only(text, tmp_path):
 
 def test_a_page_that_fails_costs_one_line(tmp_path, capsys):
     (tmp_path / "report.html").mkdir()
-    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    report = Report(tmp_path)
     for step in (1, 2):
-        metrics.log_eval(step, {"eval_loss": 1.0}, [], show=0)
-    metrics.finish("2 steps")
-    assert (tmp_path / "summary.json").exists() and capsys.readouterr().err.count("report.html was not written") == 1
+        report.on_log(step, {"eval_loss": 1.0})
+    report.close()
+    assert capsys.readouterr().err.count("report.html was not written") == 1
 
 
 def test_pages_take_a_small_share_of_the_time(tmp_path, monkeypatch):
@@ -225,9 +222,9 @@ def test_pages_take_a_small_share_of_the_time(tmp_path, monkeypatch):
     report = Report(tmp_path)
     for second in range(1000):
         clock[0] += 1.0
-        report.write() if second % 10 == 0 else report.log(second, {})
+        report.on_log(second, {"eval_loss": 1.0} if second % 10 == 0 else {})
     assert 9 <= len(written) <= 11
-    report.close("finished")
+    report.close()
     assert len(written) <= 12
 
 
@@ -288,13 +285,12 @@ def test_what_matters_most_comes_first():
 # --- comparing ------------------------------------------------------------------------------------------------------
 
 
-def outcomes(right, total, first=0):
-    return {first + i: float(i < right) for i in range(total)}
+def outcomes(right, total):
+    return {i: float(i < right) for i in range(total)}
 
 
 def test_tests_agree_with_hand_worked_numbers():
-    assert difference(outcomes(45, 100), outcomes(60, 100, first=1))["p"] == pytest.approx(0.03367, abs=1e-5)
-    assert difference(outcomes(0, 9), outcomes(0, 7))["p"] == 1.0
+    assert difference(outcomes(0, 9), outcomes(0, 7)) == {}, "other prompts"
     first, here = {i: float(i == 8) for i in range(9)}, {i: float(i < 8) for i in range(9)}
     found = difference(first, here)
     assert found["p"] == pytest.approx(2 * (1 + 9) / 2**9) and (found["gained"], found["lost"]) == (8, 1)
@@ -326,7 +322,7 @@ def test_suites_are_compared_case_by_case(tmp_path):
     shown = data_of((tmp_path / "both.html").read_text())
     second = {rate["name"]: rate["runs"][1] for rate in shown["compared"]["rates"]}
     assert second["suite: easy"]["test"] == "McNemar, exact" and second["suite: easy"]["p"] == 2 / 2**7
-    assert second["suite: hard"]["p"] == 1 and second["suite: edited"]["test"] == "two proportions"
+    assert second["suite: hard"]["p"] == 1 and "p" not in second["suite: edited"]
     last = shown["runs"][0]["regression"][-1]
     assert last["turned"] == ["rose since step 0: a, b"] and last["failed"] == ["c: not equal · 7"]
 

@@ -4,6 +4,7 @@ import json
 import sys
 from types import SimpleNamespace
 
+from common.extras.trackers import Tracker
 from common.run.metrics import Metrics
 from tests.conftest import read_metrics, run_script
 from tests.run.test_resume import COMMON, STAGES, Stop
@@ -69,22 +70,21 @@ def test_what_each_tracker_is_told_at_the_start_and_when_the_run_goes_on(tmp_pat
     told = []
 
     def args(**named):
-        return SimpleNamespace(output_dir=str(tmp_path), run_name=None, **named)
+        return SimpleNamespace(output_dir=str(tmp_path), run_name=None, report_to="tensorboard", **named)
 
     for step in (0, 0, 6):
         accelerator = SimpleNamespace(
-            log_with=["tensorboard"],
             is_main_process=True,
             init_trackers=lambda project, config, init_kwargs: told.append((config, init_kwargs)),
         )
-        Metrics(accelerator, args(seed=0, columns=["a"])).restore({"step": step})
-    known = {"output_dir": str(tmp_path), "run_name": "None", "seed": 0, "columns": "['a']"}
+        Tracker(accelerator, args(seed=0, columns=["a"])).restore({"step": step})
+    known = {"output_dir": str(tmp_path), "run_name": "None", "report_to": "tensorboard", "seed": 0, "columns": "['a']"}
     assert [config for config, _ in told] == [known] * 2 + [None]
     assert [settings["tensorboard"] for _, settings in told] == [{"purge_step": 0}] * 2 + [{"purge_step": 7}]
     assert len({settings[name]["id"] for _, settings in told for name in ("wandb", "swanlab")}) == 1
     assert told[0][1]["swanlab"]["experiment_name"] == tmp_path.name
     (tmp_path / "tracker.json").write_text("{")  # damaged: another run, and no traceback
-    Metrics(accelerator, args()).restore({"step": 6})
+    Tracker(accelerator, args()).restore({"step": 6})
     assert told[-1][1]["wandb"]["id"] not in (None, told[0][1]["wandb"]["id"])
 
 
