@@ -8,7 +8,6 @@ from common.data import (
     BadRow,
     Row,
     as_chat,
-    as_preference,
     as_prompt,
     as_text,
     chat_format,
@@ -47,11 +46,6 @@ def anything(row, tokenizer, args):
     return row["anything"]
 
 
-def of_format(row, tokenizer, args):
-    """Rejects each row with its type and format."""
-    raise BadRow(f"{type(row).__name__} {row.format} {row.where.rsplit('/')[-1]}")
-
-
 def one_chat(row, tokenizer, args):
     return [tokenize_chat(as_chat(row), tokenizer)]
 
@@ -63,18 +57,11 @@ def numbered(path, count):
 # --- load_data ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recognise, wanted", [(text_format, "text"), (None, None), (lambda row: "mine", "mine")])
-def test_a_row_knows_its_origin_and_format(tmp_path, tokenizer, recognise, wanted):
-    args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 2))
-    with pytest.raises(UserError, match=f"of a can be used: Row {wanted} a.jsonl:1, Row {wanted} a.jsonl:2"):
-        load_data(args, alone(), of_format, tokenizer, recognise)
-
-
-def test_without_recognition_rows_may_have_any_columns(tmp_path, tokenizer):
+def test_without_a_format_rows_may_have_any_columns(tmp_path, tokenizer):
     args = arguments(tmp_path, jsonl(tmp_path / "a.jsonl", [{"anything": "x"}, {"anything": "y"}]))
     train, held_out = load_data(args, alone(), anything, tokenizer)
     assert len(train) == 2 and len(held_out) == 0 and train.data.facts()[0]["format"] is None
-    with pytest.raises(UserError, match="no column text; found anything"):
+    with pytest.raises(UserError, match="a.jsonl:1: found the columns 'anything'"):
         load_data(args, alone(), anything, tokenizer, text_format)
 
 
@@ -184,25 +171,10 @@ def test_prompts_are_not_streamed_and_may_not_be_empty(tmp_path, tokenizer):
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_a_dict_that_goes_to_other_processes_with_its_origin():
-    row = Row({"text": "t", "n": 1}, "a.jsonl:3", "text")
+def test_a_row_goes_to_other_processes_with_its_origin():
+    row = Row({"text": "t", "n": 1}, "a.jsonl:3")
     found = pickle.loads(pickle.dumps(row))
-    assert type(found) is Row and found == {"text": "t", "n": 1} and (found.where, found.format) == ("a.jsonl:3", "text")
-
-
-def test_a_row_is_read_in_the_format_of_its_source_unless_another_is_named():
-    both = {"messages": [U, A], "instruction": "q", "output": "b", "prompt": "p", "chosen": [U, A], "rejected": [U, B]}
-    assert as_chat(both)["messages"] == as_chat(Row(both))["messages"] == [U, A]
-    assert as_chat(Row(both, format="alpaca"))["messages"] == [U, B]
-    assert as_prompt(Row(both))["prompt"] == "p" and as_prompt(Row(both, format="messages"))["prompt"] == [U]
-    pair = {"chosen": [U, A], "rejected": [U, B]}
-    assert as_preference(Row(pair, format="implicit_prompt")) == as_preference(pair)
-
-
-def test_a_format_of_another_form_is_recognised_anew_and_one_that_is_none_is_an_error():
-    row = Row({"prompt": "p", "completion": "c"}, format="prompt_completion")
-    assert as_prompt(row)["prompt"] == "p" and as_chat(row) == {"prompt": "p", "completion": "c"}
-    assert as_chat(Row({"messages": [U, A]}, format="mine"))["messages"] == [U, A]
+    assert type(found) is Row and found == {"text": "t", "n": 1} and found.where == "a.jsonl:3"
 
 
 def test_whatever_as_chat_gives_is_tokenized(tokenizer):
