@@ -128,7 +128,7 @@ class Metrics:
         if names:
             nothing = {name: self._pair(-math.inf if name.endswith("_max") else 0.0, 0.0) for name in names}
             table = torch.stack([self.sums.get(name, nothing[name]) for name in names])  # (metrics, 2)
-            for of_a_process in self.accelerator.gather(table[None]).double().cpu():
+            for of_a_process in self.accelerator.gather(table[None]).cpu().double():
                 for name, pair in zip(names, of_a_process, strict=True):
                     _combine(reduced, name, pair)
         self.sums, self.carry = {}, {}

@@ -65,7 +65,7 @@ class Run:
         self.accelerator, self.resume_from = start(args, script)
         self.regression = extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
         self.parts: list[Any] = [self.best, *alerts]
-        self.said: set[str] = set()
+        self.said_idle = False  # that a rollout had nothing to learn
         self.facts = ""  # for dataset.json
 
     def describe(
@@ -262,18 +262,12 @@ class Run:
         """Log the rollout used from `step` on: its metrics (see rollout_metrics), `more`, and completions.jsonl."""
         if hasattr(completions[0], "advantage"):
             more["frac_idle_rollouts"] = float(not any(completion.advantage for completion in completions))
-            if more["frac_idle_rollouts"]:
-                nothing = "in every group all rewards are equal; there is nothing to learn in this rollout"
-                self.say_once("idle", f"step {step}: {nothing}")
+            if more["frac_idle_rollouts"] and not self.said_idle:
+                self.said_idle = True
+                say(f"step {step}: in every group all rewards are equal; there is nothing to learn in this rollout")
         self.metrics.add(**rollout_metrics(completions, rewards, group, lengths), **more)
         self.metrics.close_window()  # they count even if the following step is skipped
         self.metrics.append("completions.jsonl", rollout_lines(step, completions, rewards))
-
-    def say_once(self, topic: str, line: str) -> None:
-        """Print a line the first time its topic comes up."""
-        if topic not in self.said:
-            self.said.add(topic)
-            say(line)
 
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
         """Write the final model, summary.json and report.html, and print where they are and what to try next.
