@@ -204,9 +204,7 @@ def test_it_is_used_until_something_changes(tmp_path, rows, settings, again):
     examples, calls = counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)
     assert calls == (len(examples) if again else 0)
     assert again or (as_lists(first) == as_lists(examples) and first.facts() == examples.facts())
-    assert (
-        counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)[1] == 0
-    )  # both are kept
+    assert counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)[1] == 0  # both are kept
 
 
 SCRIPT = '''"""A script."""
