@@ -210,7 +210,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
+    prompts, held_out = load_prompts(args, encode, tokenizer, format=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     weights = args.reward_weights or [1.0] * len(rewards)
     scored = {"rewards": rewards, "weights": weights}

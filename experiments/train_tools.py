@@ -352,7 +352,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args)
     environment = load_environment(args, tokenizer)
     to_prompt = partial(encode, tools=environment.tools)
-    prompts, held_out = load_prompts(args, to_prompt, tokenizer, recognise=prompt_format)
+    prompts, held_out = load_prompts(args, to_prompt, tokenizer, format=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device) + environment.rewards
     weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=to_prompt).rows
