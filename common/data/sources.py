@@ -39,7 +39,7 @@ class Source:
     part: str = "all"  # all, train, held_out
     format: str | None = None  # of its first row that has one: for the record
     label: str = ""  # short, unique among the sources
-    streaming: bool = False  # a Hub dataset is read from the network during training
+    streaming: bool = False  # if it is a Hub dataset: read from the network during training
 
     def facts(self) -> dict[str, Any]:
         """The facts about a source that a run records, as JSON."""
@@ -121,13 +121,8 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         valid, expected = ITEM.get(key, (None, f"only {', '.join(ITEM)}"))
         if valid is None or not valid(value):
             raise UserError(f"--{flag} {word}: {key}: expected {expected}")
-    if flag == "eval_dataset_name" and "weight" in item:
-        raise UserError(f"--{flag} {word}: weight is for training sources")
-    columns = tuple(args.columns or ())
-    _renames(columns)
-    source = Source(**{"name": args.dataset_config, "max_samples": most} | item, columns=columns)
-    if files_of(source) is None and not _is_saved(source):
-        source = dataclasses.replace(source, streaming=bool(args.dataset_streaming))
+    settings = {"name": args.dataset_config, "max_samples": most} | item
+    source = Source(**settings, columns=tuple(args.columns or ()), streaming=args.dataset_streaming)
     if "split" in item:
         return source
     if flag == "dataset_name":
@@ -260,7 +255,7 @@ def files_of(source: Source) -> list[Path] | None:
     if path.is_file():
         return [path]
     if path.is_dir():
-        if _is_saved(source):
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
             return None
         files = sorted(file for file in path.iterdir() if kind(file) in SUFFIXES)
         named = [file for file in files if file.name.split(".")[0].split("-")[0] == source.split]
@@ -269,11 +264,6 @@ def files_of(source: Source) -> list[Path] | None:
     if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
         raise UserError(f"{source.path}: there is no such file or folder")
     return None
-
-
-def _is_saved(source: Source) -> bool:
-    path = Path(source.path).expanduser()
-    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
 def _has_split(source: Source) -> bool:
