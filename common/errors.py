@@ -11,8 +11,6 @@ from tqdm import tqdm
 
 # Functions called with the error that ends a run, before its process ends.
 LAST_WORDS: list[Callable[[BaseException], None]] = []
-# time.monotonic() of signals that asked this run to end: pending waits may then give up sooner.
-TOLD_TO_END: list[float] = []
 SECRETS: list[str] = []  # must not appear in any message, whoever wrote it, such as a failing reward function
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 GIB = 2**30
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # each process holds a part of the weights
+CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 WITHOUT_FLOAT64 = ("mps",)
 # Messages of out-of-memory errors without their own exception class: CUDA and its libraries, MPS, the CPU's allocators.
 MESSAGES = (
@@ -47,33 +49,19 @@ def memory(device: torch.device) -> Memory:
     if device.type == "mps":
         current = torch.mps.driver_allocated_memory() / GIB  # MPS does not record the peak
         return Memory(current, current, torch.mps.recommended_max_memory() / GIB)
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return _memory_without_proc()
-    # Not ru_maxrss, which is inherited from the parent process. The values are in kB.
-    found = dict(line.split(":") for line in status.read_text().splitlines() if ":" in line and line.count(":") == 1)
-    return Memory(int(found["VmRSS"].split()[0]) / 2**20, int(found["VmHWM"].split()[0]) / 2**20, _limit_of_linux())
+    used, status = psutil.Process().memory_info(), Path("/proc/self/status")
+    peak = getattr(used, "peak_wset", used.rss)  # Windows; macOS does not tell
+    if status.exists():  # not ru_maxrss, which is inherited from the parent process
+        peak = int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    return Memory(used.rss / GIB, max(peak, used.rss) / GIB, machine_limit() / GIB)
 
 
-def _memory_without_proc() -> Memory:
-    """macOS and Windows."""
-    import psutil
-
-    used = psutil.Process().memory_info()
-    peak = getattr(used, "peak_wset", 0)  # Windows
-    with contextlib.suppress(ImportError):
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-    return Memory(used.rss / GIB, max(peak, used.rss) / GIB, psutil.virtual_memory().total / GIB)
-
-
-def _limit_of_linux() -> float:
-    """The machine's memory, or the container's limit."""
-    limits = [int(Path("/proc/meminfo").read_text().split()[1]) / 2**20]  # first line: MemTotal
-    for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+def machine_limit(files: tuple[str, ...] = CONTAINER) -> float:
+    """Bytes: the machine's memory, or its container's limit."""
+    limits = [psutil.virtual_memory().total]
+    for file in files:
         with contextlib.suppress(OSError, ValueError):  # missing, or "max"
-            limits.append(int(Path(place).read_text()) / GIB)
+            limits.append(int(Path(file).read_text()))
     return min(limits)
 
 

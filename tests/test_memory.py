@@ -1,7 +1,6 @@
 """The monitor of the memory, and the forms in which running out of it shows."""
 
 import ctypes
-from pathlib import Path
 
 from common import memory as room
 from common.memory import is_oom, memory, relieve
@@ -17,21 +16,11 @@ def test_the_peak_is_at_least_what_is_in_use():
     assert 0 < now.current <= now.peak * 1.01 and now.peak < now.limit
 
 
-def test_the_limit_is_that_of_the_container(monkeypatch, tmp_path):
-    files = {"/proc/meminfo": "MemTotal:  8388608 kB\n", "/sys/fs/cgroup/memory.max": f"{3 * 2**30}\n"}
-
-    class Fake(type(Path())):
-        def read_text(self, *args, **kwargs):
-            if str(self) in files:
-                return files[str(self)]
-            if str(self).startswith("/sys/fs/cgroup"):
-                raise FileNotFoundError(self)
-            return super().read_text(*args, **kwargs)
-
-    monkeypatch.setattr(room, "Path", Fake)
-    assert memory(CPU).limit == 3.0
-    files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert memory(CPU).limit == 8.0
+def test_the_limit_is_that_of_the_container(tmp_path):
+    file, total = tmp_path / "memory.max", room.machine_limit(files=())
+    for text, limit in ((f"{2**20}\n", 2**20), ("max\n", total), (f"{2**62}\n", total)):
+        file.write_text(text)
+        assert room.machine_limit((str(tmp_path / "missing"), str(file))) == limit
 
 
 def real_cpu_error():
@@ -67,18 +56,10 @@ def test_another_error_is_not_taken_for_it(error):
     assert not is_oom(error)
 
 
-def test_caches_are_emptied_from_the_threshold_on(monkeypatch):
-    trimmed = []
-    monkeypatch.setattr(room, "empty_caches", lambda device: trimmed.append(device))
+def test_caches_are_emptied_above_the_threshold():
     now = memory(CPU)
-    monkeypatch.setattr(room, "memory", lambda device: now._replace(current=0.89, limit=1.0))
-    assert not relieve(CPU) and not trimmed
-    monkeypatch.setattr(room, "memory", lambda device: now._replace(current=0.91, limit=1.0))
-    assert relieve(CPU) and trimmed == [CPU]
-    monkeypatch.setattr(room, "memory", lambda device: now._replace(current=0.6, limit=1.0))
-    assert relieve(CPU, 0.5) and not relieve(CPU, 0.7)
-    monkeypatch.setattr(room, "memory", lambda device: now._replace(current=0.91, limit=float("nan")))
-    assert not relieve(CPU)
+    share = now.current / now.limit
+    assert relieve(CPU, above=0.5 * share) and not relieve(CPU, above=min(1.0, 2 * share))
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc only")

@@ -14,6 +14,8 @@ EXTRAS: dict[str, str] = {
     "sharded": "an accelerate config with FSDP or ZeRO-3",
     "fused_layers": "norms and MLPs of Llama's form",
     "hybrids": "recurrent layers, positions that depend on the length",
+    "merge": "--merge_lora",
+    "muon": "--optim muon",
     "padded": "models whose attention cannot be replaced; sampling where layers keep a state",
     "quantised": "--load_in_4bit, --load_in_8bit",
     "regression": "--regression_suite",
@@ -21,6 +23,7 @@ EXTRAS: dict[str, str] = {
     "report": "every run, when report.html is written",
     "report_data": "what report.html shows",
     "stream": "--dataset_streaming",
+    "trackers": "--report_to",
     "varlen": "attention on a CUDA device",
     "vllm": "--rollout_server",
 }

@@ -5,13 +5,13 @@ The address is a secret: it is removed from the arguments before anything is wri
 
 import json
 import queue
+import re
 import sys
 import threading
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from common.args import CommonArgs
 from common.errors import LAST_WORDS, SECRETS, UserError, hidden, is_first, say
@@ -19,15 +19,15 @@ from common.memory import memory
 
 import torch
 
+ADDRESS = re.compile(r"https?://([a-z\d.-]+|\[[\da-f:]+\])(:\d{1,5})?(/[!-~]*)?", re.I | re.ASCII)
 WAITS = (0.0, 1.0, 3.0)  # seconds before each attempt
 TIMEOUT, LAST_SECONDS = 10.0, 5.0  # for an attempt; that the end of a run waits
 STALL, PAUSE = 1800.0, 300.0  # seconds without a new step; between two alerts of a kind that could come at every step
 MEMORY_ABOVE = 0.95  # of the memory there is
 LONGEST = 1500  # characters; Discord takes 2,000
-LEVELS = {"finished": "info", "stopped": "info", "died": "error"} | dict.fromkeys(
-    ("spike", "bad", "memory", "regression", "stalled"), "warn"
+MARKS = {"finished": "🟢", "stopped": "🟢", "died": "🔴"} | dict.fromkeys(
+    ("spike", "bad", "memory", "regression", "stalled"), "🟠"
 )
-MARKS = {"info": "🟢", "warn": "🟠", "error": "🔴"}
 
 
 class Alerts:
@@ -35,18 +35,13 @@ class Alerts:
 
     def __init__(self, args: CommonArgs):
         """Takes the address out of the arguments. Raises UserError if it is not a valid one."""
-        url, args.alert_webhook = str(args.alert_webhook), None
-        SECRETS.append(url)
-        hide(sys.argv)
-        hide(sys.orig_argv)
-        try:
-            parts = urlsplit(url)
-            fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.username
-        except ValueError:
-            fits = False
-        if not fits or not url.isascii() or not url.isprintable() or " " in url:
+        self.url, args.alert_webhook = str(args.alert_webhook), None
+        SECRETS.append(self.url)
+        for words in (sys.argv, sys.orig_argv):  # which trackers record
+            words[:] = map(hidden, words)
+        if not ADDRESS.fullmatch(self.url):
             raise UserError("--alert_webhook: expected http:// or https://, a host and a path (the address is not shown)")
-        self.url, self.run = url, args.run_name or Path(args.output_dir).name
+        self.run = args.run_name or Path(args.output_dir).name
         self.step, self.step_at, self.failed = 0, 0.0, False
         self.last: dict[str, float] = {}  # when an alert of each kind was sent
         self.waiting: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -59,14 +54,13 @@ class Alerts:
         self.step, self.step_at = step, time.monotonic()
 
     def on_event(self, kind: str, step: int, text: str) -> None:
-        if kind in LEVELS and not text.startswith("died"):  # which `_died` tells, whenever it was
+        kind = "died" if text.startswith("died") else kind
+        if kind in MARKS:
             self.send(kind, f"step {step}: {text}", PAUSE if kind in ("spike", "bad") else 0.0)
 
     def on_log(self, step: int, values: dict[str, float]) -> None:
-        limit, peak = (
-            memory(torch.device("cuda" if torch.cuda.is_available() else "cpu")).limit,
-            values.get("peak_memory_gib", 0.0),
-        )
+        limit = memory(torch.device("cuda" if torch.cuda.is_available() else "cpu")).limit
+        peak = values.get("peak_memory_gib", 0.0)
         if peak > MEMORY_ABOVE * limit:
             self.send("memory", f"step {step}: {peak:.1f} GiB of {limit:.1f} have been in use", float("inf"))
 
@@ -75,8 +69,11 @@ class Alerts:
         now = time.monotonic()
         if self.sends and now - self.last.get(event, -float("inf")) >= pause:
             self.last[event] = now
-            alert = {"title": f"{self.run}: {event}", "text": hidden(text)[:LONGEST], "level": LEVELS[event], "event": event}
-            self.waiting.put(alert | {"run": self.run, "step": self.step, "time": round(time.time(), 3)})
+            text = f"{MARKS[event]} {self.run}: {event}\n{hidden(text)[:LONGEST]}"
+            # Slack reads "text", Discord "content"; neither can mention anybody, as <!channel> or @everyone.
+            escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+            alert = {"text": escaped, "content": text, "allowed_mentions": {"parse": []}}
+            self.waiting.put(alert | {"event": event, "run": self.run, "step": self.step, "time": round(time.time(), 3)})
 
     def close(self) -> None:
         """The run ends: wait briefly for the last alerts to go out."""
@@ -120,32 +117,9 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 def post(url: str, alert: dict[str, Any]) -> str:
     """Make one attempt. Returns why the alert could not be delivered, or ""; never the address, as some exceptions do."""
     headers = {"Content-Type": "application/json", "User-Agent": "plainloop"}
-    request = urllib.request.Request(url, json.dumps(body_for(url, alert)).encode(), headers)
+    request = urllib.request.Request(url, json.dumps(alert).encode(), headers)
     try:
         urllib.request.build_opener(NoRedirect).open(request, timeout=TIMEOUT).close()
     except Exception as error:
         return f"it answers {error.code}" if hasattr(error, "code") else type(getattr(error, "reason", error)).__name__
     return ""
-
-
-def body_for(url: str, alert: dict[str, Any]) -> dict[str, Any]:
-    """The body in the host's format: Slack "text", Discord "content", any other the alert itself.
-
-    A text cannot mention anybody: neither Slack's <!channel> nor Discord's @everyone takes effect.
-    """
-    host, text = urlsplit(url).hostname or "", f"{MARKS[alert['level']]} {alert['title']}\n{alert['text']}"
-    if host == "slack.com" or host.endswith(".slack.com"):
-        return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
-    if host.removeprefix("ptb.").removeprefix("canary.") in ("discord.com", "discordapp.com"):
-        return {"content": text, "allowed_mentions": {"parse": []}}
-    return alert
-
-
-def hide(words: list[str]) -> None:
-    """Remove every value of --alert_webhook from a command line, in place, as trackers record it."""
-    for i, word in enumerate(words):
-        flag, equals, _ = word.partition("=")
-        if i and words[i - 1].replace("-", "_") == "__alert_webhook":
-            words[i] = "(secret)"
-        elif equals and flag.replace("-", "_") == "__alert_webhook":
-            words[i] = f"{flag}=(secret)"

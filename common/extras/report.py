@@ -5,7 +5,6 @@ The page is page/ (HTML, style, scripts) with what report_data finds in the outp
 
 import html
 import itertools
-import math
 import re
 import sys
 import time
@@ -32,17 +31,13 @@ class Report:
     def __init__(self, folder: str | Path):
         self.folder, self.written, self.took, self.failed = Path(folder), time.monotonic(), 0.0, False
 
-    def log(self, step: int, values: Row) -> None:
-        """Write the page between evaluations, now and then."""
-        if time.monotonic() - self.written >= SECONDS:
-            self.write()
-
-    def write(self) -> None:
-        """Write the page, unless pages would take more than a small share of the time."""
-        if time.monotonic() - self.written >= SHARE * self.took:
+    def on_log(self, step: int, values: Row) -> None:
+        """Write the page after an evaluation, and now and then; never for more than a small share of the time."""
+        evaluated = any(name.startswith("eval_") for name in values)
+        if time.monotonic() - self.written >= max(SHARE * self.took, 0 if evaluated else SECONDS):
             self.close()
 
-    def close(self, how: str = "", text: str = "") -> None:
+    def close(self) -> None:
         """Write the page in any case."""
         begun = time.monotonic()
         try:
@@ -137,21 +132,11 @@ def rate_of(outcomes: dict[Any, float]) -> Row:
 
 
 def difference(first: dict[Any, float], here: dict[Any, float]) -> Row:
-    """The test of whether two rates differ. For the same prompts, or cases, by those on which the runs differ: each would
-    win half of them by chance (McNemar 1947; exact, two-sided); otherwise that of two proportions."""
+    """The test of whether two rates for the same prompts, or cases, differ, by those on which the runs differ: each would
+    win half of them by chance (McNemar 1947; exact, two-sided). {} if they are not the same."""
     if first.keys() != here.keys():
-        return {"p": two_proportions(rate_of(first), rate_of(here)), "test": "two proportions"}
+        return {}
     gained = sum(here[key] > first[key] for key in first)
     lost = sum(here[key] < first[key] for key in first)
     p = min(1.0, 2 * fall_p_value(max(gained, lost), min(gained, lost)))
     return {"p": p, "test": "McNemar, exact", "gained": gained, "lost": lost}
-
-
-def two_proportions(first: Row, second: Row) -> float:
-    """The p-value of the difference of two rates: z-test of two proportions, pooled, two-sided."""
-    n, m = first["of"], second["of"]
-    pooled = (first["passed"] + second["passed"]) / (n + m)
-    if pooled in (0, 1):
-        return 1.0
-    z = (second["passed"] / m - first["passed"] / n) / math.sqrt(pooled * (1 - pooled) * (1 / n + 1 / m))
-    return math.erfc(abs(z) / math.sqrt(2))

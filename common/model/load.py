@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,14 +221,8 @@ def _first(names: list[str]) -> str:
 
 
 def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
-    """Whether an unexpected tensor belongs inside the model: one more layer, a bias missing from config.json.
-
-    Layers for multi-token prediction (num_nextn_predict_layers: DeepSeek, GLM) follow the last layer and do not count.
-    """
-    config, layer = lm.config.get_text_config(), re.search(r"layers\.(\d+)\.", tensor)
-    further = getattr(config, "num_nextn_predict_layers", None) or 0
-    if layer and further and 0 <= int(layer[1]) - config.num_hidden_layers < further:
-        return False
+    """Whether an unexpected tensor belongs inside the model: one more layer, a bias missing from config.json. (The layers
+    that predict further tokens, of DeepSeek and GLM, are not reported as unexpected.)"""
     part: nn.Module = lm
     for name in tensor.split(".")[:-1]:
         inner = getattr(part, name, None)

@@ -15,7 +15,6 @@ from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
 from common.processes import gather_lists
 from common.run.folder import open_folder
-from common.run.metrics import check_tracker
 
 import torch
 from accelerate import Accelerator
@@ -39,7 +38,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     Refuses misconfigured launches, claims the output folder, and leaves args.yaml and a copy of the script in it. If the
     folder holds a run already, `begin` does that later, once this run has loaded everything it needs.
     """
-    check_tracker(args.report_to)
+    if args.report_to not in (None, "none"):
+        extra("trackers").check_tracker(args.report_to)
     if args.push_to_hub:
         extra("hub").check_repo(args.hub_model_id)
     refuse_environment()

@@ -1,9 +1,7 @@
-"""The output of a run: metrics.jsonl, console lines, trackers, samples, events, summary.json, report.html."""
+"""The output of a run: metrics.jsonl, console lines, samples, events, summary.json."""
 
 import contextlib
 import errno
-import functools
-import importlib.util
 import json
 import math
 import os
@@ -11,14 +9,12 @@ import platform
 import statistics
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.errors import UserError, hidden, say
-from common.extras import extra
+from common.errors import hidden, say
 from common.files import replace_text
 from common.memory import finest_dtype, memory, peak_flops, relieve
 from common.processes import gather_lists
@@ -31,22 +27,6 @@ from tqdm import tqdm
 
 RESERVED = ("step", "not_finite")
 SPIKE = 6.0  # standard deviations above the mean of recent losses
-TRACKERS = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "swanlab": "swanlab",
-    "mlflow": "mlflow",
-}
-
-
-def check_tracker(name: str | None) -> None:
-    if name in (None, "none"):
-        return
-    if name not in TRACKERS:
-        raise UserError(f"--report_to {name}: one of {', '.join(TRACKERS)}")
-    if importlib.util.find_spec(TRACKERS[name]) is None:
-        raise UserError(f"--report_to {name} needs it installed: pip install {TRACKERS[name]}")
 
 
 def full_norm(norm: Any) -> Any:
@@ -86,7 +66,6 @@ class Metrics:
         self.started = self.clock = time.perf_counter()
         self.clock_tokens = 0
         self.seconds_before = 0.0  # run time before the checkpoint it resumed from
-        self.run_name = args.run_name or self.output_dir.name
 
     def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
         """Add values to the current window: each metric is their weighted mean; one whose name ends in _max is their
@@ -149,7 +128,7 @@ class Metrics:
         if names:
             nothing = {name: self._pair(-math.inf if name.endswith("_max") else 0.0, 0.0) for name in names}
             table = torch.stack([self.sums.get(name, nothing[name]) for name in names])  # (metrics, 2)
-            for of_a_process in self.accelerator.gather(table[None]).double().cpu():
+            for of_a_process in self.accelerator.gather(table[None]).cpu().double():
                 for name, pair in zip(names, of_a_process, strict=True):
                     _combine(reduced, name, pair)
         self.sums, self.carry = {}, {}
@@ -183,25 +162,6 @@ class Metrics:
                         continue  # truncated by a kill, or damaged
                 with writing(self.output_dir):
                     replace_text(path, "".join(line + "\n" for line in kept))
-        if self.accelerator.log_with:
-            self._start_tracker(last)
-
-    def _start_tracker(self, last: int) -> None:
-        """Start the tracker, or continue its run. last: entries after this step will be logged again (-1: all)."""
-        config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in vars(self.args).items()}
-        if last >= 0 and str(self.accelerator.log_with[0]) == "tensorboard":
-            config = None  # a changed config would start a new run each time
-        file, run_id = self.output_dir / "tracker.json", None
-        if self.accelerator.is_main_process:
-            try:
-                run_id = json.loads(file.read_text())["id"]
-            except (OSError, ValueError, KeyError, TypeError):
-                run_id = uuid.uuid4().hex[:21]  # swanlab's length
-                replace_text(file, json.dumps({"id": run_id}))
-        same = {"id": run_id, "resume": "allow"}  # they ignore steps that they already have
-        settings = {"wandb": same | {"name": self.run_name}, "swanlab": same | {"experiment_name": self.run_name}}
-        settings["tensorboard"] = {"purge_step": last + 1}
-        self.accelerator.init_trackers("plainloop", config=config, init_kwargs=settings)
 
     def log(self, step: int, bar: tqdm | None = None, **now: float | Tensor | None) -> None:
         """Write the means since the last call, and the values given here. step: updates done so far."""
@@ -219,11 +179,10 @@ class Metrics:
             values["bad_steps"] = len(self.bad_steps)
         self._watch(step, values)
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
-        self._write(step, values)
+        values = self._write(step, values)
         if bar is not None and "loss" in values:  # not if all windows since the last line were bad
             bar.set_postfix_str(f"{_main(values)}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
-        if self.accelerator.is_main_process:
-            self.report.log(step, values)
+        self.tell("on_log", step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
         """Warn when the loss spikes. GRPO's loss is centred on 0 by construction, so it is not watched."""
@@ -242,16 +201,14 @@ class Metrics:
         """Write an evaluation: its metrics and all samples to files, and the first `show` samples to the console."""
         if not values and not samples:
             return
-        self._write(step, values)
+        values = self._write(step, values)
         self.first_eval = values | self.first_eval
-        if not self.accelerator.is_main_process:
-            return
         shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())
         say(f"[step {step}] eval: {shown}")
         for sample in samples[:show]:
             say(f"    {_one_line(_prompt_text(sample['prompt']), 60)!r} -> {_one_line(sample['completion'], 90)!r}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
-        self.write_report()
+        self.tell("on_log", step, values)
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluation does not count as training time
 
     def event(self, kind: str, step: int, text: str, **more: Any) -> None:
@@ -285,21 +242,11 @@ class Metrics:
                 say(f"{path} cannot be written ({error.strerror}): training goes on, lines are lost")
             self.lost_lines += len(rows)
 
-    def write_report(self, at_once: bool = False) -> None:
-        """Write report.html. at_once: however much time that takes."""
-        if self.accelerator.is_main_process:
-            (self.report.close if at_once else self.report.write)()
-
-    @functools.cached_property
-    def report(self) -> Any:
-        """Writes report.html, on the main process."""
-        return extra("report").Report(self.output_dir)
-
     def finish(
-        self, text: str, best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None
+        self, text: str = "", best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
-        """Write what `also` makes of the summary, summary.json, which marks a complete run, and report.html. text: of the
-        event "finished". best: facts about the best evaluation."""
+        """Write what `also` makes of the summary, and summary.json, which marks a complete run. text: of the event
+        "finished". best: facts about the best evaluation."""
         if not self.accelerator.is_main_process:
             return
         self.event("finished", int(self.last.get("step", 0)), text)
@@ -323,15 +270,12 @@ class Metrics:
             if also is not None:
                 also(summary)
             replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
-        self.write_report(at_once=True)
 
-    def _write(self, step: int, values: dict[str, float]) -> None:
+    def _write(self, step: int, values: dict[str, float]) -> dict[str, float]:
         values = {name: float(value) for name, value in values.items()}
         self.last = {"step": step} | {k: v for k, v in self.last.items() if k != "step"} | values
         self.append("metrics.jsonl", [{"step": step, **values, "seconds": round(self.seconds(), 2)}])
-        self.tell("on_log", step, values)
-        if self.accelerator.log_with:
-            self.accelerator.log(values, step=step)
+        return values
 
 
 def _combine(sums: dict[str, Tensor], name: str, pair: Tensor) -> None:

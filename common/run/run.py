@@ -60,11 +60,12 @@ class Run:
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
         LAST_WORDS.clear()  # left by an earlier run in this process
         # Before anything is written: the address is a secret.
-        self.alerts = extra("alerts").Alerts(args) if args.alert_webhook else None
+        alerts = [extra("alerts").Alerts(args)] if args.alert_webhook else []
         self.best = Best(args)
         self.accelerator, self.resume_from = start(args, script)
         self.regression = extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
-        self.said: set[str] = set()
+        self.parts: list[Any] = [self.best, *alerts]
+        self.said_idle = False  # that a rollout had nothing to learn
         self.facts = ""  # for dataset.json
 
     def describe(
@@ -115,7 +116,13 @@ class Run:
         self.nonfinite = NonFinite(self.metrics, self.tokenizer, self.optimizer)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
-        self.parts = [part for part in (self.metrics, self.retry, self.best, self.regression, self.alerts) if part]
+        self.parts += [self.metrics, self.retry]
+        if self.regression:
+            self.parts.append(self.regression)
+        if accelerator.log_with:
+            self.parts.append(extra("trackers").Tracker(accelerator, args))
+        if accelerator.is_main_process:
+            self.parts.append(extra("report").Report(args.output_dir))
         self._each("restore", state)
         self._note_start()
         windows.restore(self.first_step, state.get("windows", {}))
@@ -163,7 +170,7 @@ class Run:
 
     def _note_death(self, error: BaseException) -> None:
         self.metrics.event("stopped", self.step, f"died: {error if isinstance(error, UserError) else repr(error)}")
-        self.metrics.write_report(at_once=True)
+        self._each("close")
 
     def _save_before_the_end(self, error: BaseException) -> None:
         """Save a checkpoint before an error ends the run; all processes are here. Impossible if an evaluation failed between
@@ -177,7 +184,6 @@ class Run:
             values = self.regression.run(self.model, step, self.metrics)
             if self.best_of_suite:
                 self._compare_with_best(step, values)
-            self.metrics.write_report()
 
     def eval_due(self, step: int) -> bool:
         """Every eval_steps, and before the first and after the last update."""
@@ -207,7 +213,6 @@ class Run:
             self._save(step)
         if asked_for == "stop":
             self.metrics.event("stopped", step, f"by {self.signals.reason}; the same command goes on")
-            self.metrics.write_report(at_once=True)
             self._each("close")
             self.signals.leave(self.args.output_dir, step)
         return step == self.last_step or self.best.stops(step)
@@ -257,18 +262,12 @@ class Run:
         """Log the rollout used from `step` on: its metrics (see rollout_metrics), `more`, and completions.jsonl."""
         if hasattr(completions[0], "advantage"):
             more["frac_idle_rollouts"] = float(not any(completion.advantage for completion in completions))
-            if more["frac_idle_rollouts"]:
-                nothing = "in every group all rewards are equal; there is nothing to learn in this rollout"
-                self.say_once("idle", f"step {step}: {nothing}")
+            if more["frac_idle_rollouts"] and not self.said_idle:
+                self.said_idle = True
+                say(f"step {step}: in every group all rewards are equal; there is nothing to learn in this rollout")
         self.metrics.add(**rollout_metrics(completions, rewards, group, lengths), **more)
         self.metrics.close_window()  # they count even if the following step is skipped
         self.metrics.append("completions.jsonl", rollout_lines(step, completions, rewards))
-
-    def say_once(self, topic: str, line: str) -> None:
-        """Print a line the first time its topic comes up."""
-        if topic not in self.said:
-            self.said.add(topic)
-            say(line)
 
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
         """Write the final model, summary.json and report.html, and print where they are and what to try next.

@@ -8,12 +8,11 @@ same step.
 import os
 import signal
 import time
-from time import monotonic
 from typing import Any
 
 from common import START
 from common.args import CommonArgs
-from common.errors import TOLD_TO_END, say
+from common.errors import say
 from common.processes import reset_in_children
 from common.run.folder import checkpoints
 
@@ -102,7 +101,6 @@ class Signals:
 
     def close(self) -> None:
         """Restore the signals' previous handlers."""
-        TOLD_TO_END.clear()
         while self.before:
             signal.signal(*self.before.popitem())
 
@@ -123,6 +121,4 @@ class Signals:
             if self.first_at and time.time() - self.first_at > AGAIN_SECONDS:
                 os._exit(128 + number)
             self.first_at = self.first_at or time.time()
-        if SIGNALS[number] in STOPS:
-            TOLD_TO_END.append(monotonic())
         self.noted.append(SIGNALS[number])

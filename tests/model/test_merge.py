@@ -5,9 +5,9 @@ import sys
 
 from common.args import CommonArgs
 from common.errors import UserError
+from common.extras.merge import merge_adapter, merged_model
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
-from common.model.merge import merge_adapter, merged_model
 from tests.conftest import ROOT, run_script
 from tests.model.test_lora import ARGS, disturb
 from tests.tiny import tiny_lm

@@ -5,16 +5,16 @@ import sys
 from types import SimpleNamespace
 
 from common.errors import UserError
-from common.run import launch
-from common.run.launch import refuse_environment, refuse_false_launch
+from common.run.launch import check_shared_disk, refuse_environment, refuse_false_launch
 from tests.conftest import ROOT, run_script
 from tests.scripts.test_equivalence import free_port
 
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 FOLDER = ROOT / "accelerate_configs"
@@ -113,36 +113,16 @@ def test_processes_that_share_a_micro_batch_are_refused():
         refuse_false_launch(launched)
 
 
-class Two:
-    """Two machines with one process each, of which the other sees what `other` says."""
-
-    num_processes, distributed_type = 2, DistributedType.MULTI_GPU
-
-    def __init__(self, other):
-        self.other = other
-
-
-@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP"])
-def test_machines_that_do_not_share_a_disk(kind, tmp_path, monkeypatch, capsys):
-    """It is said, and refused where a checkpoint or shards have to be there."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(launch, "gather_lists", lambda accelerator, mine: mine + accelerator.other)
-    path = tmp_path / "args.yaml"
-    for there, other in ((True, []), (False, []), (True, ["node08"])):
-        path.touch() if there else path.unlink(missing_ok=True)
-        run = Two(other)
-        run.distributed_type = DistributedType[kind]
-        if there and not other:
-            launch.check_shared_disk(run, path, needed=True, patience=0.0)
-        for needed in (True, False) if other or not there else ():
-            if needed or kind == "FSDP":
-                with pytest.raises(UserError, match="a disk that all machines share"):
-                    launch.check_shared_disk(run, path, needed, patience=0.0)
-            else:
-                launch.check_shared_disk(run, path, needed, patience=0.0)
-                assert "is not there on" in capsys.readouterr().out
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # one machine: nobody is asked
-    launch.check_shared_disk(Two(["node08"]), tmp_path / "nowhere", needed=True)
+def test_a_machine_without_the_folder_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")  # as if this process were on another machine
+    accelerator, missing = Accelerator(cpu=True), tmp_path / "args.yaml"
+    with pytest.raises(UserError, match="a disk that all machines share"):
+        check_shared_disk(accelerator, missing, needed=True, patience=0.0)
+    check_shared_disk(accelerator, missing, needed=False, patience=0.0)
+    assert "is not there on" in capsys.readouterr().out
+    check_shared_disk(accelerator, tmp_path, needed=True, patience=0.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # one machine: it is not looked for
+    check_shared_disk(accelerator, missing, needed=True, patience=0.0)
 
 
 @pytest.mark.slow

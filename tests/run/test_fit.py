@@ -2,13 +2,11 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 from common import memory as memory_module
 from common.collators import Window
 from common.errors import UserError
 from common.model import FlatModel
-from common.run.retry import Retry
 from tests.conftest import events_of, read_metrics, run_script, train_metrics
 from tests.run.test_health import STAGES
 from tests.scripts.test_equivalence import assert_same, free_port, losses
@@ -17,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig
 
 # With its usual epsilon AdamW turns the rounding of a gradient near 0 into a whole step, and the second gradient is another.
 ONE = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1", "--max_steps", "3"]
@@ -64,22 +61,6 @@ def test_a_run_goes_on_with_the_same_gradients(stage, where, launch, monkeypatch
     assert json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())["splits"] > 1
 
 
-def test_the_second_micro_batch_may_be_the_one_that_runs_out(launch, monkeypatch):
-    words = [*STAGES["sft"], "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "2"]
-    whole = train_metrics(launch("sft", *words, output="whole"))
-    forward, calls = FlatModel.forward, iter(range(1000))
-
-    def second_fails(self, batch, *args, **kwargs):
-        if torch.is_grad_enabled() and next(calls) == 1:
-            raise MemoryError
-        return forward(self, batch, *args, **kwargs)
-
-    monkeypatch.setattr(FlatModel, "forward", second_fails)
-    parts = train_metrics(launch("sft", *words, output="parts"))
-    for one, other in zip(whole, parts, strict=True):  # nothing of the first attempt is counted
-        assert one == pytest.approx(other, rel=1e-5)
-
-
 def test_a_resumed_run_rounds_as_the_first_one_did(launch, monkeypatch):
     words = [*STAGES["sft"], *ONE]
     limit_memory(monkeypatch, 4)
@@ -109,25 +90,6 @@ def test_before_the_first_step_the_largest_micro_batch_is_tried(stage, launch, m
     assert "--auto_micro_batch: micro-batches of" in said and "step 2: out of memory" not in said
     assert_same(whole, losses(output))
     assert max(fitted) <= 4
-
-
-def test_the_largest_micro_batch_is_tried_once_where_it_is_asked_for(launch, monkeypatch):
-    """Before the first step of a run, and not where it goes on; it has more tokens than those that are trained."""
-    tried, trained, forward = [], [], FlatModel.forward
-
-    def watched(self, batch, *args, **kwargs):
-        if torch.is_grad_enabled():
-            trained.append(sum(batch["lengths"]))
-        return forward(self, batch, *args, **kwargs)
-
-    monkeypatch.setattr(FlatModel, "forward", watched)
-    monkeypatch.setattr(Retry, "try_largest", lambda self, gradients, window, optimizer: tried.append(sum(window.largest())))
-    words = [*STAGES["sft"], *ONE, "--save_steps", "2"]
-    launch("sft", *words, "--max_steps", "2")
-    launch("sft", *words, "--auto_micro_batch")
-    assert len(trained) == 3 and not tried
-    launch("sft", *words, "--auto_micro_batch", output="new")
-    assert len(tried) == 1 and tried[0] > max(trained)
 
 
 @pytest.mark.slow
@@ -253,33 +215,6 @@ def test_on_a_cpu_a_micro_batch_is_computed_in_parts_that_fit_its_cache(launch, 
     parts = losses(launch("sft", *words, output="parts"))
     assert_same(whole, parts)
     assert max(seen) < 200
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_mixed_precision_is_left_in_place(stage, launch, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    seen, forward = [], FlatModel.forward
-
-    def watched(self, batch, *args, **named):
-        seen.extend([torch.is_autocast_enabled("cpu")] * torch.is_grad_enabled())
-        return forward(self, batch, *args, **named)
-
-    monkeypatch.setattr(FlatModel, "forward", watched)
-    launch(stage, *STAGES[stage], *ONE, "--max_steps", "1")
-    assert seen and all(seen)
-
-
-def test_tokens_at_once():
-    def at_once(device, hidden_size, processes=1, mixed_precision="no"):
-        config = LlamaConfig(hidden_size=hidden_size, num_attention_heads=1)
-        device = torch.device(device)
-        accelerator = SimpleNamespace(device=device, num_processes=processes, mixed_precision=mixed_precision)
-        return memory_module.tokens_at_once(accelerator, SimpleNamespace(config=config))
-
-    assert at_once("cpu", 128) == 2048 and at_once("cpu", 4096) == 512
-    assert at_once("cpu", 128, mixed_precision="bf16") == 2048 and at_once("cpu", 4096, mixed_precision="bf16") == 1024
-    assert at_once("cuda", 128) == at_once("cpu", 128, processes=2) == float("inf")
 
 
 def test_packs_are_split_between_sequences_and_pairs_stay_together(accelerator):

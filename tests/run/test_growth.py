@@ -5,8 +5,8 @@ from common.data.types import whole
 from common.losses import nll
 from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap
-from common.run.estimate import Live, nbytes
-from common.sampling.generate import FlatDecoder, generating, sample
+from common.run.estimate import Live
+from common.sampling.generate import sample
 from tests.tiny import SIZE
 
 import numpy as np
@@ -47,23 +47,11 @@ def held(model, lengths, objective="known weights", trained=1.0):
         return live.most
 
 
-def slope(model, one, other, **options):
-    """Bytes per token, from one row to another."""
-    return (held(model, other, **options) - held(model, one, **options)) / (sum(other) - sum(one))
-
-
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks of the head that every row here has several of."""
     monkeypatch.setattr("common.model.fused_head.HEAD_CHUNK_ELEMENTS", {"cpu": 2**14, "cuda": 2**14})
     monkeypatch.setattr("common.model.fused_head.HEAD_CHUNK_ROWS", {"cpu": 64, "cuda": 64})
-
-
-@pytest.mark.parametrize("objective", ["known weights", "log-probabilities"])
-def test_tokens_cost_the_same_each(objective):
-    model = tiny()
-    few, more = (slope(model, [256] * n, [256] * 2 * n, objective=objective) for n in (4, 16))
-    assert more == pytest.approx(few, rel=0.01)
 
 
 def test_one_long_sequence_costs_no_more_than_many_short_ones():
@@ -110,33 +98,10 @@ def sampled(model, prompt, G, new=NEW):
         return live.most
 
 
-def cached(model, prompt, G, new=NEW):
-    """Bytes of the keys and values when a prompt has been read for G completions of up to `new` tokens."""
-    with generating(model) as lm:
-        decoder = FlatDecoder(lm, [list(range(2, 2 + prompt))], [0] * G, new)
-        decoder.read_prompts()
-        kept = {x.untyped_storage()._cdata: x for layer in decoder.cache.layers for x in vars(layer).values()}
-        return nbytes(kept.values())
-
-
-def test_the_cache_holds_the_prompt_once_and_each_completion():
-    model = tiny(V=600)
-    for prompt, G in ((32, 1), (32, 8), (512, 1), (512, 8)):
-        assert cached(model, prompt, G) == TOKEN * (prompt + G * NEW)
-
-
 def test_sampling_holds_no_copy_of_the_prompt_for_each_completion():
     model = tiny()
     few, many = sampled(model, 1024, 1), sampled(model, 1024, 16)
     assert (many - few) / 15 < 0.5 * TOKEN * 1024  # a copy of the prompt's keys and values would be twice that
-
-
-def test_sampling_grows_with_the_tokens():
-    model = tiny()
-    short, long, longer = (sampled(model, 256 * n, 1) for n in (4, 8, 16))
-    assert longer - long == pytest.approx(2 * (long - short), rel=0.02)
-    one, two, four = (sampled(model, 16, 64, new) for new in (64, 128, 256))
-    assert four - two == pytest.approx(2 * (two - one), rel=0.1)
 
 
 def test_an_update_holds_the_prompt_of_a_group_once():

@@ -109,36 +109,6 @@ script.sample = uneven
     assert rows[0]["completions/clipped_ratio"] == 0.5
 
 
-READERS = """
-import common.run.folder as output_dir
-find_damage = output_dir.find_damage
-def seen(checkpoint):
-    print(f"process {RANK} reads {checkpoint.name}", flush=True)
-    return find_damage(checkpoint)
-output_dir.find_damage = seen
-"""
-
-
-def test_one_process_reads_the_checkpoints_for_all(two):
-    """It hashes gigabytes; and what it has decided is told to the others, an error as well."""
-    first, output, _ = two("sft", [*SFT, "--max_steps", 2], READERS)
-    again, _, _ = two("sft", [*SFT, "--max_steps", 4], READERS)
-    assert first.returncode == again.returncode == 0, again.stderr[-4000:]
-    assert "process 0 reads checkpoint-2" in again.stdout and "process 1 reads" not in again.stdout
-    assert [row["step"] for row in train_metrics(output)] == [1, 2, 3, 4]
-    refused, _, _ = two("sft", [*SFT, "--max_steps", 4, "--seed", 7], READERS)
-    assert refused.returncode != 0 and "process 1 reads" not in refused.stdout
-    assert "is of another run (seed 0 -> 7)" in refused.stderr
-
-
-def test_one_process_reads_the_best_checkpoint_for_all(two):
-    """Each would hash it, and where they do not agree whether it is whole, some would wait for the others for ever."""
-    change = READERS.replace("common.run.folder", "common.run.checkpoint")
-    run, output, _ = two("sft", [*SFT, "--max_steps", 2, "--eval_steps", 1, "--save_best", "max:eval_loss"], change)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "process 0 reads checkpoint-" in run.stdout and "process 1 reads" not in run.stdout
-
-
 def test_three_rows_on_two_processes_are_trained_as_on_one(two, launch, tmp_path):
     """Windows of 4, 4 and 1 out of 9 rows (three epochs): in the last one the second process has nothing of its own."""
     rows = [

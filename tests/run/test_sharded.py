@@ -163,7 +163,7 @@ def test_the_best_shards_are_exported(run, words):
     best, last = checkpoints(out)
     merged = tensors(best)
     final = load_file(out / "model.safetensors")
-    assert all(torch.equal(final[name], merged[f"pytorch_model_fsdp_0/{name}"]) for name in final)
+    assert all(torch.equal(final[name], merged[f"pytorch_model_fsdp_0/model/{name}"]) for name in final)
     assert any(not torch.equal(tensors(last)[name], merged[name]) for name in merged if "fsdp" in name)
 
 

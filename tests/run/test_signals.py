@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from common.errors import TOLD_TO_END
 from common.run.folder import checkpoints
 from common.run.retry import Retry
 from common.run.signals import EXIT_CODE, EXIT_SECONDS, Signals
@@ -262,16 +261,6 @@ def test_what_was_asked_for_waits_until_it_is_possible(clock):
     assert signals.asked_for() == "stop"
     signals.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == signal.getsignal(signal.SIGUSR1)
-
-
-def test_what_waits_for_others_hears_of_a_signal_that_ends_the_run(clock):
-    signals = clock.start(None, None)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert not TOLD_TO_END
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert len(TOLD_TO_END) == 1 and 0 <= time.monotonic() - TOLD_TO_END[0] < 60
-    signals.close()
-    assert not TOLD_TO_END
 
 
 def test_a_forked_process_ends_at_a_signal_as_usual(clock):

@@ -8,11 +8,10 @@ from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
 from common.model.load import grow_embedding, hub_errors, make_savable
 from common.model.lora import adapter_config, check_mergeable, import_peft, is_adapter
+from common.model.save import EXTRA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-EXTRA = "extra.safetensors"  # written beside the adapter; it belongs to the model
 
 
 def merged_model(

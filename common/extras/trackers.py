@@ -1,0 +1,51 @@
+"""--report_to: a tracker (tensorboard, wandb, ...), through Accelerate. A resumed run continues its run there."""
+
+import importlib.util
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+from common.args import CommonArgs
+from common.errors import UserError
+from common.files import replace_text
+
+from accelerate import Accelerator
+
+NAMES = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")
+
+
+def check_tracker(name: str) -> None:
+    """Raises UserError for one that Accelerate does not know or that is not installed."""
+    if name not in NAMES:
+        raise UserError(f"--report_to {name}: one of {', '.join(NAMES)}")
+    if importlib.util.find_spec(name) is None:
+        raise UserError(f"--report_to {name} needs it installed: pip install {name}")
+
+
+class Tracker:
+    """A part of a `Run`."""
+
+    def __init__(self, accelerator: Accelerator, args: CommonArgs):
+        self.accelerator, self.args = accelerator, args
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Start the tracker, or continue its run: entries after the checkpoint's step will be logged again."""
+        args, output_dir = self.args, Path(self.args.output_dir)
+        config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in vars(args).items()}
+        if state["step"] and args.report_to == "tensorboard":
+            config = None  # a changed config would start a new run each time
+        file, run_id = output_dir / "tracker.json", None
+        if self.accelerator.is_main_process:
+            try:
+                run_id = json.loads(file.read_text())["id"]
+            except (OSError, ValueError, KeyError, TypeError):
+                run_id = uuid.uuid4().hex[:21]  # swanlab's length
+                replace_text(file, json.dumps({"id": run_id}))
+        same, name = {"id": run_id, "resume": "allow"}, args.run_name or output_dir.name  # they ignore steps that they have
+        settings = {"wandb": same | {"name": name}, "swanlab": same | {"experiment_name": name}}
+        settings["tensorboard"] = {"purge_step": state["step"] + 1 if state["step"] else 0}
+        self.accelerator.init_trackers("plainloop", config=config, init_kwargs=settings)
+
+    def on_log(self, step: int, values: dict[str, float]) -> None:
+        self.accelerator.log(values, step=step)
