@@ -19,7 +19,7 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: float = 1.0) -> torch.optim.Optimizer:
     """The optimizer of --optim for the trained parameters, with weight decay on matrices only.
 
-    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: with 8-bit moments, by bitsandbytes; muon: extras/muon.py.
+    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: 8-bit moments, by bitsandbytes; muon: extras/muon.py.
     extra_lr_multiplier: the learning rate of the modules in model.extra, relative to the others.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
