@@ -28,6 +28,7 @@ from common.collators import Window, Windows
 from common.data.types import Tokenizer
 from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printable, say
 from common.extras import extra
+from common.files import loaded_code
 from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
@@ -35,7 +36,7 @@ from common.model.save import base_dtype, final_dtype
 from common.run.best import Best
 from common.run.checkpoint import export, load_extra, resume, save_checkpoint
 from common.run.describe import describe, typical_length
-from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
+from common.run.folder import begin, known_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
@@ -95,7 +96,7 @@ class Run:
             raise UserError(f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end")
         if accelerator.is_main_process:
             inputs = known_inputs(args, self.script, accelerator.mixed_precision)
-            inputs |= loaded_inputs(args, self.script, windows.train.digests())
+            inputs |= {"data": windows.train.digests(), "code": loaded_code(self.script)}
             if self.resume_from:
                 refuse_changes(args, inputs, self.resume_from)
             with writing(args.output_dir):
