@@ -118,11 +118,11 @@ def test_prompts_of_completions_are_not_trained():
         ({"messages": [U, A | {"train": "no"}]}, "train of a message is 'no'; known: true, false, 0, 1"),
         ({"messages": [U, A | {"loss_mask": [0, 1]}]}, "loss_mask of a message is [0, 1]"),
         ({"messages": [U, A | {"weight": 0.5}]}, "weight of a message is 0.5"),
-        ({"instruction": "q", "output": "a", "history": 3}, "."),
-        ({"messages": [U | {"content": "\ud83d"}, A]}, "."),
-        ({"messages": [U, A], "tools": '[{"n": ' + "1" * 5000 + "}]"}, "."),
-        ({"messages": [U, A], "tools": "[" * 5000 + "]" * 5000}, "."),
-        ({"messages": [{"role": ["user"], "content": "q"}, A]}, "."),
+        ({"instruction": "q", "output": "a", "history": 3}, " "),
+        ({"messages": [U | {"content": "\ud83d"}, A]}, " "),
+        ({"messages": [U, A], "tools": '[{"n": ' + "1" * 5000 + "}]"}, " "),
+        ({"messages": [U, A], "tools": "[" * 5000 + "]" * 5000}, " "),
+        ({"messages": [{"role": ["user"], "content": "q"}, A]}, " "),
     ],
 )
 def test_a_chat_row_that_cannot_be_trained_on_is_refused_with_the_reason(row, reason):
