@@ -83,7 +83,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=preference_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, format=preference_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=as_preference)
     if args.packing:
         train = pack(train, 2 * args.max_length)

@@ -210,7 +210,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
+    prompts, held_out = load_prompts(args, encode, tokenizer, format=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     weights = args.reward_weights or [1.0] * len(rewards)
     scored = {"rewards": rewards, "weights": weights}
@@ -294,9 +294,9 @@ def main(args: Args) -> None:
             windows = make_windows(completions, args, accelerator)
             for window in windows:
                 if rollouts.updates_per_rollout > 1:  # otherwise the model of the update is the one that sampled
-                    window.add_field("old_logps", lambda batch: unwrapped(batch, temperature=args.temperature).logps)
+                    window.add_fields(lambda batch: {"old_logps": unwrapped(batch, temperature=args.temperature).logps})
                 if reference:
-                    window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
+                    window.add_fields(lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps})
             run.log_rollout(step + 1, completions, rewards, args.num_generations)
 
         window = windows[step % args.steps_per_generation]

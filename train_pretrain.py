@@ -22,6 +22,7 @@ the load-balancing loss of a mixture of experts (common/extras/experts.py).
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from common.args import CommonArgs, arg
@@ -81,6 +82,11 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
     return as_text(row, args.dataset_text_field)
 
 
+def first_words(row: Row, field: str) -> dict[str, str]:
+    """The start of a document, which evaluations continue."""
+    return {"prompt": " ".join(as_text(row, field).split()[:8])}
+
+
 def new_model_config(args: Args, tokenizer: Tokenizer):
     """The configuration of a new model, unless one is named."""
     if args.config_name:
@@ -111,15 +117,9 @@ def main(args: Args) -> None:
         tokenizer = load_tokenizer(args, tokenizer_source)
     else:
         tokenizer = train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
-
-    def recognise_text(row: Row) -> str:
-        return text_format(row, args.dataset_text_field)
-
-    def first_words(row: Row) -> dict[str, str]:
-        return {"prompt": " ".join(as_text(row, args.dataset_text_field).split()[:8])}
-
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=recognise_text)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=first_words)
+    field = args.dataset_text_field
+    train, held_out = load_data(args, accelerator, encode, tokenizer, format=partial(text_format, field=field))
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=partial(first_words, field=field))
     if args.packing_strategy == "wrapped":
         train, held_out = chunk(train, args.max_length), chunk(held_out, args.max_length)
     else:  # documents of more than max_length tokens are cut

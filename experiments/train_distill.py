@@ -224,7 +224,7 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     check_vocabulary(args, tokenizer)
-    prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
+    prompts, held_out = load_prompts(args, encode, tokenizer, format=prompt_format)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode_prompt)
     rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,

@@ -99,7 +99,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=labelled_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, format=labelled_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)
     if args.packing:
         train = pack(train, args.max_length)

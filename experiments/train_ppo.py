@@ -252,7 +252,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
+    prompts, held_out = load_prompts(args, encode, tokenizer, format=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     weights = args.reward_weights or [1.0] * len(rewards)
     scored = {"rewards": rewards, "weights": weights}
@@ -350,7 +350,7 @@ def main(args: Args) -> None:
             for window in windows:
                 window.add_fields(at_rollout)
                 if reference:
-                    window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
+                    window.add_fields(lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps})
                 run.metrics.add(**add_advantages(window, args, accelerator))
             run.log_rollout(step + 1, completions, rewards, len(completions))
 

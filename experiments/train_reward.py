@@ -87,7 +87,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=preference_format if pairs else chat_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, format=preference_format if pairs else chat_format)
     if args.packing:
         train = pack(train, 2 * args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch, indivisible=1 + pairs)

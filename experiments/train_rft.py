@@ -81,7 +81,7 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> dict[str, Any]:
 def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer, file: Path) -> None:
     """Answer the dataset's prompts, each process a share, and write the distinct answers that the rewards accept. The random
     numbers of an answer are a function of (seed, its place)."""
-    prompts = load_prompts(args, encode_prompt, tokenizer, recognise=prompt_format)[0].rows
+    prompts = load_prompts(args, encode_prompt, tokenizer, format=prompt_format)[0].rows
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     mine = range(accelerator.process_index, len(prompts) * args.num_generations, accelerator.num_processes)
     rows = [prompts[i // args.num_generations] for i in mine]
@@ -128,7 +128,7 @@ def main(args: Args) -> None:
         write_accepted(args, accelerator, model, tokenizer, file)
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
     own |= dict.fromkeys(("dataset_config", "dataset_weights"))
-    train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer, recognise=chat_format)
+    train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer, format=chat_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:

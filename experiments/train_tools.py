@@ -352,7 +352,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args)
     environment = load_environment(args, tokenizer)
     to_prompt = partial(encode, tools=environment.tools)
-    prompts, held_out = load_prompts(args, to_prompt, tokenizer, recognise=prompt_format)
+    prompts, held_out = load_prompts(args, to_prompt, tokenizer, format=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device) + environment.rewards
     weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=to_prompt).rows
@@ -453,9 +453,9 @@ def main(args: Args) -> None:
             windows = make_windows(completions, args, accelerator)
             for window in windows:
                 if rollouts.updates_per_rollout > 1:  # otherwise the model of the update is the one that sampled
-                    window.add_field("old_logps", lambda batch: unwrapped(batch, temperature=args.temperature).logps)
+                    window.add_fields(lambda batch: {"old_logps": unwrapped(batch, temperature=args.temperature).logps})
                 if reference:
-                    window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
+                    window.add_fields(lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps})
             log_rollout(run, step + 1, completions, rewards, args.num_generations)
 
         window = windows[step % args.steps_per_generation]

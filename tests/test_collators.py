@@ -151,7 +151,7 @@ def test_a_field_that_runs_out_of_memory_is_computed_in_smaller_parts(most):
         sizes.append(len(batch["lengths"]))
         return 2.0 * batch["input_ids"][0]
 
-    window.add_field("twice", twice)
+    window.add_fields(lambda batch: {"twice": twice(batch)})
     assert max(sizes) <= most and sum(sizes) == 5
     window.add_fields(lambda batch: {"again": twice(batch), "half": batch["input_ids"][0] / 2})
     assert sum(sizes) == 10  # both in one pass
@@ -160,7 +160,7 @@ def test_a_field_that_runs_out_of_memory_is_computed_in_smaller_parts(most):
         assert (sequence["again"] == sequence["twice"]).all() and (4 * sequence["half"] == sequence["twice"]).all()
     with pytest.raises(torch.OutOfMemoryError):
         most = 0
-        window.add_field("again", lambda batch: twice(batch) if most else twice({"lengths": [1] * 9}))
+        window.add_fields(lambda batch: {"again": twice(batch) if most else twice({"lengths": [1] * 9})})
 
 
 # --- windows of tokens ----------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Args(CommonArgs):
 
 def source(path, rows, **settings):
     jsonl(path, rows)
-    return Source(str(path), **{"label": path.stem, "format": "text"} | settings)
+    return Source(str(path), **{"label": path.stem} | settings)
 
 
 def numbered(path, count, **settings):
@@ -201,12 +201,10 @@ def test_it_is_used_until_something_changes(tmp_path, rows, settings, again):
     assert calls == 3
     if rows != 3:
         numbered(tmp_path / "a.jsonl", rows)
-    examples, calls = counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a", format="text"), **settings)
+    examples, calls = counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)
     assert calls == (len(examples) if again else 0)
     assert again or (as_lists(first) == as_lists(examples) and first.facts() == examples.facts())
-    assert (
-        counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a", format="text"), **settings)[1] == 0
-    )  # both are kept
+    assert counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)[1] == 0  # both are kept
 
 
 SCRIPT = '''"""A script."""
@@ -400,7 +398,7 @@ def test_a_killed_run_leaves_nothing_that_is_trusted(tmp_path, num_proc):
     "name", ["ids.bin", "mask.bin", "lengths.npy", "rows.npy", "difficulty.npy", "facts.json", "files.json"]
 )
 def test_a_damaged_file_is_noticed(tmp_path, name, damage):
-    rows = source(tmp_path / "a.jsonl", CHATS, format="messages")
+    rows = source(tmp_path / "a.jsonl", CHATS)
     first = as_lists(prepare(tmp_path, rows, encode=chats))
     (folder,) = folders(tmp_path)
     if damage == "gone":

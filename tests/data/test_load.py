@@ -43,11 +43,6 @@ def anything(row, tokenizer, args):
     return row["anything"]
 
 
-def of_format(row, tokenizer, args):
-    """Rejects each row with its type and format."""
-    raise BadRow(f"{type(row).__name__} {row.format} {row.where.rsplit('/')[-1]}")
-
-
 def one_chat(row, tokenizer, args):
     return [tokenize_chat(as_chat(row), tokenizer)]
 
@@ -59,18 +54,11 @@ def numbered(path, count):
 # --- load_data ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recognise, wanted", [(text_format, "text"), (None, None), (lambda row: "mine", "mine")])
-def test_a_row_knows_its_origin_and_format(tmp_path, tokenizer, recognise, wanted):
-    args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 2))
-    with pytest.raises(UserError, match=f"of a can be used: Row {wanted} a.jsonl:1, Row {wanted} a.jsonl:2"):
-        load_data(args, alone(), of_format, tokenizer, recognise)
-
-
-def test_without_recognition_rows_may_have_any_columns(tmp_path, tokenizer):
+def test_without_a_format_rows_may_have_any_columns(tmp_path, tokenizer):
     args = arguments(tmp_path, jsonl(tmp_path / "a.jsonl", [{"anything": "x"}, {"anything": "y"}]))
     train, held_out = load_data(args, alone(), anything, tokenizer)
     assert len(train) == 2 and len(held_out) == 0 and train.data.facts()[0]["format"] is None
-    with pytest.raises(UserError, match="no column text; found anything"):
+    with pytest.raises(UserError, match="a.jsonl:1: found the columns 'anything'"):
         load_data(args, alone(), anything, tokenizer, text_format)
 
 

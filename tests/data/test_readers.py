@@ -163,7 +163,7 @@ def test_a_folder_gives_the_files_of_the_split(tmp_path):
         (folder / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     assert texts(folder) == ["train-00000-of-00002.jsonl.gz", "train-00001-of-00002.jsonl"]
     assert texts(Source(str(folder), split="validation")) == ["validation.jsonl"]
-    with pytest.raises(UserError, match="no file for split test.*found train-00000"):
+    with pytest.raises(UserError, match="no file for split test"):
         columns(Source(str(folder), split="test"))
     write(tmp_path / "b.txt", "b")  # without splits all is for training; one file may be empty
     jsonl(tmp_path / "a.jsonl", [{"text": "a"}])

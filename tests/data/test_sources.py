@@ -110,11 +110,12 @@ def test_a_source_is_recognised_by_a_later_row(tmp_path):
     assert found(name)[0][0].format == "alpaca"
 
 
-def test_rows_of_other_columns_are_left_out(tmp_path):
-    jsonl(tmp_path / "a.jsonl", [{"instruction": "q", "output": "a"}] * 2)
+def test_rows_may_have_several_formats_or_none(tmp_path):
+    jsonl(tmp_path / "a.jsonl", [{"instruction": "q", "output": "a"}, CHAT])
     jsonl(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])
     chats, facts = convert(load_rows(found(str(tmp_path))[0][0]), as_chat, "rows")
-    assert len(chats) == 2 and facts["dropped"]["no instruction + output"]["first"] == [f"{tmp_path}/b.jsonl:1"]
+    assert chats == [CHAT | {"tools": None}] * 2
+    assert [found["first"] for found in facts["dropped"].values()] == [[f"{tmp_path}/b.jsonl:1"]]
 
 
 # --- identity -------------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def test_identity_changes_with_what_changes_the_rows(tmp_path):
     source = Source(numbered(tmp_path / "a.jsonl", 3), label="a", weight=1.0)
     same = json.dumps(identity(source))
     assert json.dumps(identity(replace(source, label="b", weight=2.0))) == same
-    changes = [{"max_samples": 1}, {"columns": ("a=text",)}, {"held_out": 0.1, "part": "train"}, {"format": "text"}]
+    changes = [{"max_samples": 1}, {"columns": ("a=text",)}, {"held_out": 0.1, "part": "train"}]
     assert all(json.dumps(identity(replace(source, **change))) != same for change in changes)
     numbered(tmp_path / "a.jsonl", 4)
     assert json.dumps(identity(source)) != same
@@ -169,7 +170,6 @@ def test_a_wrong_item_is_named(item, named):
         ({"eval_fraction": 0.1, "eval_dataset_name": ["x"]}, "--eval_fraction and --eval_dataset_name"),
         ({"eval_fraction": 1e-9}, "--eval_fraction 1e-09"),
         ({"eval_fraction": 1 - 1e-9}, "--eval_fraction 0.999999999"),
-        ({"eval_dataset_name": ['{"path": "x", "weight": 1}']}, "--eval_dataset_name"),
         ({"eval_dataset_name": ["missing.jsonl"]}, "missing.jsonl"),
         ({"columns": ["body"]}, "--columns body"),
         ({"columns": ["x=y"]}, "--columns x=y"),
@@ -181,8 +181,8 @@ def test_wrong_settings_are_named(tmp_path, settings, named):
     with pytest.raises(UserError) as caught:
         found(path, **settings)
     assert named in line(caught)
-    for weights, flag in (([1.0, 1.0], "--dataset_weights"), (None, "--dataset_name")):  # in one place only
-        with pytest.raises(UserError, match=f"{flag}: .*a.jsonl has a weight"):
+    for weights in ([1.0, 1.0], None):  # in one place only
+        with pytest.raises(UserError, match="--dataset_weights: expected one weight for each source"):
             found({"path": path, "weight": 1}, path, dataset_weights=weights)
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone")
     (tmp_path / "empty").mkdir()
@@ -229,21 +229,6 @@ def test_a_broken_file_is_named_with_its_place(tmp_path, name, content, named):
     with pytest.raises(UserError) as caught:
         load_rows(str(tmp_path / name))
     assert f"{tmp_path}/{named}" in line(caught)
-
-
-@pytest.mark.parametrize(
-    "row, new",
-    [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "completion"),
-        ({"chosen": CHAT["messages"], "rejected": CHAT["messages"]}, "messages"),
-        ({"chosen": "Human: q", "rejected": "Human: r"}, "text"),
-    ],
-)
-def test_pairs_for_sft_are_told_how(tmp_path, row, new):
-    name = jsonl(tmp_path / "a.jsonl", [row] * 3)
-    with pytest.raises(UserError, match=f"a.jsonl:1: .*--columns {new}=chosen$"):
-        found(name)
-    assert found(name, columns=[f"{new}=chosen"])[0][0].format in ("prompt_completion", "messages", "text")
 
 
 # --- bad rows: left out, counted, named ------------------------------------------------------------------------------

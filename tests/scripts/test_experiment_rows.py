@@ -1,8 +1,7 @@
 """Rows that only experiments read: answers with a label, texts with a score."""
 
 from common.data.formats import as_chat
-from common.data.types import BadRow, Row
-from common.errors import UserError
+from common.data.types import BadRow
 from experiments.labelled import as_labelled, labelled_format, mismatched
 from experiments.scored import number_of
 
@@ -14,36 +13,35 @@ B = {"role": "assistant", "content": "b"}
 
 
 @pytest.mark.parametrize(
-    "recognise, row, name",
+    "row, name",
     [
-        (labelled_format, {"prompt": "q", "completion": "a", "label": True}, "prompt_completion"),
-        (labelled_format, {"messages": [U, A], "label": 0}, "messages"),
-        (labelled_format, {"conversations": [U, A], "kto_tag": False}, "sharegpt"),
-        (labelled_format, {"instruction": "q", "output": "a", "label": None, "kto_tag": True}, "alpaca"),
+        ({"prompt": "q", "completion": "a", "label": True}, "prompt_completion"),
+        ({"messages": [U, A], "label": 0}, "messages"),
+        ({"conversations": [U, A], "kto_tag": False}, "sharegpt"),
+        ({"instruction": "q", "output": "a", "label": None, "kto_tag": True}, "alpaca"),
     ],
 )
-def test_a_format_is_recognised(recognise, row, name):
-    assert recognise(row) == name
+def test_a_format_is_recognised(row, name):
+    assert labelled_format(row) == name
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"prompt": "q", "chosen": "a", "rejected": "b"},
-        {"prompt": "q", "chosen": "a", "rejected": "b", "label": True},
         {"prompt": "q", "completion": "a"},
         {"text": "t", "label": True},
     ],
 )
 def test_columns_of_no_format_are_named(row):
-    with pytest.raises(UserError, match=", ".join(row)):
+    with pytest.raises(BadRow, match=", ".join(row)):
         labelled_format(row)
 
 
 def test_a_chat_with_a_label_is_that_chat_and_the_label():
     found = as_labelled({"prompt": "q", "completion": "a", "label": True})
     assert found == {"prompt": "q", "completion": "a", "label": True}
-    row = Row({"prompt": [U], "completion": [A], "label": 0, "kto_tag": None}, "rows.jsonl:1", "prompt_completion")
+    row = {"prompt": [U], "completion": [A], "label": 0, "kto_tag": None}
     assert as_labelled(row) == as_chat({"prompt": [U], "completion": [A]}) | {"label": False}
     found = as_labelled({"conversations": [U, A, U, B], "system": "s", "kto_tag": False})
     assert found["label"] is False and found["messages"][found["prompt_turns"] :] == [B]
@@ -57,7 +55,7 @@ def test_a_label_may_be_written_as_text_as_tables_have_it(label, good):
 @pytest.mark.parametrize("label", ["good", "", "10", 2, -1.0, None])
 def test_a_label_that_is_neither_true_nor_false_leaves_the_row_out(label):
     with pytest.raises(BadRow, match="expected true or false"):
-        as_labelled(Row({"prompt": "q", "completion": "a", "label": label}, "rows.jsonl:1", "prompt_completion"))
+        as_labelled({"prompt": "q", "completion": "a", "label": label})
 
 
 def test_answers_after_the_prompts_of_others():
