@@ -7,17 +7,13 @@ in chunks, too, which the other side of the comparisons does not.
 import json
 import shutil
 import sys
-from types import SimpleNamespace
 
-from common.errors import UserError
-from common.run.launch import refuse_false_launch
 from tests.conftest import ROOT, read_metrics, run_script, teacher
 from tests.scripts.test_equivalence import assert_same, free_port, losses
 from tests.tiny import SIZE
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -310,12 +306,6 @@ def test_the_best_adapter_is_merged_as_by_one_process(launch, sharded, words):
     assert_same_model(one, two)
     best, last = (load_file(two / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (1, 2))
     assert any(not torch.equal(best[name], last[name]) for name in best)
-
-
-def test_the_first_version_of_fsdp_is_refused():
-    launched = SimpleNamespace(num_processes=1, distributed_type=DistributedType.FSDP, is_fsdp2=False)
-    with pytest.raises(UserError, match="fsdp_version: 2"):
-        refuse_false_launch(launched)
 
 
 @pytest.mark.slow
