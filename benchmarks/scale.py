@@ -44,7 +44,7 @@ MODES = {  # per process and micro-batch: examples, or tokens
     "8,192 tokens": {"max_tokens": MAX_TOKENS},
     "2 packs of 4,096": {"batch_size": 2, "packed": True},
 }
-MODELS = {"1B": 1e9, "8B": 8e9, "70B": 70e9}
+MODELS = {"8B": 8e9, "70B": 70e9}
 KINDS = ("ddp", "fsdp2", "fsdp2 without reshard", "hsdp")
 
 
