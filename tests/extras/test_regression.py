@@ -238,16 +238,7 @@ def test_training_does_not_notice_the_suite(launch, words, capsys):
 
 
 def test_resumed_the_lines_and_the_best_are_the_same(launch, words, monkeypatch):
-    more = [
-        "--regression_steps",
-        "2",
-        "--save_steps",
-        "3",
-        "--save_best",
-        "eval_regression/words",
-        "--save_total_limit",
-        "0",
-    ]
+    more = "--regression_steps 2 --save_steps 3 --save_best eval_regression/words --save_total_limit 0".split()
     whole = launch("sft", *words("sft", *more, "--eval_steps", "0"), output="whole")
     with monkeypatch.context() as patch:
         stop_after_save(patch, 3)

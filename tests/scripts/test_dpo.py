@@ -301,16 +301,6 @@ def test_dropout_is_off(precompute, kind, launch, data, tmp_path):
     check(run, PAIRS)
 
 
-def test_packed_pairs_share_rows(launch, data, model):
-    """Rows of twice max_length hold several pairs; each pair comes once in an epoch."""
-    run = dpo(
-        launch, data, model, "--packing", "--max_length", 100, "--num_train_epochs", 1, "--per_device_train_batch_size", 1
-    )
-    tokens = [row["num_tokens"] for row in run.rows]
-    assert 1 < len(run.rows) < len(PAIRS)
-    assert all(after - before <= 200 for before, after in zip([0, *tokens], tokens, strict=False))
-
-
 def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data, model):
     """By whole pairs: both sides of one count."""
     flags = ["--max_tokens_per_batch", 200, "--num_train_epochs", 1, "--per_device_train_batch_size", 1]

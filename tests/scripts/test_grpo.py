@@ -173,16 +173,6 @@ def test_small_differences_of_large_rewards_are_seen():
     assert (logged["reward_std"], logged["rewards/some/std"]) == pytest.approx((0.5**0.5, 0.5))
 
 
-def test_what_a_rollout_lacks_is_not_logged():
-    """No completion ended, one function gave nothing: no mean of theirs. A group with one reward has no spread."""
-    completions = [completion([value, None]) for value in (1.0, 3.0, 5.0, None)]
-    train_grpo.add_advantages(completions, [1.0, 1.0], arguments())
-    logged = rollout_metrics(completions, NAMED, 2)
-    assert logged["reward_std"] == pytest.approx(2**0.5) and logged["frac_reward_zero_std"] == 0.5
-    absent = {"completions/mean_terminated_length", "rewards/none/mean", "rewards/none/std"}
-    assert not absent & set(logged) and not any(math.isnan(value) for value in logged.values())
-
-
 # --- the rollouts ---------------------------------------------------------------------------------------------------
 
 

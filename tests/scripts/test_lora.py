@@ -75,20 +75,6 @@ def test_dpo_goes_on_with_an_adapter_whose_start_is_the_reference(launch, base, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_a_run_from_an_adapter_goes_on_bit_for_bit(name, launch, base):
-    sft = launch("sft", *stage("sft"), *FEW, "--model_name_or_path", base, "--chat_template", "chatml", output="sft")
-    words = [*stage(name), *FEW, "--beta", "0.1", "--model_name_or_path", sft, "--lr_scheduler_type", "constant"]
-    words += ["--warmup_steps", "0", "--max_steps", "4"]
-    whole = launch(name, *words, output="whole")
-    launch(name, *words, "--max_steps", "2", output="resumed")
-    resumed = launch(name, *words, output="resumed")
-    assert read_metrics(resumed) == read_metrics(whole)
-    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed))
-    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("bits", ["--load_in_4bit", "--load_in_8bit"])
 def test_every_stage_runs_on_a_quantised_base_goes_on_bit_for_bit_and_merges_into_its_own_dtype(bits, launch, base, capsys):
     pytest.importorskip("bitsandbytes")

@@ -292,24 +292,6 @@ def two_machines(tmp_path, outputs, *words):
 
 
 @pytest.mark.slow
-def test_two_launchers_are_two_machines(tmp_path):
-    first, second = two_machines(tmp_path, [tmp_path / "out"] * 2)
-    assert first.returncode == second.returncode == 0, (first.stderr[-2000:], second.stderr[-2000:])
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["processes"] == 2
-
-
-@pytest.mark.slow
-def test_two_machines_that_share_no_disk(tmp_path):
-    """A run trains; the run that would go on from its checkpoint is refused, on both."""
-    outputs = [tmp_path / "one", tmp_path / "other"]
-    first, second = two_machines(tmp_path, outputs, "--save_steps", "1")
-    assert first.returncode == second.returncode == 0, (first.stderr[-2000:], second.stderr[-2000:])
-    (outputs[0] / "summary.json").unlink()
-    for run in two_machines(tmp_path, outputs, "--save_steps", "1"):
-        assert run.returncode and "checkpoint-2" in run.stderr and "Traceback" not in run.stderr.split("error:")[0]
-
-
-@pytest.mark.slow
 def test_the_best_adapter_is_merged_without_a_shared_disk(tmp_path):
     """Only the first machine has the checkpoint that it lies in. The best is not the last."""
     peft = pytest.importorskip("peft")
