@@ -181,12 +181,6 @@ def test_other_tools_names_lead_to_flags_that_exist():
         assert all((ROOT / path).exists() for path in re.findall(r"\S+\.yaml", hint))
 
 
-def test_help_texts_may_hold_percent_signs(capsys):
-    with pytest.raises(SystemExit):
-        own("--help")
-    assert "keep 50% of it (default: a)" in " ".join(capsys.readouterr().out.split())
-
-
 IDLE = {
     "train_sft": [
         ("--lora_r 64", "", "--use_peft"),
@@ -343,23 +337,6 @@ def test_the_demo_applies_without_model_and_dataset(monkeypatch, capsys):
     assert parse().learning_rate == 2e-5
 
 
-def test_the_demos_weights_are_for_the_demos_rewards(monkeypatch):
-    grpo = "train_grpo"
-    assert len(parse(script=grpo).reward_weights) == len(parse(script=grpo).reward_funcs) == 2
-    mine = parse("--reward_funcs", "my.py:f", script=grpo)
-    assert (mine.reward_funcs, mine.reward_weights) == (["my.py:f"], None)
-    assert parse("--reward_weights", "0", "2", script=grpo).reward_weights == [0, 2]
-    monkeypatch.setenv("PLAINLOOP_REWARD_FUNCS", "length:9 length:8")
-    assert parse(script=grpo).reward_weights is None
-
-
-@pytest.mark.parametrize("words", [[], ["--model_name_or_path", "x"]])
-def test_without_the_demo_a_dataset_is_asked_for(words, tmp_path, monkeypatch):
-    args_of("train_sft")
-    monkeypatch.chdir(tmp_path)
-    assert "--dataset_name" in refused(parse, *words)
-
-
 def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch):
     def choose_model(*named):
         words = [*DATA, *named]
@@ -376,38 +353,3 @@ def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch):
 
 
 # --- what is in its range trains --------------------------------------------------------------------------------------
-
-FEW = {
-    "pretrain": "--max_train_samples 40 --max_length 32 --hidden_size 16 --num_layers 1 --num_heads 2 --vocab_size 300",
-    "sft": "--max_train_samples 12 --max_length 64",
-    "dpo": "--max_train_samples 12 --max_length 64 --precompute_ref_log_probs false",
-    "grpo": "--max_train_samples 12 --max_completion_length 4 --num_generations 2 --beta 0.01",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_numbers_in_range_train_or_end_in_one_line(script, launch, tmp_path):
-    """Each numeric flag at its strangest values, by itself: no traceback, and nothing exported that is no model."""
-    from transformers import AutoModelForCausalLM
-
-    stage, ran = script.removeprefix("train_"), 0
-    words = f"{FEW[stage]} --max_steps 2 --eval_steps 1 --max_eval_samples 2 --save_steps 1 --eval_max_new_tokens 4"
-    words += " --logging_steps 1 --per_device_train_batch_size 2"
-    words += "" if stage == "pretrain" else " --model_name_or_path data/base_model"
-    for number, (name, _) in enumerate(numeric_flags(args_of(script))):
-        for word in ("-1", "0", "1e308"):  # the others of STRANGE are out of every range, or usual
-            try:
-                parse("--config", demo(script), f"--{name}={word}", script=script)
-            except UserError:
-                continue
-            output = f"{number}-{ran}"
-            try:
-                launch(stage, "--config", demo(script), *words.split(), f"--{name}={word}", output=output)
-            except UserError as error:
-                assert "\n" not in str(error)
-            else:
-                lm = AutoModelForCausalLM.from_pretrained(tmp_path / output)
-                assert all(p.isfinite().all() for p in lm.parameters()), f"--{name}={word}"
-            ran += 1
-    assert ran > 20

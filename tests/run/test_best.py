@@ -52,10 +52,3 @@ def test_the_best_evaluation_and_the_end_of_patience():
     off = best_by(None)
     off.update(1, {"eval_loss": 1.0})
     assert not off.stops(1) and off.folder("out") is None
-
-
-def test_small_steps_add_up_to_an_improvement():
-    best = best_by("max:x", patience=2, delta=1.0)
-    for step in range(1, 20):
-        best.update(step, {"x": step * 0.6})
-        assert best.step == step and not best.stops(step)

@@ -83,14 +83,6 @@ def test_changed_arguments_that_may_change_are_said(tmp_path, capsys):
         (tmp_path / "out" / "args.yaml").write_text(yaml.safe_dump(args | changed))
 
 
-@pytest.mark.parametrize("name", ["eval_prompts", "eval_max_new_tokens", "max_eval_samples"])
-def test_evaluations_compared_by_save_best_stay(name, tmp_path):
-    args = folder_of_a_run(tmp_path, save_best="eval_loss")
-    with pytest.raises(UserError, match=name):
-        claim(args | {name: "another"})
-    assert claim(args | {name: "another", "save_best": "eval_perplexity"})
-
-
 def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):
     args = folder_of_a_run(tmp_path, complete=True)
     for same in ({}, {"num_samples": 9}, {"push_to_hub": True, "hub_model_id": "a/b"}):
@@ -334,17 +326,6 @@ def test_what_is_read_does_not_lie_in_the_folder(launch, tmp_path):
     with pytest.raises(UserError, match="--output_dir is empty"):
         launch("sft", *SFT, "--output_dir", "")
     assert sorted(os.listdir(out)) == before
-
-
-def test_other_files_of_the_user_stay(launch, tmp_path):
-    out = tmp_path / "out"
-    (out / "mine").mkdir(parents=True)
-    for name in ("log.txt", "mine/notes.txt"):
-        (out / name).write_text("mine")
-    quiet = ["--logging_steps", "0", "--save_steps", "0", "--max_steps", "1"]  # leaves no line and no checkpoint
-    launch("sft", *SFT, *quiet)
-    launch("sft", *SFT, *quiet, "--seed", "1", "--overwrite_output_dir")
-    assert all((out / name).read_text() == "mine" for name in ("log.txt", "mine/notes.txt"))
 
 
 def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):

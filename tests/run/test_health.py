@@ -107,21 +107,3 @@ launch(train_sft.main, train_sft.Args, "data/configs/sft.yaml")
     run = run_script([*command, str(script), *STAGES["sft"], "--max_steps", "4", "--output_dir", str(tmp_path / "out")])
     assert run.returncode == 0, run.stderr[-4000:]
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["bad_steps"] == [2]
-
-
-def test_rollouts_that_teach_nothing_are_counted_and_said(launch, capsys):
-    words = [
-        *STAGES["grpo"],
-        "--beta",
-        "0",
-        "--max_steps",
-        "3",
-        "--reward_funcs",
-        "regex:nothing says this",
-        "--reward_weights",
-        "1",
-    ]
-    output = launch("grpo", *words)
-    assert capsys.readouterr().out.count("in every group all rewards are equal") == 1  # of the first of them
-    rows = [row for row in read_metrics(output) if "loss" in row]
-    assert [row["frac_idle_rollouts"] for row in rows] == [1.0] * 3 and [row["grad_norm"] for row in rows] == [0.0] * 3

@@ -74,14 +74,3 @@ def test_a_tower_that_is_left_out_is_said(folder, launch, capsys):
     assert "left out: what qwen3_5 has beside its text model (it is exported as qwen3_5_text)" in said
     assert json.loads((output / "config.json").read_text())["model_type"] == "qwen3_5_text"
     transformers.AutoModelForCausalLM.from_pretrained(output)
-
-
-def test_a_quantised_base_is_counted(launch, capsys):
-    """Each matrix of the layers; embedding, head and norms stay."""
-    pytest.importorskip("bitsandbytes")
-    output = launch("sft", "--config", demo("sft"), *SHORT, "--use_peft", "--load_in_4bit")
-    tensors = load_file("data/base_model/model.safetensors")
-    matrices = sum(t.numel() for name, t in tensors.items() if t.dim() == 2 and ".layers." in name)
-    report = json.loads((output / "dataset.json").read_text())["model"]
-    assert report["quantised"] == matrices > 0
-    assert f"{matrices:,} parameters quantised" in capsys.readouterr().out

@@ -92,14 +92,14 @@ def prompt_ids(prompt):
     return ids_of(tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
 
-def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out"):
+def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out", longest=LONGEST):
     """Run a script of GRPO's; run.rollouts are its rollouts, each a list of Completion."""
     folder = Path(folder) / f"rewards_{output}"
     folder.mkdir()
     (folder / "rewards.py").write_text(REWARDS)
     names = ["--dataset_name", write_rows(folder / "prompts.jsonl", rows or chat_rows())]
     names += ["--reward_funcs", *(f"{folder / 'rewards.py'}:{name}" for name in rewards), "--num_generations", 4]
-    names += ["--max_completion_length", LONGEST, "--per_device_train_batch_size", 8, "--learning_rate", "5e-4"]
+    names += ["--max_completion_length", longest, "--per_device_train_batch_size", 8, "--learning_rate", "5e-4"]
     run = watched(launch, stage, model, *names, *flags, output=output)
     calls, lines = read_rows(folder / "calls.jsonl"), read_rows(run.output / "completions.jsonl")
     run.rollouts, run.starts, at = [], [], 0
@@ -110,8 +110,8 @@ def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",
             text = completion if isinstance(completion, str) else completion[0]["content"]
             assert (line["prompt"], line["completion"]) == (prompt, text)
             assert text == tokenizer().decode(ids, skip_special_tokens=True)
-            assert 1 <= len(ids) <= LONGEST and not set(ids[:-1]) & set(STOPS)
-            assert len(ids) == LONGEST or ids[-1] in STOPS
+            assert 1 <= len(ids) <= longest and not set(ids[:-1]) & set(STOPS)
+            assert len(ids) == longest or ids[-1] in STOPS
             assert line["finished"] == (ids[-1] in STOPS)
             scores = list(line["rewards"].values())
             assert list(line["rewards"]) == list(rewards)
@@ -193,6 +193,7 @@ class Settings:
     importance_cap: float = 2.0
     top_entropy_quantile: float = 1.0
     rollout_ahead: int = 0
+    max_completion_length: int = LONGEST
     off: float = 0.0  # no flag: how far the sampler's log-probabilities are from those of its model
 
     @classmethod
@@ -300,7 +301,7 @@ def window_loss(policy, old, sampler, reference, rollout, window, s):
             "bnpo": 1 / tokens_of_window,
             "cispo": 1 / (tokens_of_rollout / s.steps_per_generation),
             "dapo": 1 / (tokens_of_rollout / s.steps_per_generation),
-            "dr_grpo": 1 / (s.size * LONGEST),
+            "dr_grpo": 1 / (s.size * s.max_completion_length),
         }[s.loss_type]
         if i not in left_out:
             loss = loss + weight * losses.sum()

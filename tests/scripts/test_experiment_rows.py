@@ -1,8 +1,6 @@
 """Rows that only experiments read: answers with a label, texts with a score."""
 
-from common.data.formats import as_chat
 from common.data.types import BadRow, Row
-from common.errors import UserError
 from experiments.labelled import as_labelled, labelled_format, mismatched
 from experiments.scored import number_of
 
@@ -24,29 +22,6 @@ B = {"role": "assistant", "content": "b"}
 )
 def test_a_format_is_recognised(recognise, row, name):
     assert recognise(row) == name
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-        {"prompt": "q", "chosen": "a", "rejected": "b", "label": True},
-        {"prompt": "q", "completion": "a"},
-        {"text": "t", "label": True},
-    ],
-)
-def test_columns_of_no_format_are_named(row):
-    with pytest.raises(UserError, match=", ".join(row)):
-        labelled_format(row)
-
-
-def test_a_chat_with_a_label_is_that_chat_and_the_label():
-    found = as_labelled({"prompt": "q", "completion": "a", "label": True})
-    assert found == {"prompt": "q", "completion": "a", "label": True}
-    row = Row({"prompt": [U], "completion": [A], "label": 0, "kto_tag": None}, "rows.jsonl:1", "prompt_completion")
-    assert as_labelled(row) == as_chat({"prompt": [U], "completion": [A]}) | {"label": False}
-    found = as_labelled({"conversations": [U, A, U, B], "system": "s", "kto_tag": False})
-    assert found["label"] is False and found["messages"][found["prompt_turns"] :] == [B]
 
 
 @pytest.mark.parametrize("label, good", [("True", True), ("false", False), (" 1", True), ("0", False), (1.0, True)])

@@ -9,12 +9,10 @@ from pathlib import Path
 
 from common.args import CommonArgs
 from common.data.chat import end_of_turn
-from common.data.encode import convert
 from common.data.formats import as_chat, as_preference
 from common.data.sources import Source, load_rows
 from common.data.tokens import tokenize_messages, tokenize_pair, tokenize_prompt
 from common.data.types import BadRow
-from common.errors import UserError
 from common.model.load import load_tokenizer
 
 import numpy as np
@@ -100,26 +98,6 @@ def test_what_is_trained_in_a_chat_is_every_answer_and_its_end(file, name, templ
     if name == "minimind" and template is None:
         tolerated += ("starts with the assistant",)
     tokenized(rows_of("sft", file), check, tolerated)
-
-
-@pytest.mark.parametrize("name", ["minimind", "phi3_mini"])
-def test_tools_are_in_the_prompt_or_the_rows_are_refused(name):
-    tokenizer = tokenizer_of(name)
-    rows = rows_of("sft", "glaive_toolcall_en_150.json", rename=False)
-
-    def make(row):
-        chat = as_chat(row)
-        assert chat["tools"] or "tools" in row
-        return tokenize_messages(chat["messages"], tokenizer, tools=chat["tools"]), chat["tools"]
-
-    if name == "phi3_mini":
-        with_tools = [row for row in rows if as_chat(row)["tools"]]
-        with pytest.raises(UserError, match="the chat template leaves out the tools"):
-            convert(with_tools, make, "rows")
-        return
-    for sequence, tools in tokenized(rows, make):
-        text = decode(sequence["input_ids"], tokenizer)
-        assert all(tool.get("function", tool)["name"] in text for tool in tools or [])
 
 
 @pytest.mark.parametrize("name, template", TOKENIZERS)

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from tests.conftest import read_metrics, run_script, torchrun, train_metrics
+from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script, teacher, torchrun, train_metrics
 
 import pytest
 import torch
@@ -59,11 +59,31 @@ def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
         assert {"step", "prompt", "completion", "rewards", "advantage"} <= row.keys()
 
 
-# Windows of 8 examples of uneven length.
+# What a demo lacks, or what makes it short.
+SHORT = "--max_completion_length 4 --num_generations 2"
+MORE = {
+    "grpo": SHORT,
+    "grpo_ahead": SHORT,
+    "tools": SHORT,
+    "ppo": "--max_completion_length 4",
+    "rft": "--reward_threshold 0",
+}
+MORE["distill"] = f"--max_completion_length 4 --teacher_model_name_or_path {teacher()}"
+
+
+@pytest.mark.parametrize("stage", [*RUNS, *EXPERIMENTS])
+def test_the_schedule_ends_with_the_run(stage, launch):
+    words = f"--config {demo(stage)} {BASE} --learning_rate 3e-4 --lr_scheduler_type linear --warmup_steps 0"
+    words += f" --min_lr_ratio 0 --max_steps 3 --max_train_samples 12 --per_device_train_batch_size 4 {MORE.get(stage, '')}"
+    rows = train_metrics(launch(stage, *words.split(), "--save_steps", "0", "--eval_prompts", ""))
+    assert [row["learning_rate"] for row in rows] == pytest.approx([3e-4, 2e-4, 1e-4])
+
+
+# Windows of 8 examples of uneven length; the second one of SFT and DPO holds 3, so that the second process has one at most.
 STEP = {
     "pretrain": "--config data/configs/pretrain.yaml --packing_strategy bfd --max_train_samples 60 --max_length 64",
-    "sft": "--config data/configs/sft.yaml --max_train_samples 20",
-    "dpo": "--config data/configs/dpo.yaml --max_train_samples 20",
+    "sft": "--config data/configs/sft.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1",
+    "dpo": "--config data/configs/dpo.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1",
     "grpo": "--config data/configs/grpo.yaml --num_generations 4 --beta 0.02 --num_iterations 2 --temperature 0.9",
 }
 
@@ -71,7 +91,7 @@ STEP = {
 @pytest.mark.parametrize("stage", STEP)
 def test_two_processes_take_the_steps_of_one(stage, launch, tmp_path):
     """Metrics, gradients and weights: 4 + 4 examples, in micro-batches of 2 and 4, are one window of 8."""
-    words = f"{STEP[stage]} {BASE} --max_steps 2 --save_steps 0 --num_samples 0 --warmup_steps 0".split()
+    words = f"{BASE} --max_steps 2 {STEP[stage]} --save_steps 0 --num_samples 0 --warmup_steps 0".split()
     whole = launch(stage, *words, "--per_device_train_batch_size", "8", output="one")
     command = torchrun()
     command += [f"train_{stage}.py", *words, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
