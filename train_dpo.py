@@ -83,7 +83,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=preference_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, format=preference_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=as_preference)
     if args.packing:
         train = pack(train, 2 * args.max_length)
@@ -98,7 +98,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
-    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
+    # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
         reference.precompute(args, train, held_out)  # kept on disk; the model is freed
@@ -136,19 +136,19 @@ def main(args: Args) -> None:
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         P, chosen_tokens = window.num_sequences // 2, window.total("loss_mask", sequences=slice(0, None, 2))
-        for batch in window:
+        for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 pair_mask = batch["sequence_mask"][::2]  # (B,) 1; 0 if a process has no pair left
                 out = model(batch)
                 logged = pair_losses(batch, out)
                 sft_loss = -(logged["logps/chosen"] * pair_mask).sum() / chosen_tokens
                 loss = (logged.pop("loss") * pair_mask).sum() / P + sft_weight * sft_loss  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
+    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
         if run.eval_due(step):
             values = evaluate_means(args, accelerator, model, held_out, eval_losses)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
@@ -158,7 +158,7 @@ def main(args: Args) -> None:
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -22,6 +22,7 @@ the load-balancing loss of a mixture of experts (common/extras/experts.py).
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from common.args import CommonArgs, arg
@@ -81,6 +82,11 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
     return as_text(row, args.dataset_text_field)
 
 
+def first_words(row: Row, field: str) -> dict[str, str]:
+    """The start of a document, which evaluations continue."""
+    return {"prompt": " ".join(as_text(row, field).split()[:8])}
+
+
 def new_model_config(args: Args, tokenizer: Tokenizer):
     """The configuration of a new model, unless one is named."""
     if args.config_name:
@@ -111,15 +117,9 @@ def main(args: Args) -> None:
         tokenizer = load_tokenizer(args, tokenizer_source)
     else:
         tokenizer = train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
-
-    def recognise_text(row: Row) -> str:
-        return text_format(row, args.dataset_text_field)
-
-    def first_words(row: Row) -> dict[str, str]:
-        return {"prompt": " ".join(as_text(row, args.dataset_text_field).split()[:8])}
-
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=recognise_text)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=first_words)
+    field = args.dataset_text_field
+    train, held_out = load_data(args, accelerator, encode, tokenizer, format=partial(text_format, field=field))
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=partial(first_words, field=field))
     if args.packing_strategy == "wrapped":
         train, held_out = chunk(train, args.max_length), chunk(held_out, args.max_length)
     else:  # documents of more than max_length tokens are cut
@@ -142,16 +142,16 @@ def main(args: Args) -> None:
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
-        for batch in window:
+        for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, nll_weights=mask / N)
                 loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
+    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             if baseline:
@@ -163,7 +163,7 @@ def main(args: Args) -> None:
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

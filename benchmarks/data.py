@@ -74,7 +74,7 @@ def write_text(path: Path, megabytes: int) -> None:
 def ours(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float, float, int]:
     """(seconds to tokenise and cache, seconds to make all micro-batches, useful tokens)."""
     accelerator = accelerate.Accelerator(cpu=True)
-    script, recognise = (train_sft, chat_format) if kind == "chats" else (train_pretrain, text_format)
+    script, format = (train_sft, chat_format) if kind == "chats" else (train_pretrain, text_format)
     args = script.Args(
         dataset_name=[str(path)],
         dataset_cache_dir=str(work),
@@ -83,7 +83,7 @@ def ours(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float
         per_device_train_batch_size=BATCH,
     )
     began = time.perf_counter()
-    train, _ = load_data(args, accelerator, script.encode, tokenizer, recognise)
+    train, _ = load_data(args, accelerator, script.encode, tokenizer, format)
     tokenised = time.perf_counter()
     if kind == "text":
         train = chunk(train, MAX_LENGTH)

@@ -4,8 +4,7 @@ of prompts and answers."""
 from typing import Any
 
 from common.data.formats import Columns, as_chat, chat_format
-from common.data.types import BadRow, Example, Row, Sequence, may_reject
-from common.errors import UserError
+from common.data.types import BadRow, Example, Sequence, may_reject
 
 import numpy as np
 
@@ -14,19 +13,14 @@ TEXTS = {"true": True, "false": False, "1": True, "0": False}  # labels in table
 
 
 def labelled_format(columns: Columns) -> str:
-    """The name of the chat's format. Raises UserError if none fits, and if there is no label."""
-    found = ", ".join(columns) or "none"
-    if columns.get("chosen") is not None and columns.get("rejected") is not None and columns.get("completion") is None:
-        raise UserError(
-            f"pairs are for DPO; here a row is one answer with a label: make two rows of each pair, with the columns "
-            f"prompt, completion and label (true for the chosen, false for the rejected one); found columns {found}"
-        )
+    """The name of the chat's format. Raises BadRow if none fits, and if there is no label."""
     if all(columns.get(name) is None for name in LABELS):
-        raise UserError(
-            f"no column label (true: a good answer, false: a bad one); found {found} (map it: --columns label=...)"
+        raise BadRow(
+            f"no column label (true: a good answer, false: a bad one); found {', '.join(columns)} "
+            "(of a pair, make two rows: prompt, completion, label)"
         )
     if (name := chat_format(_chat(columns))) == "text":
-        raise UserError(f"a label needs prompt + completion, or a chat; found columns {', '.join(columns)}")
+        raise BadRow(f"a label needs prompt + completion, or a chat; found columns {', '.join(columns)}")
     return name
 
 
@@ -34,7 +28,7 @@ def labelled_format(columns: Columns) -> str:
 def as_labelled(columns: Columns) -> dict[str, Any]:
     """The result of as_chat plus "label": true for a good answer, false for a bad one; for messages also "prompt_turns".
 
-    Raises UserError for columns of no known format, BadRow for an unusable row.
+    Raises BadRow for a row of no known format, or an unusable one.
     """
     label = next((columns[name] for name in LABELS if columns.get(name) is not None), None)
     label = TEXTS.get(label.strip().lower(), label) if isinstance(label, str) else label
@@ -57,5 +51,4 @@ def mismatched(rows: list[Sequence], max_length: int) -> list[Example]:
 
 
 def _chat(columns: Columns) -> Columns:
-    rest = {name: value for name, value in columns.items() if name not in LABELS}
-    return Row(rest, columns.where, columns.format) if isinstance(columns, Row) else rest
+    return {name: value for name, value in columns.items() if name not in LABELS}

@@ -224,7 +224,7 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     check_vocabulary(args, tokenizer)
-    prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
+    prompts, held_out = load_prompts(args, encode, tokenizer, format=prompt_format)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode_prompt)
     rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
@@ -261,7 +261,7 @@ def main(args: Args) -> None:
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
-        for batch in window:
+        for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 known = batch | {"input_ids": batch["input_ids"].clamp(max=teacher_tokens - 1)}
@@ -269,14 +269,14 @@ def main(args: Args) -> None:
                 out = model(batch, temperature=args.temperature, entropy=True, map_logits=to_teacher)
                 losses = torch.zeros_like(mask).index_put((batch["targets"],), out.mapped)  # (T,)
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, entropy=out.entropy)
             run.metrics.add(batch["sampled"], **{"loss/sampled": losses})
             run.metrics.add(mask - batch["sampled"], **{"loss/data": losses})
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(rollouts)):  # step: updates done so far, 0 or the checkpoint's at first
+    for step in run.steps(last=len(rollouts)):  # updates done so far; at the last one it only evaluates and ends
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
         if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
@@ -288,7 +288,7 @@ def main(args: Args) -> None:
         log_rollout(run, step + 1, completions, tokenizer)
         window = make_window(completions, args, accelerator)
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

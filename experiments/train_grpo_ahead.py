@@ -185,7 +185,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
         mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
         kept = [i for i in mine if completions[i].counted and (run_all or completions[i].advantage != 0)]
         examples = []
-        for i in kept or [mine[0]]:  # a process that keeps none still runs one, with weight 0: the others wait for it
+        for i in kept or [mine[0]]:  # a process that keeps none still runs one, masked by its window: the others wait
             c, prompt = completions[i], completions[i].prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
             sequence = {
@@ -229,7 +229,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    prompts, held_out = load_prompts(args, encode, tokenizer, recognise=prompt_format)
+    prompts, held_out = load_prompts(args, encode, tokenizer, format=prompt_format)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     weights = args.reward_weights or [1.0] * len(rewards)
     scored = {"rewards": rewards, "weights": weights}
@@ -262,7 +262,7 @@ def main(args: Args) -> None:
             args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
         )
         begin = servers.begin
-    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
+    # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
@@ -279,7 +279,7 @@ def main(args: Args) -> None:
 
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
-        for batch in window:
+        for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0)
@@ -304,12 +304,12 @@ def main(args: Args) -> None:
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    # Saved between rollouts, so that a checkpoint need not hold completions.
+    # step: updates done so far. Saves, and stops at a signal, between rollouts: a checkpoint need not hold completions.
     for step in run.steps(last=len(rollouts), save_every=rollouts.updates_per_rollout):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
@@ -337,7 +337,7 @@ def main(args: Args) -> None:
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
         if args.rollout_server and not args.rollout_ahead and step % rollouts.updates_per_rollout == 0:
             servers.check(run.metrics)  # fails if they have other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)

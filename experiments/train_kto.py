@@ -99,7 +99,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=labelled_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, format=labelled_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)
     if args.packing:
         train = pack(train, args.max_length)
@@ -116,7 +116,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
-    # A frozen copy, or with LoRA this model without its adapter, or with the initial one. (Another model: load_frozen.)
+    # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer)
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
@@ -152,20 +152,20 @@ def main(args: Args) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         kl = kl_of([row for example in window.examples for row in example])  # of the whole window
         run.metrics.add(kl=kl)
-        for batch in window:
+        for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["sequence_mask"]  # (S,) 1; 0 if a process has no answer left
                 out = model(batch)
                 logged = answer_losses(batch, out, kl)
                 loss = (logged.pop("loss") * mask).sum() / window.num_sequences  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
             run.metrics.add(mask * batch["label"], **{"rewards/chosen": logged["rewards"]})
             run.metrics.add(mask * (1 - batch["label"]), **{"rewards/rejected": logged.pop("rewards")})
             run.metrics.add(mask, **logged)
             run.metrics.add_sum(loss=loss)
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
+    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
         if run.eval_due(step):
             values = evaluate()
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
@@ -175,7 +175,7 @@ def main(args: Args) -> None:
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

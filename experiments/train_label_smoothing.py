@@ -62,7 +62,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=chat_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, format=chat_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
@@ -82,17 +82,17 @@ def main(args: Args) -> None:
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
-        for batch in window:
+        for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, nll_weights=mask / N, map_logits=lambda logits, rows: logits.log_softmax(-1).mean(-1))
                 smooth = -(out.mapped * mask[batch["targets"]]).sum() / N
                 loss = (1 - args.label_smoothing) * out.nll + args.label_smoothing * smooth  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
+    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
@@ -102,7 +102,7 @@ def main(args: Args) -> None:
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

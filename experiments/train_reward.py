@@ -87,7 +87,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, recognise=preference_format if pairs else chat_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer, format=preference_format if pairs else chat_format)
     if args.packing:
         train = pack(train, 2 * args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch, indivisible=1 + pairs)
@@ -126,18 +126,18 @@ def main(args: Args) -> None:
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         P = window.num_sequences // (1 + pairs)
-        for batch in window:
+        for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 pair_mask = batch["sequence_mask"][:: 1 + pairs]  # (B,) 1; 0 if a process has no pair left
                 out = model(batch, extra=["score"])
                 logged = pair_losses(batch, out)
                 loss = (logged.pop("loss") * pair_mask).sum() / P  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
+    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
         if run.eval_due(step):
             values = evaluate_means(args, accelerator, model, held_out, eval_losses)
             run.log_eval(step, values, [])
@@ -146,7 +146,7 @@ def main(args: Args) -> None:
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -81,7 +81,7 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> dict[str, Any]:
 def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer, file: Path) -> None:
     """Answer the dataset's prompts, each process a share, and write the distinct answers that the rewards accept. The random
     numbers of an answer are a function of (seed, its place)."""
-    prompts = load_prompts(args, encode_prompt, tokenizer, recognise=prompt_format)[0].rows
+    prompts = load_prompts(args, encode_prompt, tokenizer, format=prompt_format)[0].rows
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     mine = range(accelerator.process_index, len(prompts) * args.num_generations, accelerator.num_processes)
     rows = [prompts[i // args.num_generations] for i in mine]
@@ -128,7 +128,7 @@ def main(args: Args) -> None:
         write_accepted(args, accelerator, model, tokenizer, file)
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
     own |= dict.fromkeys(("dataset_config", "dataset_weights"))
-    train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer, recognise=chat_format)
+    train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer, format=chat_format)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
@@ -147,7 +147,7 @@ def main(args: Args) -> None:
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
-        for batch in window:
+        for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 if args.loss_type == "nll":
@@ -156,11 +156,11 @@ def main(args: Args) -> None:
                 else:
                     out = model(batch, entropy=True)
                     loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # undoes Accelerate's, DDP's means
+                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
     # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # step: updates done so far, 0 or the checkpoint's at first
+    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
@@ -170,7 +170,7 @@ def main(args: Args) -> None:
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)
+        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import time
-from collections import Counter
 from types import SimpleNamespace
 
 from common.args import CommonArgs
@@ -129,15 +127,10 @@ def test_the_denominators_of_a_window_are_those_of_all_processes():
         assert [members(batch) for batch in window][2] == ([[train.order[4]] * 2, []][rank])
 
 
-def test_numbers_of_sequences_are_added_up_too():
-    examples = [[whole(np.arange(n)) | {"count": n, "share": 0.25}] for n in (4, 6, 3)]
-    train = Shuffled(Numbered([4, 6, 3]), Order([3], 0))
-    window = Windows(settings_of(batch_size=3), process(), train)[0]
-    window.examples = examples
-    assert window.total("count") == 13 and window.total("share") == 0.75
-
-
-def test_where_a_process_holds_its_own_examples_only_a_denominator_of_all_is_refused():
+def test_denominators_that_cannot_be_known_are_refused():
+    window = Window(process(), [[whole(np.arange(4))]], [[0]])
+    with pytest.raises(ValueError, match="window.total: the sequences have no field wieght; they have input_ids, loss_mask"):
+        window.total("wieght")
     window = Window(process(), [[whole(np.arange(4))]], [[0]], num_tokens=99)
     assert window.num_tokens == 99
     for ask in (lambda: window.total("loss_mask"), lambda: window.num_sequences):
@@ -208,12 +201,6 @@ def test_micro_batches_cost_about_the_same(seed):
     assert len(used) > 5 and min(used) > 0.75
 
 
-def test_examples_that_fit_only_in_the_order_in_which_they_came_are_dealt_out_in_it():
-    found = windows([3, 3, 2, 2, 2], max_tokens=6, accumulation=2, seed=13)
-    assert [found.train.size(p) for p in range(5)] == [3, 2, 2, 3, 2] and len(found) == 1
-    assert [sum(batch["lengths"]) for batch in found[0]] == [6, 6]
-
-
 def test_an_example_over_the_budget_is_refused_by_the_name_of_the_flag():
     with pytest.raises(UserError, match="--max_tokens_per_batch 10: one example alone has 11 tokens"):
         len(windows([3, 11, 4], max_tokens=10))
@@ -241,12 +228,6 @@ def test_the_windows_of_a_run_follow_one_another_to_its_end(options):
     sizes = [len(found[step].examples) for step in range(len(found))]
     assert sum(sizes) == 152 == found.start(len(found)) and min(sizes) > 0
     assert len(windows(lognormal(101, most=1500), 0, 1, 2, max_steps=9, **options)) == 9
-
-
-def test_the_windows_of_a_long_run_are_counted_in_seconds():
-    start = time.monotonic()
-    assert len(windows([100] * 40_000, max_tokens=100)) == 40_000
-    assert time.monotonic() - start < 10  # in proportion to the run, not to its square
 
 
 def test_the_plan_of_a_run():
@@ -340,15 +321,6 @@ def test_a_filler_adds_nothing_to_any_sum():
     assert not batch["loss_mask"].any() and not batch["sequence_mask"].any() and len(batch["targets"]) == 4
 
 
-def test_a_process_without_examples_takes_part_with_a_filler():
-    counts = Counter(len(mine) for mine in flat_fillers())
-    assert counts == {1: 3, 0: 5}
-
-
-def flat_fillers():
-    return [batch for mine in of_all_processes(0, [5, 5, 5], 4, 2) for batch in mine]
-
-
 @given(st.randoms(use_true_random=False))
 def test_what_arrives_of_a_field_is_its_total_however_the_window_is_split(random):
     """Over micro-batches of any size, with starts that neighbours share: nothing is counted twice, or not at all."""
@@ -366,16 +338,3 @@ def test_what_arrives_of_a_field_is_its_total_however_the_window_is_split(random
         for field in ("loss_mask", "every", "trained", "number"):
             arrived = sum(float(batch[field].sum()) for batch in window)
             assert arrived == pytest.approx(window.total(field)), field
-
-
-def test_a_sequence_without_a_trained_token_has_its_last_one_for_itself():
-    long = {"input_ids": np.arange(30), "loss_mask": np.zeros(30, np.uint8), "label": 1}
-    short = {"input_ids": np.arange(20), "loss_mask": np.zeros(20, np.uint8), "label": 0}
-    batch = flat_batch([[long], [short]], CPU)
-    assert batch["cu_seqlens"].tolist() == [0, 30, 50]
-
-
-def test_a_field_that_is_not_there_is_named():
-    window = Window(process(), [[whole(np.arange(4))]], [[0]])
-    with pytest.raises(ValueError, match="window.total: the sequences have no field wieght; they have input_ids, loss_mask"):
-        window.total("wieght")

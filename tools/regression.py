@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.args import CommonArgs
 from common.errors import UserError, as_command, printable, say
-from common.extras.regression import ALPHA, Known, Result, Suite, by_group, counts, falls, known, shared, turned
+from common.extras.regression import ALPHA, Known, Result, Suite, by_group, counts, falls, known, line_of, shared, turned
 from common.model import load_model, load_tokenizer
 
 import torch
@@ -27,7 +27,7 @@ def answer(name: str, suite: Suite, accelerator: Accelerator, args: argparse.Nam
     tokenizer = load_tokenizer(options)
     model = load_model(options, accelerator, tokenizer).eval()
     suite.tokenize(tokenizer, model, args.max_new_tokens)
-    return suite.run(model, tokenizer, accelerator, args.max_new_tokens)
+    return suite.run(model, tokenizer, accelerator)
 
 
 def read_known(path: str, max_new_tokens: int) -> Known:
@@ -81,23 +81,13 @@ def main(argv: list[str] | None = None) -> int:
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     suite = Suite(args.suite, accelerator.device)
     before = None
-    if args.baseline:
-        is_file = args.baseline.endswith(".jsonl")
-        before = (
-            read_known(args.baseline, args.max_new_tokens)
-            if is_file
-            else known(answer(args.baseline, suite, accelerator, args))
-        )
+    if str(args.baseline).endswith(".jsonl"):
+        before = read_known(args.baseline, args.max_new_tokens)
+    elif args.baseline:
+        before = known(answer(args.baseline, suite, accelerator, args))
     results = answer(args.model, suite, accelerator, args)
     if args.save and accelerator.is_main_process:
-        failed = {r.case.id: {"why": r.why, "completion": r.completion} for r in results if r.why}
-        line = {
-            "model": args.model,
-            "max_new_tokens": args.max_new_tokens,
-            "groups": counts(results),
-            "failed": failed,
-            "cases": known(results),
-        }
+        line = {"model": args.model} | line_of(results, args.max_new_tokens)
         try:
             with open(args.save, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

@@ -1,32 +1,23 @@
 """Formats: recognise the meaning of a row's columns, and convert every format to one form per stage.
 
 The forms: text -> str; chat -> messages, or prompt and completion strings, or text; preference -> prompt, chosen, rejected;
-prompt -> prompt and everything else for the rewards. A row that cannot be used raises `BadRow` with the reason; columns of
-an unknown format raise `UserError`.
+prompt -> prompt and everything else for the rewards. Each row is recognised by its own columns. One that cannot be used
+raises `BadRow` with the reason.
 """
 
 import json
-from collections.abc import Callable
 from typing import Any
 
-from common.data.types import BadRow, Message, Row, may_reject
-from common.errors import UserError
+from common.data.types import BadRow, Message, may_reject, unicode
 
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+SPEAKERS = {
+    "system": ("system",),
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model", "function_call"),
+    "tool": ("tool", "observation", "function_response"),
 }
-# The formats of each form, with their columns. The first format whose columns are all present and not null is chosen.
+ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
+# The formats of each form, with their columns. A row has the first one whose columns are all present and not null.
 CHAT = (
     ("messages", ("messages",)),
     ("sharegpt", ("conversations",)),
@@ -39,8 +30,7 @@ PREFERENCE = (
     ("sharegpt", ("conversations", "chosen", "rejected")),
     ("sharegpt", ("messages", "chosen", "rejected")),
     ("alpaca", ("instruction", "chosen", "rejected")),
-    ("implicit_prompt", ("chosen", "rejected")),  # two lists of messages
-    ("hh", ("chosen", "rejected")),  # two strings that contain turns
+    ("implicit_prompt", ("chosen", "rejected")),  # both with the prompt: lists of messages, or HH-RLHF's strings
 )
 PROMPT = (
     ("verl", ("prompt", "reward_model")),
@@ -49,103 +39,50 @@ PROMPT = (
     ("sharegpt", ("conversations",)),
     ("alpaca", ("instruction",)),
 )
-Formats = tuple[tuple[str, tuple[str, ...]], ...]
-Columns = Row | dict[str, Any]
+Columns = dict[str, Any]
 
 
 # --- which format ---------------------------------------------------------------------------------------------------
 
 
 def text_format(columns: Columns, field: str = "text") -> str:
-    """Returns "text" for a row with that column, not null. Raises UserError otherwise."""
-    if columns.get(field) is None:
-        raise UserError(f"no column {field}; found {_names(columns)} (map it: --columns {field}=...)")
-    return "text"
+    """Returns "text" for a row with that column, not null. Raises BadRow otherwise."""
+    return _choose((("text", (field,)),), columns)
 
 
 def chat_format(columns: Columns) -> str:
-    """The name of a chat's format, by the columns that are not null. Raises UserError if none fits."""
-    _refuse_labels(columns)
-    if name := _fitting(CHAT, columns):
-        return name
-    if (chosen := columns.get("chosen")) and columns.get("rejected"):
-        new = "completion" if "prompt" in columns else "text" if isinstance(chosen, str) else "messages"
-        raise UserError(f"these are pairs, for train_dpo.py; to train on the better answers: --columns {new}=chosen")
-    needed = "messages, conversations, instruction + output, prompt + completion, or text"
-    raise UserError(f"no chat format fits the columns {_names(columns)}; needed: {needed} (map columns: --columns new=old)")
+    """The name of a chat's format. Raises BadRow if none fits, and for KTO's rows: some of their answers are bad ones."""
+    if columns.get("kto_tag") is not None or str(columns.get("label")).lower() in ("true", "false"):  # tables hold text
+        raise BadRow("an answer labelled good or bad, for KTO; for SFT keep the good rows, without the column of labels")
+    return _choose(CHAT, columns)
 
 
 def preference_format(columns: Columns) -> str:
-    """The name of a pair's format, by the columns that are not null. Raises UserError if none fits."""
-    name = _fitting(PREFERENCE, columns)
-    if name is None:
-        _refuse_labels(columns)
-        raise UserError(f"no column chosen and rejected; found {_names(columns)} (map them: --columns chosen=...)")
-    if name == "implicit_prompt":  # same columns as hh: the contents decide
-        texts = [side for side in (columns["chosen"], columns["rejected"]) if isinstance(side, str)]
-        if any("\n\nAssistant:" in text for text in texts):
-            return "hh"
-        if texts:
-            raise UserError(f"chosen and rejected need a prompt; found columns {_names(columns)}")
-    return name
+    """The name of a pair's format. Raises BadRow if none fits."""
+    return _choose(PREFERENCE, columns)
 
 
 def prompt_format(columns: Columns) -> str:
-    """The name of a prompt's format, by the columns that are not null. Raises UserError if none fits."""
-    if (name := _fitting(PROMPT, columns)) is None:
-        raise UserError(f"no column prompt; found {_names(columns)} (map it: --columns prompt=question)")
-    return "prompt" if name == "verl" and not _is_verl(columns) else name
+    """The name of a prompt's format. Raises BadRow if none fits."""
+    return _choose(PROMPT, columns)
 
 
-def _fitting(formats: Formats, columns: Columns) -> str | None:
-    """The first format whose columns are present and not null."""
-    return next((name for name, needed in formats if all(columns.get(column) is not None for column in needed)), None)
-
-
-def _is_verl(columns: Columns) -> bool:
-    return isinstance(columns.get("reward_model"), dict) and "ground_truth" in columns["reward_model"]
-
-
-def _names(columns: Columns) -> str:
-    shown = [name if name and name == name.strip() else repr(name) for name in columns]  # makes stray spaces visible
-    nulls = ["" if value is not None else " (null)" for value in columns.values()]
-    return ", ".join(map("".join, zip(shown, nulls, strict=True))) or "none"
-
-
-def _refuse_labels(columns: Columns) -> None:
-    """Refuse KTO's rows: they look like prompt and completion, but some of the completions are bad ones."""
-    if columns.get("kto_tag") is not None or str(columns.get("label")).lower() in ("true", "false"):  # tables hold text
-        raise UserError(
-            "rows with a label, good or bad, instead of a pair are for KTO: DPO needs chosen and rejected; "
-            "for SFT keep the good rows, without the column"
-        )
+def _choose(formats: tuple[tuple[str, tuple[str, ...]], ...], columns: Columns) -> str:
+    for name, needed in formats:
+        if all(columns.get(column) is not None for column in needed):
+            return name
+    found = ", ".join(f"{name!r}{' (null)' if value is None else ''}" for name, value in columns.items())
+    ways = ", or ".join(" + ".join(needed) for _, needed in formats)
+    raise BadRow(f"found the columns {found or 'none'}; needed: {ways} (rename columns: --columns new=old)")
 
 
 # --- forms ----------------------------------------------------------------------------------------------------------
 
 
-def _format_of(columns: Columns, formats: Formats, recognise: Callable[[Columns], str]) -> str:
-    """The format of a row's source; for a dict, or a row of another form (a chat whose prompt is wanted), that of its own
-    columns. Raises BadRow for a row that lacks what the format needs."""
-    name = columns.format if isinstance(columns, Row) else None
-    if name not in dict(formats):
-        try:
-            return recognise(columns)
-        except UserError as error:
-            if None in columns.values():  # of this row alone
-                raise BadRow(str(error)) from None
-            raise
-    ways = [needed for known, needed in formats if known == name]
-    if not any(all(columns.get(column) is not None for column in needed) for needed in ways):
-        raise BadRow(f"no {' + '.join(ways[0])}")
-    return name
-
-
 @may_reject
 def as_text(columns: Columns, field: str = "text") -> str:
     """The document of a pretraining row."""
-    if field not in columns:
-        text_format(columns, field)
+    text_format(columns, field)
     return _string(columns, field)
 
 
@@ -155,15 +92,12 @@ def as_chat(columns: Columns) -> dict[str, Any]:
 
     Reads messages, ShareGPT conversations, Alpaca (instruction, input, output, system, history), prompt and completion
     (strings or messages; the latter with "prompt_turns", the number of messages in the prompt), text. A message that is not
-    to be trained on has "train": False. Raises UserError for columns of no known format, BadRow for an unusable row.
+    to be trained on has "train": False.
     """
-    _refuse_labels(columns)
-    format = _format_of(columns, CHAT, chat_format)
+    format = chat_format(columns)
+    if format == "text":
+        return {"text": _string(columns, "text")}
     tools = _tools(columns)
-    if format == "messages":
-        return {"messages": _answered(_conversation(columns, "messages")), "tools": tools}
-    if format == "sharegpt":
-        return {"messages": _answered(_conversation(columns, "conversations")), "tools": tools}
     if format == "alpaca":
         answer = [{"role": "assistant", "content": _string(columns, "output")}]
         return {"messages": _alpaca_prompt(columns) + answer, "tools": tools}
@@ -171,9 +105,9 @@ def as_chat(columns: Columns) -> dict[str, Any]:
         prompt, completion = columns["prompt"], columns["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return {"prompt": _string(columns, "prompt"), "completion": _string(columns, "completion")}
-        prompt = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        prompt = _prompt_turns(prompt)
         return {"messages": prompt + _answered(_answer(completion)), "tools": tools, "prompt_turns": len(prompt)}
-    return {"text": as_text(columns)}
+    return {"messages": _answered(_conversation(columns)), "tools": tools}
 
 
 @may_reject
@@ -182,47 +116,41 @@ def as_preference(columns: Columns) -> dict[str, Any]:
 
     Reads prompt + chosen + rejected (strings or messages); chosen + rejected as whole conversations, whose longest common
     prefix is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ..."); LLaMA-Factory's conversations or
-    instruction with chosen and rejected. Raises UserError for columns of no known format, BadRow for an unusable row.
+    instruction with chosen and rejected.
     """
-    format = _format_of(columns, PREFERENCE, preference_format)
+    format = preference_format(columns)
     if _tools(columns):
         raise BadRow("a pair with tools (to train without them: --columns unused=tools)")
     chosen, rejected = columns["chosen"], columns["rejected"]
     if not chosen or not rejected:
         raise BadRow("empty answer")
 
-    if format == "explicit_prompt":
-        prompt = columns["prompt"]
-        if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-            pair = {name: _string(columns, name) for name in ("prompt", "chosen", "rejected")}
-        else:
-            turns = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-            chosen, rejected = _answer(chosen), _answer(rejected)
-            if len(chosen) > len(turns) and chosen[: len(turns)] == turns and rejected[: len(turns)] == turns:
-                chosen, rejected = chosen[len(turns) :], rejected[len(turns) :]  # both sides repeat the prompt
-            pair = {"prompt": turns, "chosen": chosen, "rejected": rejected}
-    elif format == "sharegpt":
-        turns = _conversation(columns, "conversations", "messages")
-        pair = {"prompt": turns, "chosen": _answer(chosen), "rejected": _answer(rejected)}
-    elif format == "alpaca":
-        pair = {"prompt": _alpaca_prompt(columns), "chosen": _answer(chosen), "rejected": _answer(rejected)}
-    else:
-        if format == "hh":
-            chosen, rejected = _hh_messages(_string(columns, "chosen")), _hh_messages(_string(columns, "rejected"))
-        else:
-            chosen, rejected = _messages(chosen), _messages(rejected)
+    if format == "implicit_prompt":
+        read = _hh_messages if isinstance(chosen, str) else _messages
+        chosen, rejected = read(chosen), read(rejected)
         shared = 0
         while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
             shared += 1
-        pair = {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
-    if not pair["prompt"]:
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    elif format == "explicit_prompt" and all(isinstance(text, str) for text in (columns["prompt"], chosen, rejected)):
+        prompt, chosen, rejected = (_string(columns, name) for name in ("prompt", "chosen", "rejected"))
+    else:
+        if format == "explicit_prompt":
+            prompt = _prompt_turns(columns["prompt"])
+        else:
+            prompt = _alpaca_prompt(columns) if format == "alpaca" else _conversation(columns)
+        chosen, rejected = _answer(chosen), _answer(rejected)
+        n = len(prompt)
+        if len(chosen) > n and chosen[:n] == prompt and rejected[:n] == prompt:  # both sides repeat the prompt
+            chosen, rejected = chosen[n:], rejected[n:]
+    if not prompt:
         raise BadRow("no shared prompt")
-    if pair["chosen"] == pair["rejected"]:
+    if chosen == rejected:
         raise BadRow("chosen equals rejected")
-    for side in (pair["chosen"], pair["rejected"]):
+    for side in (chosen, rejected):
         if not isinstance(side, str) and [m["role"] for m in _answered(side)][:1] != ["assistant"]:
             raise BadRow("an answer that does not start with the assistant")
-    return pair
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 @may_reject
@@ -232,22 +160,18 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
     Reads prompt; or messages, conversations or Alpaca, without a final assistant turn. verl's reward_model.ground_truth
     becomes the column answer.
     """
-    format = _format_of(columns, PROMPT, prompt_format)
+    format = prompt_format(columns)
     row = dict(columns)
-    if _is_verl(row):
+    if format == "verl":
+        if not isinstance(row["reward_model"], dict) or "ground_truth" not in row["reward_model"]:
+            raise BadRow("reward_model has no ground_truth")
         row.setdefault("answer", row["reward_model"]["ground_truth"])
-    elif format == "verl":
-        raise BadRow("reward_model has no ground_truth")
     if row.get("tools"):
         row["tools"] = _tools(row)
     if format in ("prompt", "verl"):
         prompt = _string(row, "prompt") if isinstance(row["prompt"], str) else _messages(row["prompt"])
-    elif format == "messages":
-        prompt = _conversation(row, "messages")
-    elif format == "sharegpt":
-        prompt = _conversation(row, "conversations")
     else:
-        prompt = _alpaca_prompt(row)
+        prompt = _alpaca_prompt(row) if format == "alpaca" else _conversation(row)
     if isinstance(prompt, list):
         prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
         prompt = [{key: value for key, value in turn.items() if key != "train"} for turn in prompt]
@@ -262,16 +186,7 @@ def _string(columns: Columns, name: str) -> str:
         raise BadRow(f"{name} is not a string but {type(value).__name__}")
     if not value.strip():
         raise BadRow(f"empty {name}")
-    return _unicode(value)
-
-
-def _unicode(text: str) -> str:
-    """The text, if it is valid: JSON can hold half of a surrogate pair, which no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRow("text that is not valid Unicode (half a surrogate pair)") from None
-    return text
+    return unicode(value)
 
 
 def _tools(columns: Columns) -> list[Any] | None:
@@ -287,13 +202,17 @@ def _tools(columns: Columns) -> list[Any] | None:
     return tools or None
 
 
-def _conversation(columns: Columns, *names: str) -> list[Message]:
-    """The messages of the first non-empty one of these columns, preceded by the system column."""
-    messages = _messages(next((columns[name] for name in names if columns.get(name)), None))
+def _conversation(columns: Columns) -> list[Message]:
+    """The messages or conversations column as messages, preceded by the system column."""
+    messages = _messages(columns.get("messages") or columns.get("conversations"))
     system = columns.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": _unicode(system)}, *messages]
+        messages = [{"role": "system", "content": unicode(system)}, *messages]
     return messages
+
+
+def _prompt_turns(prompt: Any) -> list[Message]:
+    return _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
 
 def _answered(messages: list[Message]) -> list[Message]:
@@ -328,7 +247,7 @@ def _messages(value: Any) -> list[Message]:
             content = ""
         if not isinstance(content, str):
             raise BadRow("a message without text content")
-        message = {"role": ROLES[name], "content": _unicode(content)}
+        message = {"role": ROLES[name], "content": unicode(content)}
         extras = ("reasoning_content", "name", "tool_call_id")
         message |= {key: turn[key] for key in extras if turn.get(key) is not None}
         if turn.get("tool_calls"):
@@ -366,7 +285,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 def _answer(value: Any) -> list[Message]:
     """One side of a pair, given as a string, one turn, or a list of turns."""
     if isinstance(value, str):
-        return _answered([{"role": "assistant", "content": _unicode(value)}])
+        return _answered([{"role": "assistant", "content": unicode(value)}])
     return _messages([value] if isinstance(value, dict) else value)
 
 
@@ -378,17 +297,17 @@ def _alpaca_prompt(columns: Columns) -> list[Message]:
     for pair in columns.get("history") or []:
         if not isinstance(pair, (list, tuple)) or not all(isinstance(text, str) for text in pair) or len(pair) != 2:
             raise BadRow("history is not a list of [question, answer]")
-        messages += [{"role": r, "content": _unicode(t)} for r, t in zip(("user", "assistant"), pair, strict=True)]
+        messages += [{"role": r, "content": unicode(t)} for r, t in zip(("user", "assistant"), pair, strict=True)]
     instruction = _string(columns, "instruction")
     extra = columns.get("input")
-    text = f"{instruction}\n{_unicode(extra)}" if isinstance(extra, str) and extra.strip() else instruction
+    text = f"{instruction}\n{unicode(extra)}" if isinstance(extra, str) and extra.strip() else instruction
     return [*messages, {"role": "user", "content": text}]
 
 
 def _hh_messages(text: str) -> list[Message]:
     """HH-RLHF's "\\n\\nHuman: ...\\n\\nAssistant: ..." as messages."""
     messages: list[Message] = []
-    rest = _unicode(text)
+    rest = unicode(text)
     while rest:
         for mark, role in (("\n\nHuman:", "user"), ("\n\nAssistant:", "assistant")):
             if rest.startswith(mark):

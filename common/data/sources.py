@@ -16,13 +16,13 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.data.readers import SUFFIXES, kind, load_table, plain, read_dataset, read_file
-from common.data.types import Row
+from common.data.types import BadRow, Row
 from common.errors import UserError, say
 
 # Where reading continues in a source: [file number, bytes or rows of the file, its line or row number, rows given so far].
 Cursor = list[int]
-Recognise = Callable[[Row], str | None]  # columns -> the name of their format
-FIRST_ROWS = 100  # rows examined to recognise a format: in the first ones columns may be null
+Format = Callable[[Row], str]  # columns -> the name of their format; raises BadRow if they have none
+FIRST_ROWS = 100  # of which one must have a format: in the first ones columns may be null
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Source:
     columns: tuple[str, ...] = ()  # renames, "new=old"
     held_out: float = 0.0  # the fraction split off for evaluation, by a hash of the row
     part: str = "all"  # all, train, held_out
-    format: str | None = None  # as recognised
+    format: str | None = None  # of its first row that has one: for the record
     label: str = ""  # short, unique among the sources
     streaming: bool = False  # a Hub dataset is read from the network during training
 
@@ -58,17 +58,15 @@ ITEM = {  # the keys that an item of --dataset_name may have, and what is expect
 }
 
 
-def find_sources(args: CommonArgs, recognise: Recognise | None) -> tuple[list[Source], list[Source]]:
-    """The training and evaluation sources that the arguments name, each with rows of a known format.
+def find_sources(args: CommonArgs, format: Format | None) -> tuple[list[Source], list[Source]]:
+    """The training and evaluation sources that the arguments name. format: see training_sources.
 
-    recognise(columns): the name of a row's format; raises UserError if it has none; None: rows may have any columns.
     Evaluation uses the held-out part of the training sources with eval_fraction; else eval_dataset_name; else the evaluation
-    split of those training sources that have one. Raises UserError for a source that is missing, empty, or of unknown
-    format, and for settings that contradict each other.
+    split of those training sources that have one.
     """
-    asked = _training_sources(args)
-    train = [_recognised(source, recognise) for source in asked]
-    most = args.max_eval_samples
+    train, most = training_sources(args, format), args.max_eval_samples
+    if args.eval_fraction and args.eval_dataset_name:
+        raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
     if args.eval_fraction:
         parts = [dataclasses.replace(source, part="held_out", max_samples=most) for source in train]
         evaluation = [source for source in parts if next(read_rows(source), None)]
@@ -82,32 +80,27 @@ def find_sources(args: CommonArgs, recognise: Recognise | None) -> tuple[list[So
         evaluation = _labelled([_source(args, "eval_dataset_name", item, most) for item in args.eval_dataset_name])
     else:
         change = {"split": args.dataset_eval_split, "max_samples": most}
-        splits = [dataclasses.replace(source, **change) for source in asked if source.split != args.dataset_eval_split]
+        splits = [dataclasses.replace(source, **change) for source in train if source.split != args.dataset_eval_split]
         evaluation = [source for source in splits if _has_split(source)]
-    return train, [_recognised(source, recognise) for source in evaluation]
+    return train, [_checked(source, format) for source in evaluation]
 
 
-def find_training_sources(args: CommonArgs, recognise: Recognise | None) -> list[Source]:
-    """Only the training sources: see find_sources."""
-    return [_recognised(source, recognise) for source in _training_sources(args)]
+def training_sources(args: CommonArgs, format: Format | None) -> list[Source]:
+    """The training sources that the arguments name.
 
-
-def _training_sources(args: CommonArgs) -> list[Source]:
-    """The training sources as the arguments name them, before any row is read."""
-    train = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
-    train = _labelled(_weighed(train, args.dataset_weights))
-    if args.dataset_config and all(_is_saved(source) or _files(source) is not None for source in train):
-        say(f"--dataset_config {args.dataset_config} does nothing: it is for datasets of the Hub")
+    format(row): the name of a row's format; None: rows may have any columns. Raises UserError for a source that is missing
+    or empty, or that has no row with a format among the first ones, and for settings that contradict each other.
+    """
+    sources = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
+    sources = _labelled(_weighed(sources, args.dataset_weights))
     if args.eval_fraction:
-        if args.eval_dataset_name:
-            raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
-        train = [dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in train]
-    return train
+        sources = [dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in sources]
+    return [_checked(source, format) for source in sources]
 
 
 def identity(source: Source) -> dict[str, Any]:
     """Everything that a source's rows depend on, as JSON: its settings, and its files or its dataset's fingerprint."""
-    found = {name: value for name, value in vars(source).items() if name not in ("weight", "label", "streaming")}
+    found = {name: value for name, value in vars(source).items() if name not in ("format", "weight", "label", "streaming")}
     files = _files(source)
     if files is None:
         table = load_table(source.path, source.name, source.split, source.streaming)
@@ -160,16 +153,12 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
 
 def _weighed(sources: list[Source], weights: list[float] | None) -> list[Source]:
     """The sources with the weights of --dataset_weights, or their own: either all have one, or none."""
-    own = [source.path for source in sources if source.weight is not None]
-    if weights is not None:
-        if own:
-            raise UserError(f"--dataset_weights: {own[0]} has a weight of its own; give weights in one place")
-        if len(weights) != len(sources):
-            raise UserError(f"--dataset_weights: {len(weights)} weights for {len(sources)} sources; one for each is needed")
-        return [dataclasses.replace(source, weight=w) for source, w in zip(sources, weights, strict=True)]
-    if own and len(own) < len(sources):
-        raise UserError(f"--dataset_name: {own[0]} has a weight and another source has none; all or none of them have one")
-    return sources
+    own = [source.weight for source in sources]
+    given = own if weights is None else weights
+    twice = weights is not None and any(own)
+    if twice or len(given) != len(sources) or (None in given and any(given)):
+        raise UserError("--dataset_weights: expected one weight for each source of --dataset_name, there or in its item")
+    return [dataclasses.replace(source, weight=weight) for source, weight in zip(sources, given, strict=True)]
 
 
 def _labelled(sources: list[Source]) -> list[Source]:
@@ -179,27 +168,33 @@ def _labelled(sources: list[Source]) -> list[Source]:
     for source in sources:
         path = Path(source.path).expanduser()
         stem = plain(path).stem if path.is_file() else path.resolve().name
-        labels = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
-        label = next(label for label in labels if label and label not in taken)
+        label, number = stem, 2
+        while not label or label in taken:
+            label, number = f"{stem}-{number}", number + 1
         taken.add(label)
         labelled.append(dataclasses.replace(source, label=label))
     return labelled
 
 
-def _recognised(source: Source, recognise: Recognise | None) -> Source:
-    """The source with its format, from the first row that has the deciding columns."""
+def _checked(source: Source, format: Format | None) -> Source:
+    """The source with its format. Raises UserError if none of the first rows has one, and for a column to rename that none
+    of them has."""
+    rows = [row for row, _ in itertools.islice(read_rows(dataclasses.replace(source, columns=())), FIRST_ROWS)]
+    if not rows:
+        raise _no_rows(source)
     for new, old in _renames(source.columns):
-        rows = [row for row, _ in itertools.islice(read_rows(dataclasses.replace(source, columns=())), FIRST_ROWS)]
-        if rows and not any(old in row for row in rows):
+        if not any(old in row for row in rows):
             raise UserError(f"--columns {new}={old}: {rows[0].where} has no column {old}; it has {', '.join(rows[0])}")
-    reason = _no_rows(source)
-    rows = (row for row, _ in itertools.islice(read_rows(source), FIRST_ROWS))
-    for number, row in enumerate(row for row in rows if not row.problem):
+    reasons = []
+    for row in rows:
+        _rename(row, _renames(source.columns))
         try:
-            return dataclasses.replace(source, format=recognise(row) if recognise else None)
-        except UserError as error:
-            reason = reason if number else UserError(f"{row.where}: {error}")
-    raise reason
+            if row.problem:
+                raise BadRow(row.problem)
+            return dataclasses.replace(source, format=format(row) if format else None)
+        except BadRow as error:
+            reasons.append(f"{row.where}: {error}")
+    raise UserError(reasons[0])
 
 
 def _no_rows(source: Source) -> UserError:
@@ -218,10 +213,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
     number, at, line, given = cursor or [0, 0, 0, 0]
     files = _files(source)
     if files == []:
-        found = ", ".join(file.name for file in _data_files(Path(source.path).expanduser())) or "no data file"
-        raise UserError(
-            f"{source.path}: no file for split {source.split} (looked for {source.split}.jsonl, ...; found {found})"
-        )
+        raise UserError(f"{source.path}: no file for split {source.split}: {source.split}.jsonl, {source.split}-1.csv, ...")
     renames, most = _renames(source.columns), math.inf if source.max_samples is None else source.max_samples
     if given >= most:
         return
@@ -233,10 +225,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         for row, at, line in rows:
             if source.part != "all" and _is_held_out(source, row) != (source.part == "held_out"):
                 continue
-            for new, old in renames:
-                if old in row:  # some rows may lack a column, such as tools
-                    row[new] = row.pop(old)
-            row.format = source.format
+            _rename(row, renames)
             given += 1
             yield row, [file, at, line, given]
             if given >= most:
@@ -263,6 +252,12 @@ def _is_held_out(source: Source, row: Row) -> bool:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 < source.held_out
 
 
+def _rename(row: Row, renames: list[tuple[str, str]]) -> None:
+    for new, old in renames:
+        if old in row:  # some rows may lack a column, such as tools
+            row[new] = row.pop(old)
+
+
 def _renames(columns: Iterable[str]) -> list[tuple[str, str]]:
     """(new, old) pairs of the renames."""
     pairs = []
@@ -279,22 +274,16 @@ def _files(source: Source) -> list[Path] | None:
     path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{source.path}: is a pipe or a device, which cannot be read twice: write it to a file")
     if path.is_dir():
         if _is_saved(source):
             return None
-        files = _data_files(path)
+        files = sorted(file for file in path.iterdir() if kind(file) in SUFFIXES)
         named = [file for file in files if file.name.split(".")[0].split("-")[0] == source.split]
         others = any(file.name.startswith(("validation", "test", "dev")) for file in files)
         return files if not named and source.split == "train" and not others else named
     if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
-        raise UserError(f"{source.path}: there is no such file")
+        raise UserError(f"{source.path}: there is no such file or folder")
     return None
-
-
-def _data_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if kind(file) in SUFFIXES)
 
 
 def _is_saved(source: Source) -> bool:

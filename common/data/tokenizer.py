@@ -1,6 +1,7 @@
 """Training a new byte-level BPE tokenizer on the documents of a run."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from common.data.cache import build_once, digest, versions
 from common.data.chat import read_chat_template
 from common.data.encode import Dropped, attempt
 from common.data.formats import as_text, text_format
-from common.data.sources import find_training_sources, identity, read_rows
+from common.data.sources import identity, read_rows, training_sources
 from common.errors import UserError, say
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: in
     from transformers import PreTrainedTokenizerFast
 
     say(f"tokenizer: none named; training a byte-level BPE of {vocab_size} tokens on the documents")
-    sources = find_training_sources(args, lambda columns: text_format(columns, field))
+    sources = training_sources(args, partial(text_format, field=field))
     rows = (row for source in sources for row, _ in read_rows(source))
     texts = (attempt(lambda row: as_text(row, field), row, Dropped()) for row in rows)  # counted when they are tokenised
 

@@ -27,12 +27,12 @@ RESERVED = ("position_ids", "cu_seqlens", "targets", "previous", "sequence_mask"
 
 
 class Row(dict[str, Any]):
-    """The columns of a dataset row, its origin, and the format recognised for its source."""
+    """The columns of a dataset row, and its origin."""
 
-    def __init__(self, columns: dict[str, Any], where: str = "", format: str | None = None, problem: str | None = None):
-        """where: shown to the user, like "chats.jsonl:12". format: see formats.py. problem: why it could not be read."""
+    def __init__(self, columns: dict[str, Any], where: str = "", problem: str | None = None):
+        """where: shown to the user, like "chats.jsonl:12". problem: why it could not be read."""
         super().__init__(columns)
-        self.where, self.format, self.problem = where, format, problem
+        self.where, self.problem = where, problem
 
 
 class BadRow(Exception):
@@ -53,6 +53,15 @@ def may_reject(function: Function) -> Function:
             raise BadRow(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
     return called
+
+
+def unicode(text: str) -> str:
+    """The text. Raises BadRow for half of a surrogate pair, which JSON can hold and no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRow("text that is not valid Unicode (half a surrogate pair)") from None
+    return text
 
 
 def whole(ids: np.ndarray) -> Sequence:

@@ -19,8 +19,6 @@ from common.run.folder import CARD, CLASSIFIER, MODEL, WEIGHTS, read_json
 
 import yaml
 
-STAGES = {"pretrain": "pretraining", "sft": "supervised fine-tuning", "dpo": "preference optimisation (DPO)"}
-STAGES |= {"grpo": "reinforcement learning from rewards (GRPO)"}
 # Metrics whose names hold no name of the user's: of a file, a function, a group of a suite.
 METRICS = re.compile(
     r"eval_(loss|nll_loss|perplexity|times_below_unigram|mean_token_accuracy|entropy|reward|exact_number|regression/all"
@@ -30,34 +28,15 @@ TIMEOUT = 300  # seconds without an answer from the Hub
 SEAL = "<!-- written by Plainloop; a card that was edited stays as it is: {} -->\n"
 TEXT = """# A language model{after}
 
-Trained from {base}{how}.
-
+Trained from {base}{how}. Nothing else was measured than what is written here: no truthfulness, safety or bias. The license
+follows from those of the data and of the model that it was made of.
 {training}
-
-What is not in these tables was not measured: among that truthfulness, safety and bias. The license follows from those of the
-data and of the model that it was made of.
-
 ## Use
 
 ```python
 {code}
 ```
 """
-TRAINING = """| data | rows | used | tokens | trained tokens |
-|---|---|---|---|---|
-{data}
-
-Settings other than the defaults, without local names and other texts:
-
-```yaml
-{settings}
-```
-
-Versions: {versions}
-
-## Results
-
-{results}"""
 CODE = """from {package} import {cls}
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -66,15 +45,29 @@ model = {cls}.from_pretrained(name, generation_config=GenerationConfig.from_pret
 tokenizer = AutoTokenizer.from_pretrained(name)
 inputs = {inputs}
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))"""
+SCORE = f"""from transformers import AutoModelForSequenceClassification
+
+model = AutoModelForSequenceClassification.from_pretrained("...", subfolder="{CLASSIFIER}")  # higher is better"""
+TRAINING = """
+## Data
+
+{data}
+
+## Results
+
+{results}
+
+## Settings
+
+Those that are not the default, without local names and other texts; {versions}.
+
+```yaml
+{settings}
+```
+"""
+TOKENS = 'tokenizer("Once upon a time", return_tensors="pt")'
 CHAT = 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True, '
 CHAT += 'return_tensors="pt", return_dict=True)'
-SCORE = f"""from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-name = "..."  # this repository, or the folder that this file lies in
-model = AutoModelForSequenceClassification.from_pretrained(name, subfolder="{CLASSIFIER}")
-tokenizer = AutoTokenizer.from_pretrained(name, subfolder="{CLASSIFIER}")
-chat = [{{"role": "user", "content": "Hello"}}, {{"role": "assistant", "content": "Hi!"}}]
-print(model(**tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)).logits)  # higher is better"""
 
 
 # --- the card -------------------------------------------------------------------------------------------------------
@@ -88,62 +81,54 @@ def write_card(args: CommonArgs, script: str, best_step: int | None, summary: di
     folder, stage = Path(args.output_dir), Path(script).stem.removeprefix("train_")
     sources = read_json(folder / "dataset.json").get("sources", [])
     datasets = sorted({source["path"] for source in sources if is_on_hub(source["path"], "dataset")})
-    rows = []
+    data = []
     for source in sources:
-        counts = [source.get(name) for name in ("rows", "examples", "tokens", "trained_tokens")]
-        name = f"[{source['path']}](https://huggingface.co/datasets/{source['path']})"
-        cells = [name if source["path"] in datasets else "local", *("–" if n is None else f"{n:,}" for n in counts)]
-        rows.append(f"| {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items())
-    settings = yaml.safe_dump(public_settings(args), sort_keys=False).strip()
-    results = results_of(folder / "metrics.jsonl", best_step)
-    training = TRAINING.format(data="\n".join(rows), settings=settings, versions=versions, results=results)
-    base = base_of(args.model_name_or_path, args.use_peft and not args.merge_lora)
-    head = {"base_model": base, "datasets": datasets or None, "tags": ["plainloop", stage, *["lora"] * args.use_peft]}
-    save_card(folder, head, f", after {STAGES.get(stage, stage)}", "", training)
+        name = source["path"] if source["path"] in datasets else "local"
+        counts = [name for name in ("rows", "examples", "tokens", "trained_tokens") if source.get(name) is not None]
+        data.append(f"- {name}: " + ", ".join(f"{count.replace('_', ' ')} {source[count]:,}" for count in counts))
+    training = TRAINING.format(
+        data="\n".join(data),
+        results=results_of(folder / "metrics.jsonl", best_step),
+        settings=yaml.safe_dump(public_settings(args), sort_keys=False).strip(),
+        versions=", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
+    )
+    tags = ["plainloop", stage, *["lora"] * args.use_peft]
+    save_card(folder, args.model_name_or_path, tags, f", after {stage}", "", training, datasets or None)
 
 
 def merged_card(adapter: str, folder: Path, base: str | None, dtype: str) -> None:
     """Write the card of a model that an adapter was merged into; base: as the user named it."""
     config = read_json(Path(adapter, "adapter_config.json"))
     how = f" by a LoRA adapter (rank {config.get('r')}, alpha {config.get('lora_alpha')}), merged into it in {dtype}"
-    head = {"base_model": base_of(base or config.get("base_model_name_or_path"), True), "tags": ["plainloop", "lora"]}
-    save_card(folder, head, ", with its adapter merged", how, "How it was trained stands with its adapter.")
+    base = base or config.get("base_model_name_or_path")
+    save_card(
+        folder, base, ["plainloop", "lora"], ", with its adapter merged", how, "\nHow it was trained: see its adapter.\n"
+    )
 
 
-def save_card(folder: Path, head: dict[str, Any], after: str, how: str, training: str) -> None:
-    """head: facts for the Hub. after, how: the ends of two sentences."""
+def save_card(
+    folder: Path, base: str | None, tags: list[str], after: str, how: str, training: str, datasets: list[str] | None = None
+) -> None:
+    """base: the name that the model was loaded by. after, how: the ends of two sentences. datasets: those of the Hub."""
     from huggingface_hub import ModelCardData
 
     if (folder / CARD).exists() and not is_sealed(folder / CARD):
         say(f"{folder / CARD} is not of a run, or was edited: it stays as it is, and no model card is written")
         return
     adapter, scores = (folder / "adapter_config.json").exists(), (folder / CLASSIFIER).is_dir()
-    base = head["base_model"]
-    head["base_model_relation"] = ("adapter" if adapter else "finetune") if base else None
-    library, task = "peft" if adapter else "transformers", "text-classification" if scores else "text-generation"
+    base = base if base and is_on_hub(base, "model") else None
+    relation = ("adapter" if adapter else "finetune") if base else None
+    library = "peft" if adapter else "transformers"
     cls = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
-    inputs = CHAT if (folder / "chat_template.jinja").exists() else 'tokenizer("Once upon a time", return_tensors="pt")'
-    text = TEXT.format(
-        after=after,
-        base=f"[{base}](https://huggingface.co/{base})" if base else "a local model, or from random weights",
-        how=how,
-        training=training,
-        code=SCORE if scores else CODE.format(package=library, cls=cls, inputs=inputs),
+    inputs = CHAT if (folder / "chat_template.jinja").exists() else TOKENS
+    code = SCORE if scores else CODE.format(package=library, cls=cls, inputs=inputs)
+    link = f"[{base}](https://huggingface.co/{base})" if base else "a local model, or from random weights"
+    text = TEXT.format(after=after, base=link, how=how, training=training, code=code)
+    task = "text-classification" if scores else "text-generation"
+    data = ModelCardData(
+        library_name=library, pipeline_tag=task, tags=tags, base_model=base, base_model_relation=relation, datasets=datasets
     )
-    data = ModelCardData(library_name=library, pipeline_tag=task, **head)
     replace_text(folder / CARD, seal(f"---\n{data.to_yaml()}\n---\n\n{text}"))
-
-
-def base_of(name: str | None, is_adapter: bool) -> str | None:
-    """The Hub's name of a model, or of the one that a local model was trained from, as its own card has it. An adapter
-    belongs on the very model that it was trained on."""
-    from huggingface_hub import ModelCard
-
-    if name and is_on_hub(name, "model"):
-        return name
-    card = Path(str(name), CARD)
-    return ModelCard.load(card).data.base_model if is_sealed(card) and not is_adapter else None
 
 
 def is_on_hub(name: str, kind: str) -> bool:
@@ -225,24 +210,18 @@ def push(folder: Path, repo: str) -> str:
     from huggingface_hub import HfApi, get_session
 
     with tempfile.TemporaryDirectory() as staged:
+        if not stage(folder, Path(staged)):
+            raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
         try:
             get_session().timeout = TIMEOUT  # otherwise a hanging request never ends
-            if not stage(folder, Path(staged)):
-                raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
-            api = HfApi()
+            api, message = HfApi(), folder.resolve().name
             api.create_repo(repo, exist_ok=True)
-            api.upload_folder(
-                repo_id=repo, folder_path=staged, delete_patterns=[*WEIGHTS], commit_message=folder.resolve().name
-            )
-        except UserError:
-            raise
+            api.upload_folder(repo_id=repo, folder_path=staged, delete_patterns=[*WEIGHTS], commit_message=message)
         except (Exception, KeyboardInterrupt) as error:  # the network, the Hub or the disk
             cause = error.__cause__ or error  # "Error while uploading" alone explains nothing
             reason = re.sub(r"(https?://[^\s'?]+)\?[^\s']+", r"\1", quoted(cause, 250, str))  # a signed query is a secret
             again = f"python -m tools.push {folder} --hub_model_id {repo}"
-            raise UserError(
-                f"the upload to {repo} failed ({type(cause).__name__}: {reason}); what repeats it: {again}"
-            ) from None
+            raise UserError(f"the upload to {repo} failed ({type(cause).__name__}: {reason}): {again}") from None
     return f"https://huggingface.co/{repo}"
 
 
@@ -273,11 +252,10 @@ def stage(folder: Path, staged: Path) -> bool:
 
 def _without_paths(table: dict[str, Any]) -> dict[str, Any]:
     """Local paths cut to their last part: absolute ones, and names of models that are no names of the Hub."""
-    found = {}
     for key, value in table.items():
         if isinstance(value, str) and key not in ("content", "chat_template"):
-            is_model = key.endswith(("name_or_path", "_file")) and (value.count("/") != 1 or Path(value).exists())
-            if is_model or re.match(r"(/|~|\.|[A-Za-z]:[\\/]).*[\\/]", value):
-                value = Path(value).name
-        found[key] = value
-    return found
+            is_name = key.endswith(("name_or_path", "_file"))
+            is_local = is_name and (value.count("/") != 1 or Path(value).exists())
+            if is_local or re.match(r"(/|~|\.).*/", value):
+                table[key] = Path(value).name
+    return table

@@ -60,23 +60,19 @@ def _are_texts(value: Any) -> bool:
     return bool(value) and all(isinstance(text, str) and text for text in _texts(value))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
 def _is_pattern(value: Any) -> bool:
     try:
-        return _is_text(value) and re.compile(value, re.DOTALL) is not None
+        return isinstance(value, str) and bool(value) and re.compile(value, re.DOTALL) is not None
     except (re.error, RecursionError, OverflowError):
         return False
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+    return type(value) in (int, float) and abs(value) <= LARGEST
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return type(value) is int and value >= 1
 
 
 TEXTS = "text, or a list of texts, none of them empty"
@@ -87,7 +83,7 @@ CHECKS = {
     "regex": Check("a regular expression", _is_pattern, lambda p, a: re.search(p, a.text, re.DOTALL) is not None),
     "number": Check("a number of at most 1e300 in size", _is_number, lambda n, a: final_number(a.text) == n),
     "max_tokens": Check("a whole number from 1 on", _is_count, lambda n, a: a.finished),
-    "reward": Check("a reward function", _is_text, lambda name, a: True),
+    "reward": Check("a reward function", _are_texts, lambda name, a: True),
 }
 FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 
@@ -134,26 +130,21 @@ class Suite:
             self.cases.append(case)
 
     def tokenize(self, tokenizer: Tokenizer, model: FlatModel, max_new_tokens: int) -> None:
-        """Raises UserError for a prompt that cannot be tokenized, or is too long for the model with its answer."""
+        """max_new_tokens: of cases without a limit of their own. Raises UserError for a prompt that cannot be tokenized, or
+        is too long for the model with its answer."""
         self.prompts = []
         for case in self.cases:
             try:
                 self.prompts.append(tokenize_row(case.row, tokenizer)["prompt_ids"])
             except (BadRow, UserError) as error:
                 raise UserError(f"{case.where}: {'messages' if case.row.get('messages') else 'prompt'}: {error}") from None
-        longest = max(len(ids) + limit for ids, limit in zip(self.prompts, self._limits(max_new_tokens), strict=True))
+        self.limits = [case.checks.get("max_tokens", max_new_tokens) for case in self.cases]
+        longest = max(len(ids) + limit for ids, limit in zip(self.prompts, self.limits, strict=True))
         check_positions(model, longest, "max_tokens or the prompts of the suite, or the limit of its answers")
 
-    def _limits(self, max_new_tokens: int) -> list[int]:
-        return [case.checks.get("max_tokens", max_new_tokens) for case in self.cases]
-
-    def run(self, model: FlatModel, tokenizer: Tokenizer, accelerator: Accelerator, max_new_tokens: int) -> list[Result]:
-        """Answer every case, and judge the answers. Called on every process; the result is the same on each.
-
-        max_new_tokens: of cases without a limit of their own.
-        """
-        limits = self._limits(max_new_tokens)
-        answers = complete(accelerator, model, tokenizer, self.prompts, max_new_tokens=limits, temperature=0.0)
+    def run(self, model: FlatModel, tokenizer: Tokenizer, accelerator: Accelerator) -> list[Result]:
+        """Answer every case, and judge the answers. Called on every process; the result is the same on each."""
+        answers = complete(accelerator, model, tokenizer, self.prompts, max_new_tokens=self.limits, temperature=0.0)
         pairs = list(zip(self.cases, answers, strict=True))
 
         def judge() -> list[str]:
@@ -232,6 +223,12 @@ def counts(results: list[Result]) -> dict[str, dict[str, float]]:
     return found
 
 
+def line_of(results: list[Result], max_new_tokens: int) -> dict[str, Any]:
+    """What a file keeps of an evaluation."""
+    failed = {r.case.id: {"why": r.why, "completion": r.completion} for r in results if r.why}
+    return {"max_new_tokens": max_new_tokens, "groups": counts(results), "failed": failed, "cases": known(results)}
+
+
 def shared(before: Known, results: Sequence[Result]) -> list[Result]:
     """The results whose case is unchanged in `before`."""
     return [r for r in results if before.get(r.case.id, {}).get("digest") == r.case.digest]
@@ -298,8 +295,9 @@ class Regression:
 
         metrics: the run's Metrics.
         """
-        results = self.suite.run(model, self.tokenizer, self.accelerator, self.args.eval_max_new_tokens)
-        groups, cases = counts(results), known(results)
+        results = self.suite.run(model, self.tokenizer, self.accelerator)
+        line = line_of(results, self.args.eval_max_new_tokens)
+        groups, cases = line["groups"], line["cases"]
         values = {f"{PREFIX}{name}": group["rate"] for name, group in groups.items()}
         metrics.log_eval(step, values, [], show=0)
         changes, worse = {}, {}
@@ -311,9 +309,7 @@ class Regression:
             if ids := changes["since_last"][word]:
                 more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
                 say(f"    {word} since step {self.last['step']}: {', '.join(ids[:SHOWN])}{more}")
-        failed = {r.case.id: {"why": r.why, "completion": r.completion} for r in results if r.why}
-        line = {"step": step, "max_new_tokens": self.args.eval_max_new_tokens, "groups": groups, "turned": changes}
-        metrics.append("regression.jsonl", [line | {"failed": failed, "cases": cases}])
+        metrics.append("regression.jsonl", [{"step": step, "turned": changes} | line])
         for name, (then, p) in worse.items():
             if name not in self.fallen:
                 now, total = groups[name]["passed"], groups[name]["total"]

@@ -5,7 +5,6 @@ The page is page/ (HTML, style, scripts) with what report_data finds in the outp
 
 import html
 import itertools
-import math
 import re
 import sys
 import time
@@ -133,21 +132,11 @@ def rate_of(outcomes: dict[Any, float]) -> Row:
 
 
 def difference(first: dict[Any, float], here: dict[Any, float]) -> Row:
-    """The test of whether two rates differ. For the same prompts, or cases, by those on which the runs differ: each would
-    win half of them by chance (McNemar 1947; exact, two-sided); otherwise that of two proportions."""
+    """The test of whether two rates for the same prompts, or cases, differ, by those on which the runs differ: each would
+    win half of them by chance (McNemar 1947; exact, two-sided). {} if they are not the same."""
     if first.keys() != here.keys():
-        return {"p": two_proportions(rate_of(first), rate_of(here)), "test": "two proportions"}
+        return {}
     gained = sum(here[key] > first[key] for key in first)
     lost = sum(here[key] < first[key] for key in first)
     p = min(1.0, 2 * fall_p_value(max(gained, lost), min(gained, lost)))
     return {"p": p, "test": "McNemar, exact", "gained": gained, "lost": lost}
-
-
-def two_proportions(first: Row, second: Row) -> float:
-    """The p-value of the difference of two rates: z-test of two proportions, pooled, two-sided."""
-    n, m = first["of"], second["of"]
-    pooled = (first["passed"] + second["passed"]) / (n + m)
-    if pooled in (0, 1):
-        return 1.0
-    z = (second["passed"] / m - first["passed"] / n) / math.sqrt(pooled * (1 - pooled) * (1 / n + 1 / m))
-    return math.erfc(abs(z) / math.sqrt(2))

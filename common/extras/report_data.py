@@ -33,6 +33,7 @@ OF_THE_MACHINE = ("device", "processes", "mixed_precision", "distributed", "pyth
 OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
 NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds")  # axes, and what they determine
 FIRST = ("reward", "rewards/margins", "rewards/accuracies", "loss", "mean_token_accuracy")
+MIDDLE = ("loss", "completions/mean_length", "entropy", "kl")
 LAST = ("perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gib", "bad_steps")
 MACHINE = LAST[1:]
 SCORE = re.compile(r"rewards/(.+)/mean")
@@ -145,7 +146,7 @@ class Metrics:
 
     def __init__(self, folder: Path):
         self.missing: Counter[str] = Counter()
-        self.axis: list[tuple[float, float, float | None]] = []  # (step, tokens, seconds)
+        self.axis: list[list[float | None]] = []  # (step, tokens, seconds)
         pairs: dict[str, array[float]] = {}
         for row in lines(folder / "metrics.jsonl"):
             for name, value in row.items():
@@ -154,7 +155,7 @@ class Metrics:
                 elif value is None:
                     self.missing[name] += 1
             if is_number(row.get("num_tokens")):
-                self.axis.append((row["step"], row["num_tokens"], row.get("seconds")))
+                self.axis.append([row["step"], row["num_tokens"], row.get("seconds")])
         self.points = {name: np.frombuffer(found).reshape(-1, 2) for name, found in pairs.items()}
 
     def last(self, name: str) -> float | None:
@@ -210,22 +211,12 @@ def frames_of(names: Iterable[str]) -> dict[str, list[str]]:
     drawn = [name for name in names if name not in NOT_DRAWN]
     for name in sorted(drawn, key=lambda name: name.startswith("eval_")):
         frames.setdefault(frame_of(name), []).append(name)
-    rewarded = "reward" in frames  # then the loss is centred on 0 by construction
-
-    def place(frame: str) -> tuple[int, int, str]:
-        if frame in LAST:
-            return 5, LAST.index(frame), frame
-        if frame in FIRST and not (rewarded and frame == "loss"):
-            return (1 if frame == "reward" or not rewarded else 3), FIRST.index(frame), frame
-        if any(SCORE.fullmatch(name) for name in frames[frame]):
-            return 2, 0, frame
-        if all(name.startswith("eval_") for name in frames[frame]) and not frame.endswith("loss"):
-            return 2, 1, frame
-        if frame in ("completions/mean_length", "entropy", "kl"):
-            return 3, 0, frame
-        return 4, int(frame.startswith(("clip_ratio", "sampling"))), frame
-
-    return {frame: frames[frame] for frame in sorted(frames, key=place)}
+    first = [name for name in FIRST if name != "loss" or "reward" not in frames]  # with rewards it is centred on 0
+    others = sorted(frames.keys() - set(LAST))
+    scores = [name for name in others if any(SCORE.fullmatch(metric) for metric in frames[name])]
+    scores += [name for name in others if frames[name][0].startswith("eval_") and not name.endswith("loss")]
+    order = dict.fromkeys([*first, *scores, *MIDDLE, *others, *LAST])
+    return {name: frames[name] for name in order if name in frames}
 
 
 def is_logarithmic(frame: str, least: float, greatest: float) -> bool:
@@ -377,42 +368,25 @@ def as_typed(value: Any) -> str:
 
 def about(begun: Row, data: Row) -> list[list[str]]:
     """[label, text] pairs: the model, the machine, the versions."""
-    model, counts = data.get("model") or {}, data.get("parameters") or {}
-    found = {
-        "model": model.get("class"),
-        "parameters": " of ".join(f"{counts[name]:,}" for name in ("trained", "all") if name in counts),
-        "dtype": model.get("dtype"),
-        "quantised layers": model.get("quantised"),
-        "adapted layers": model.get("adapted_layers"),
-        "stop tokens": model.get("stop_tokens"),
-        **{name.replace("_", " "): begun.get(name) for name in OF_THE_MACHINE},
-        **(begun.get("versions") or {}),
-    }
-    return [[name, cut(as_typed(value), SETTING)] for name, value in found.items() if value]
+    model, counts = dict(data.get("model") or {}), data.get("parameters") or {}
+    found = {"model": model.pop("class", None)}
+    found["parameters"] = " of ".join(f"{counts[name]:,}" for name in ("trained", "all") if name in counts)
+    found |= model | {name: begun.get(name) for name in OF_THE_MACHINE} | (begun.get("versions") or {})
+    return [[name.replace("_", " "), cut(as_typed(value), SETTING)] for name, value in found.items() if value]
 
 
 def command_of(script: str, folder: Path, begun: Row) -> str:
     """The command that repeats the run, in a new folder."""
-    processes, precision = begun.get("processes") or 1, begun.get("mixed_precision") or "no"
-    words = ["accelerate launch"]
-    words += [f"--num_processes {processes}"] if processes != 1 else []
-    words += [f"--mixed_precision {precision}"] if precision != "no" else []
+    launch = {"num_processes": begun.get("processes") or 1, "mixed_precision": begun.get("mixed_precision") or "no"}
+    words = [f"--{name} {value}" for name, value in launch.items() if value not in (1, "no")]
     path = Path(script).with_suffix("")
     is_module = len(path.parts) > 1 and not path.is_absolute() and ".." not in path.parts  # it imports from the root
-    words.append(f"-m {'.'.join(path.parts)}" if is_module else script)
-    return " ".join([*words, f"--config {folder}/args.yaml --output_dir {folder}-again"])
+    name = f"-m {'.'.join(path.parts)}" if is_module else script
+    return " ".join(["accelerate launch", *words, name, f"--config {folder}/args.yaml --output_dir {folder}-again"])
 
 
 def embedded(value: Any) -> str:
-    """JSON that is safe in a <script>: no "<" remains that could end the element or begin a comment."""
-    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
-
-
-def finite(value: Any) -> Any:
-    """A value from a file as valid JSON: NaN and infinity become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): finite(part) for name, part in value.items()}
-    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
+    """JSON that is safe in a <script>: no "<" remains that could end the element or begin a comment. NaN and infinity become
+    null."""
+    known = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(known, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -47,6 +47,9 @@ CLOSE, CLOSE_ROUNDED = 1e-3, 0.2
 FAR, FAR_ROUNDED = 1e-2, 0.5
 # How much the model must have moved since a server's answer to the probe last changed, to know that it has old weights.
 MOVED, MOVED_ROUNDED = 1e-4, 1e-2
+# Of each request for a completion: nothing but temperature, top_k and top_p shapes the distribution.
+PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": True}
+PLAIN |= {"logprobs": 0, "return_token_ids": True, "skip_special_tokens": False}
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers are on a private network
 
 
@@ -123,9 +126,9 @@ class RolloutServers:
                 "--rollout_server: vLLM gives no log-probabilities with --top_k or --top_p at this --temperature"
             )
         self.start = (
-            f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {lm.config._name_or_path or 'MODEL'} --host 127.0.0.1"
+            f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {lm.config._name_or_path or 'MODEL'} --host 127.0.0.1 "
         )
-        self.start += f" --port 8000 --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
+        self.start += f"--port 8000 --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
         if not os.environ.get("VLLM_API_KEY", "").strip().isprintable():
             raise UserError("VLLM_API_KEY has characters that a header cannot have")
         self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
@@ -142,9 +145,7 @@ class RolloutServers:
     def _check(self, url: str) -> str:
         """The dtype of a server's weights. Raises UserError if it does not fit."""
         if not re.fullmatch(r"https?://[\w.:\[\]-]+", url):  # which may hold a password, and is not printed
-            raise UserError(
-                "--rollout_server: expected addresses as http://127.0.0.1:8000; a key is taken from VLLM_API_KEY"
-            )
+            raise UserError("--rollout_server: expected addresses as http://127.0.0.1:8000; the key is VLLM_API_KEY")
         try:
             ask(url, "/health", seconds=10.0, tries=1)
             model = ask(url, "/server_info?config_format=json")["vllm_config"]["model_config"]
@@ -171,9 +172,7 @@ class RolloutServers:
             return
         wait(self.running)  # a rollout uses one set of weights; its errors are raised where it is awaited
         self.running.clear()
-        failed = dict(gather_lists(self.accelerator, list(self.failed.items())))
-        for url in failed.keys() - self.failed.keys():  # another process has met it
-            say(f"{url} has failed ({failed[url]}): the others sample its completions, with the same seeds")
+        before = dict(gather_lists(self.accelerator, list(self.failed.items())))
         path, self.version, self.synced = self.folder / f"step-{step}", f"{step}-{self.run}", step
         self._write(path)
         prompt = np.random.default_rng(0).integers(3, min(256, self.vocabulary), size=PROBE_PROMPT).tolist()
@@ -182,10 +181,8 @@ class RolloutServers:
         ours = {url: self._score(prompt, answer.ids) for url, answer in answers.items()}
         doubts = on_main_process(self.accelerator, lambda: {url: self._doubt(url, answers[url], ours[url]) for url in ours})
         self.failed = {url: reason for url, reason in (found | doubts).items() if reason}
-        for url in self.failed.keys() - failed.keys():
-            say(f"{url} is left out until it is back: {self.failed[url]}")
-        for url in failed.keys() - self.failed.keys():
-            say(f"{url} is back")
+        for url in self.failed.keys() ^ before.keys():
+            say(f"{url} is left out: {self.failed[url]}" if url in self.failed else f"{url} is back")
         self._alive()
 
     def _write(self, path: Path) -> None:
@@ -250,7 +247,7 @@ class RolloutServers:
         off, most = metrics.window_mean("sampling/logp_difference"), FAR if self.exact else FAR_ROUNDED
         if off > most:
             raise UserError(
-                f"--rollout_server: what was sampled is {off:.2g} nats a token off the trained model, {most} at most"
+                f"--rollout_server: completions are {off:.2g} nats a token off the trained model; at most {most}"
             )
 
     # --- completions --------------------------------------------------------------------------------------------------
@@ -316,16 +313,7 @@ class RolloutServers:
         self, url: str, prompt: list[int], seed: int, limit: int, how: dict[str, Any], stops: Sequence[int] = ()
     ) -> Sampled:
         """Sample a completion, with the server's log-probabilities."""
-        body = {
-            "prompt": prompt,
-            "max_tokens": limit,
-            "seed": seed,
-            "stop_token_ids": list(stops),
-            "ignore_eos": True,
-            **how,
-        }
-        body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        body |= {"logprobs": 0, "return_token_ids": True, "skip_special_tokens": False}
+        body = PLAIN | {"prompt": prompt, "max_tokens": limit, "seed": seed, "stop_token_ids": list(stops), **how}
         answer = ask(url, "/v1/completions", body, PATIENCE + PATIENCE_PER_TOKEN * limit)
         try:
             [choice] = answer["choices"]

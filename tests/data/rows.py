@@ -51,10 +51,10 @@ def texts(source):
     return [row["text"] for row in columns(source)]
 
 
-def found(*names, recognise=chat_format, **settings):
+def found(*names, format=chat_format, **settings):
     """find_sources with the defaults of the flags."""
     names = [name if isinstance(name, str) else json.dumps(name) for name in names]
-    return find_sources(CommonArgs(dataset_name=names, **settings), recognise)
+    return find_sources(CommonArgs(dataset_name=names, **settings), format)
 
 
 def ids(data, count):

@@ -10,10 +10,9 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 from common.args import CommonArgs
-from common.data import cache, encode
+from common.data import encode
 from common.data.cache import make_job, tokenize
 from common.data.encode import Job
 from common.data.sources import Source
@@ -47,7 +46,7 @@ class Args(CommonArgs):
 
 def source(path, rows, **settings):
     jsonl(path, rows)
-    return Source(str(path), **{"label": path.stem, "format": "text"} | settings)
+    return Source(str(path), **{"label": path.stem} | settings)
 
 
 def numbered(path, count, **settings):
@@ -75,10 +74,6 @@ def chats(row, tokenizer, args):
 def pairs(row, tokenizer, args):
     chosen, rejected = tokenize_documents([row["text"], f"no {row['n']}"], tokenizer)
     return [{"input_ids": chosen, "loss_mask": np.arange(len(chosen)) % 2}, whole(rejected)]
-
-
-def fails(row, tokenizer, args):
-    return "fine" if row["n"] < 600 else row["missing"]
 
 
 def largest_id(row, tokenizer, args):
@@ -111,14 +106,17 @@ def folders(tmp_path):
 
 
 def test_documents_are_those_of_the_tokenizer(tmp_path):
-    examples = prepare(tmp_path, numbered(tmp_path / "a.jsonl", 10))
+    """From each source, in a folder of its own, which serves other runs as well."""
+    a, b = numbered(tmp_path / "a.jsonl", 10), numbered(tmp_path / "b.jsonl", 4)
+    examples = prepare(tmp_path, a)
     texts = [f"row {i} " * (i % 3 + 1) for i in range(10)]
     wanted = [found.tolist() for found in tokenize_documents(texts, base_tokenizer())]
     assert as_lists(examples) == [[(ids, [1] * len(ids))] for ids in wanted]
     assert examples.counts == [10] and examples.lengths.tolist() == [len(ids) for ids in wanted]
     assert examples.longest == max(map(len, wanted)) and examples.files[0].mask is None
-    with pytest.raises(IndexError):
-        examples[10]
+    both = prepare(tmp_path, b, a)
+    assert both.counts == [4, 10] and [folder.name.split("-")[0] for folder in folders(tmp_path)] == ["a", "b"]
+    assert as_lists(both.of_source(1)) == as_lists(examples) and both.of_source(1).facts() == examples.facts()
 
 
 @pytest.mark.parametrize("encode, rows", [(chats, CHATS), (pairs, [{"text": f"row {i}", "n": i} for i in range(5)])])
@@ -142,18 +140,6 @@ def test_ids_take_two_bytes_where_they_fit(tmp_path, largest, kind):
     assert examples.files[0].ids.dtype == kind and as_lists(examples) == [[([0, largest], [1, 1])]] * 2
 
 
-def test_each_source_has_its_own_folder(tmp_path):
-    a, b, c = (numbered(tmp_path / f"{name}.jsonl", n) for name, n in (("a", 3), ("b", 4), ("c", 5)))
-    assert counted(tmp_path, a, b)[1] == 7
-    before = folders(tmp_path)
-    assert [folder.name.split("-")[0] for folder in before] == ["a", "b"]
-    examples, calls = counted(tmp_path, c, b, a)
-    assert calls == 5 and examples.counts == [5, 4, 3] and set(before) < set(folders(tmp_path))
-    for s, one in enumerate((c, b, a)):
-        only = prepare(tmp_path, one)
-        assert as_lists(examples.of_source(s)) == as_lists(only) and examples.of_source(s).facts() == only.facts()
-
-
 # --- several processes ----------------------------------------------------------------------------------------------
 
 
@@ -168,20 +154,14 @@ def test_several_processes_make_the_same_files(tmp_path):
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
-def test_a_mistake_is_one_line_with_its_row(tmp_path, num_proc):
-    rows = source(tmp_path / "a.jsonl", [{"text": "wrong" if i == 1700 else "fine"} for i in range(3000)])
-    with pytest.raises(UserError) as caught:
-        prepare(tmp_path, rows, dataset_num_proc=num_proc)
-    assert line(caught) == f"{rows.path}:1701: no good" and not list((tmp_path / "cache").iterdir())
-
-
-@pytest.mark.parametrize("num_proc", [1, 2])
-def test_an_error_of_encode_names_the_row(tmp_path, num_proc):
-    rows = numbered(tmp_path / "a.jsonl", 1200)
-    with pytest.raises(KeyError, match="missing") as caught:
-        prepare(tmp_path, rows, encode=fails, dataset_num_proc=num_proc)
-    assert any(f"{rows.path}:601" in note for note in caught.value.__notes__)
-    assert not list((tmp_path / "cache").iterdir())
+def test_errors_name_the_row(tmp_path, num_proc):
+    rows = [{"text": "wrong", "n": 1}, {"text": 3, "n": 1}]
+    for wrong, error in zip(rows, (UserError, AttributeError), strict=True):
+        rows = source(tmp_path / "a.jsonl", [wrong if i == 1700 else {"text": "fine"} for i in range(3000)])
+        with pytest.raises(error) as caught:
+            prepare(tmp_path, rows, dataset_num_proc=num_proc)
+        said = line(caught) if error is UserError else "".join(caught.value.__notes__)
+        assert f"{rows.path}:1701" in said and not list((tmp_path / "cache").iterdir())
 
 
 def test_a_source_is_not_read_ahead(tmp_path):
@@ -193,24 +173,6 @@ def test_a_source_is_not_read_ahead(tmp_path):
         done += count
         assert len(read) <= done + 6 * encode.CHUNK
     assert done == len(read) == 12_000
-
-
-@pytest.mark.parametrize("shared_disk", [True, False])
-def test_one_process_of_a_node_makes_what_others_read(tmp_path, shared_disk):
-    name, built, waits = tmp_path / "made", [], []
-
-    def build(folder):
-        built.append(1)
-        (folder / "x").write_text("x")
-
-    def wait():
-        waits.append(1)
-        if shared_disk and len(waits) == 1:
-            cache.build_once(alone(), name, lambda folder: (folder / "x").write_text("x"))
-
-    other = SimpleNamespace(is_main_process=False, is_local_main_process=True, wait_for_everyone=wait)
-    assert (cache.build_once(other, name, build) / "x").read_text() == "x"
-    assert len(waits) == 2 and len(built) == (0 if shared_disk else 1)
 
 
 # --- when it is made again ------------------------------------------------------------------------------------------
@@ -239,12 +201,10 @@ def test_it_is_used_until_something_changes(tmp_path, rows, settings, again):
     assert calls == 3
     if rows != 3:
         numbered(tmp_path / "a.jsonl", rows)
-    examples, calls = counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a", format="text"), **settings)
+    examples, calls = counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)
     assert calls == (len(examples) if again else 0)
     assert again or (as_lists(first) == as_lists(examples) and first.facts() == examples.facts())
-    assert (
-        counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a", format="text"), **settings)[1] == 0
-    )  # both are kept
+    assert counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)[1] == 0  # both are kept
 
 
 SCRIPT = '''"""A script."""
@@ -284,6 +244,10 @@ def decorated(function):
     return called
 
 
+def shifted(x, by=float(os.environ.get("MY_DEFAULT", 0)), *, more=os.environ.get("MY_OTHER_DEFAULT", "")):
+    return f"{x + by}{more}"
+
+
 class Settings(Base):
     factor = 1
 
@@ -297,7 +261,7 @@ def encode(row, tokenizer, args):
     import my_late
 
     CALLS.append(1)
-    return f"{row['text']} {scale(1)} {TABLE[0]} {TENSOR[0]} {Settings().times(2)} {MODE} {sorted(WORDS)} {args.half} {my_late.X}"
+    return f"{row['text']} {scale(1)} {shifted(1)} {TABLE[0]} {TENSOR[0]} {Settings().times(2)} {MODE} {sorted(WORDS)} {args.half} {my_late.X}"
 
 
 CALLS = []
@@ -353,6 +317,8 @@ def run_script_once(folder, tmp_path, monkeypatch, **settings):
         ("my_late.py", "X = 1", "X = 2", 3),
         ("table.npy", None, None, 3),
         ("MY_MODE", None, None, 3),
+        ("MY_DEFAULT", None, None, 3),
+        ("MY_OTHER_DEFAULT", None, None, 3),
     ],
 )
 def test_edits_that_matter_are_seen_and_others_not(tmp_path, monkeypatch, file, old, new, expected):
@@ -367,19 +333,12 @@ def test_edits_that_matter_are_seen_and_others_not(tmp_path, monkeypatch, file, 
     assert run_script_once(folder, tmp_path, monkeypatch, beta=3.0, max_steps=9) == 0
     if file == "table.npy":
         np.save(folder / file, np.arange(3.0) + 1)
-    elif file == "MY_MODE":
-        monkeypatch.setenv(file, "other")
+    elif file.startswith("MY_"):
+        monkeypatch.setenv(file, "7")
     else:
         assert FILES[file].count(old) == 1
         (folder / file).write_text(FILES[file].replace(old, new))
     assert run_script_once(folder, tmp_path, monkeypatch) == expected
-
-
-@pytest.mark.parametrize("how", [lambda args: vars(args), lambda args: args.__class__, copy.copy, copy.deepcopy])
-def test_arguments_passed_on_whole_are_all_read(how):
-    read = set()
-    how(encode.recorded(Args(), read))
-    assert read == (set() if how(Args()) is Args else set(vars(Args())))
 
 
 def test_encode_is_a_function_at_the_top():
@@ -439,7 +398,7 @@ def test_a_killed_run_leaves_nothing_that_is_trusted(tmp_path, num_proc):
     "name", ["ids.bin", "mask.bin", "lengths.npy", "rows.npy", "difficulty.npy", "facts.json", "files.json"]
 )
 def test_a_damaged_file_is_noticed(tmp_path, name, damage):
-    rows = source(tmp_path / "a.jsonl", CHATS, format="messages")
+    rows = source(tmp_path / "a.jsonl", CHATS)
     first = as_lists(prepare(tmp_path, rows, encode=chats))
     (folder,) = folders(tmp_path)
     if damage == "gone":
@@ -447,29 +406,6 @@ def test_a_damaged_file_is_noticed(tmp_path, name, damage):
     else:
         os.truncate(folder / name, (folder / name).stat().st_size - 1)
     assert as_lists(prepare(tmp_path, rows, encode=chats)) == first and len(folders(tmp_path)) == 2
-
-
-def test_stray_files_block_nothing(tmp_path):
-    rows = numbered(tmp_path / "a.jsonl", 3)
-    prepare(tmp_path, rows)
-    (folder,) = folders(tmp_path)
-    stray = folder.with_name(folder.name[:-4])
-    stray.write_text("x")
-    (tmp_path / "cache" / ".a.tmp").write_text("x")
-    for path in folder.iterdir():
-        path.unlink()
-    assert len(prepare(tmp_path, rows)) == 3 and stray.exists()
-
-
-def test_a_folder_gets_its_name_when_all_is_written(tmp_path, monkeypatch):
-    def interrupted(old, new):
-        assert {path.name for path in Path(old).iterdir()} == {"x", "files.json"} and not Path(new).exists()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cache.build_once(alone(), tmp_path / "a", lambda folder: (folder / "x").write_text("x"))
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):

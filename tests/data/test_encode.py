@@ -86,13 +86,6 @@ def test_fields_of_every_kind_arrive_exactly(tmp_path, settings, sources):
         assert len(seen) > 30
 
 
-def test_fields_are_read_from_the_disk(tmp_path):
-    (file,) = load(tmp_path, rows_of(5)).data.files
-    assert all(isinstance(values.base, np.memmap) and not values.flags.writeable for values in file.per_token.values())
-    assert set(file.per_token) == {"teacher/logp", "segment", "is_code"}
-    assert set(file.per_sequence) == {"score", "kind", "known"}
-
-
 @pytest.mark.parametrize("settings", [{}, {"dataset_streaming": True}, {"curriculum_column": "i"}])
 def test_packs_have_the_fields_of_their_sequences(tmp_path, settings):
     train = pack(load(tmp_path, rows_of(45), **settings), 20)
@@ -204,9 +197,14 @@ def test_a_wrong_field_is_named_with_its_row(name, value):
     assert found.startswith(f"a.jsonl:2: the field {name} ")
 
 
-@pytest.mark.parametrize("made", [None, [], {"input_ids": [1]}, [{"input_ids": [1]}], [[1, 2]], 3])
-def test_what_is_no_example_is_named(made):
-    assert refused(lambda row, tokenizer, args: made, [{}]).startswith("a.jsonl:1: ")
+def test_what_is_no_example_is_named():
+    for made in (None, [], {"input_ids": [1]}, [{"input_ids": [1]}], [[1, 2]], 3):
+        assert refused(lambda row, tokenizer, args, made=made: made, [{}]).startswith("a.jsonl:1: ")
+    sequence = {"input_ids": np.arange(3), "loss_mask": np.ones(3, int)}
+    half = lambda row, tokenizer, args: [sequence | {"x": 1}, sequence]  # noqa: E731
+    assert refused(half, [{}]).startswith("a.jsonl:1: the field x: none")
+    some = lambda row, tokenizer, args: [sequence] * (3 if row["i"] == 4 else 2)  # noqa: E731
+    assert refused(some, [{"i": i} for i in range(6)]).startswith("a.jsonl:5: 3 sequences, and 2 in a.jsonl:1")
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
@@ -224,21 +222,6 @@ def test_what_is_no_example_is_named(made):
 def test_rows_have_the_same_fields(first, other, named, at, num_proc):
     found = refused(given, [{"given": [first, other], "at": at, "i": i} for i in range(at + 1)], num_proc)
     assert found.startswith(f"a.jsonl:{at + 1}: the field {named}: ") and "as in a.jsonl:" in found
-
-
-def test_rows_give_the_same_number_of_sequences():
-    def some(row, tokenizer, args):
-        return [{"input_ids": np.arange(3), "loss_mask": np.ones(3, int)}] * (3 if row["i"] == 4 else 2)
-
-    assert refused(some, [{"i": i} for i in range(6)]).startswith("a.jsonl:5: 3 sequences, and 2 in a.jsonl:1")
-
-
-def test_the_sequences_of_an_example_have_the_same_fields():
-    def half(row, tokenizer, args):
-        sequence = {"input_ids": np.arange(3), "loss_mask": np.ones(3, int)}
-        return [sequence | {"x": 1}, sequence]
-
-    assert refused(half, [{}]).startswith("a.jsonl:1: the field x: none")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -280,7 +263,7 @@ def test_tensors_and_masks_of_floats_are_taken():
 # --- rows left out ----------------------------------------------------------------------------------------------------
 
 
-def test_counts_of_several_workers_are_put_together(capsys):
+def test_counts_of_several_workers_are_put_together():
     first, second = Dropped(), Dropped()
     for i in range(4):
         first.add("short", [f"a:{i}"])
@@ -294,6 +277,3 @@ def test_counts_of_several_workers_are_put_together(capsys):
     for i in range(50):  # each with a value of its row
         first.add(f"too long: {i}", [f"c:{i}"])
     assert len(first) < 25 and sum(found["count"] for found in first.values()) == 68
-    with pytest.raises(UserError, match="none of the 68 rows can be used: "):
-        first.say(68, "rows", kept=0)
-    assert "of 68 rows left out: long (first: b:9)" in capsys.readouterr().out

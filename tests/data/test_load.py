@@ -1,14 +1,11 @@
 """The data of a run as its script asks for it: load_data, load_prompts, and what is done to them afterwards."""
 
-import pickle
 import subprocess
 import sys
 
 from common.data import (
     BadRow,
-    Row,
     as_chat,
-    as_preference,
     as_prompt,
     as_text,
     chat_format,
@@ -28,7 +25,6 @@ from common.errors import UserError
 from common.extras import stream
 from tests.data.rows import alone, arguments, base_tokenizer, ids, jsonl
 
-import numpy as np
 import pytest
 
 U, A, B = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
@@ -47,11 +43,6 @@ def anything(row, tokenizer, args):
     return row["anything"]
 
 
-def of_format(row, tokenizer, args):
-    """Rejects each row with its type and format."""
-    raise BadRow(f"{type(row).__name__} {row.format} {row.where.rsplit('/')[-1]}")
-
-
 def one_chat(row, tokenizer, args):
     return [tokenize_chat(as_chat(row), tokenizer)]
 
@@ -63,40 +54,12 @@ def numbered(path, count):
 # --- load_data ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recognise, wanted", [(text_format, "text"), (None, None), (lambda row: "mine", "mine")])
-def test_a_row_knows_its_origin_and_format(tmp_path, tokenizer, recognise, wanted):
-    args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 2))
-    with pytest.raises(UserError, match=f"of a can be used: Row {wanted} a.jsonl:1, Row {wanted} a.jsonl:2"):
-        load_data(args, alone(), of_format, tokenizer, recognise)
-
-
-def test_without_recognition_rows_may_have_any_columns(tmp_path, tokenizer):
+def test_without_a_format_rows_may_have_any_columns(tmp_path, tokenizer):
     args = arguments(tmp_path, jsonl(tmp_path / "a.jsonl", [{"anything": "x"}, {"anything": "y"}]))
     train, held_out = load_data(args, alone(), anything, tokenizer)
     assert len(train) == 2 and len(held_out) == 0 and train.data.facts()[0]["format"] is None
-    with pytest.raises(UserError, match="no column text; found anything"):
+    with pytest.raises(UserError, match="a.jsonl:1: found the columns 'anything'"):
         load_data(args, alone(), anything, tokenizer, text_format)
-
-
-def test_held_out_rows_are_encoded_and_not_trained_on(tmp_path, tokenizer):
-    args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 50), eval_fraction=0.2, curriculum_column="n")
-    train, held_out = load_data(args, alone(), documents, tokenizer, text_format)
-    assert len(train) + len(held_out) == 50 and 3 < len(held_out) < 20 and held_out.difficulty is None
-    found = {tuple(example[0]) for example in ids(held_out, len(held_out))}
-    assert len(pack(held_out, 64)) < len(held_out) and found
-
-
-@pytest.mark.parametrize(
-    "settings, expected",
-    [
-        ({"dataset_streaming": True, "max_steps": -1}, "--dataset_streaming: a stream has no known end"),
-        ({"dataset_streaming": True, "curriculum_column": "n"}, "--dataset_streaming: no --curriculum_column"),
-    ],
-)
-def test_settings_that_cannot_be_are_an_error_before_anything_is_read(tmp_path, tokenizer, settings, expected):
-    with pytest.raises(UserError) as caught:
-        load_data(arguments(tmp_path, "missing.jsonl", **settings), alone(), documents, tokenizer, text_format)
-    assert str(caught.value).startswith(expected)
 
 
 def test_too_few_documents_for_the_weights_are_no_error_where_their_chunks_are_enough(tmp_path, tokenizer):
@@ -136,13 +99,6 @@ def test_turns_may_be_dropped_before_or_after_packing(tmp_path, tokenizer):
             drop_turns(train, probability)
 
 
-def test_the_longest_is_that_of_what_is_trained_on(tmp_path, tokenizer):
-    train, _ = load_data(arguments(tmp_path, numbered(tmp_path / "a.jsonl", 9)), alone(), documents, tokenizer, text_format)
-    longest = max(len(example[0]) for example in ids(train, 9))
-    assert train.longest == pack(train, 64).longest == longest > 4
-    assert chunk(train, 4).longest == pack(chunk(train, 4, across=False), 8).longest == 4
-
-
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
@@ -163,13 +119,6 @@ def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, 
     assert prompts.facts()[0]["examples"] == len(prompts) and [source.label for source in prompts.sources] == ["a"]
 
 
-def test_prompts_that_pass_a_chat_template_by_are_said(tmp_path, tokenizer, capsys):
-    for content, said in (("x", True), ([{"role": "user", "content": "x"}], False)):
-        name = jsonl(tmp_path / "a.jsonl", [{"prompt": content}] * 2)
-        load_prompts(arguments(tmp_path, name), encode_prompt, tokenizer, prompt_format)
-        assert ("plain text go without the chat template" in capsys.readouterr().out) == said
-
-
 def test_prompts_are_not_streamed_and_may_not_be_empty(tmp_path, tokenizer):
     def refuse(row, tokenizer, args):
         raise BadRow("too long")
@@ -182,27 +131,6 @@ def test_prompts_are_not_streamed_and_may_not_be_empty(tmp_path, tokenizer):
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_row_is_a_dict_that_goes_to_other_processes_with_its_origin():
-    row = Row({"text": "t", "n": 1}, "a.jsonl:3", "text")
-    found = pickle.loads(pickle.dumps(row))
-    assert type(found) is Row and found == {"text": "t", "n": 1} and (found.where, found.format) == ("a.jsonl:3", "text")
-
-
-def test_a_row_is_read_in_the_format_of_its_source_unless_another_is_named():
-    both = {"messages": [U, A], "instruction": "q", "output": "b", "prompt": "p", "chosen": [U, A], "rejected": [U, B]}
-    assert as_chat(both)["messages"] == as_chat(Row(both))["messages"] == [U, A]
-    assert as_chat(Row(both, format="alpaca"))["messages"] == [U, B]
-    assert as_prompt(Row(both))["prompt"] == "p" and as_prompt(Row(both, format="messages"))["prompt"] == [U]
-    pair = {"chosen": [U, A], "rejected": [U, B]}
-    assert as_preference(Row(pair, format="implicit_prompt")) == as_preference(pair)
-
-
-def test_a_format_of_another_form_is_recognised_anew_and_one_that_is_none_is_an_error():
-    row = Row({"prompt": "p", "completion": "c"}, format="prompt_completion")
-    assert as_prompt(row)["prompt"] == "p" and as_chat(row) == {"prompt": "p", "completion": "c"}
-    assert as_chat(Row({"messages": [U, A]}, format="mine"))["messages"] == [U, A]
 
 
 def test_whatever_as_chat_gives_is_tokenized(tokenizer):
@@ -221,23 +149,14 @@ def test_whatever_as_chat_gives_is_tokenized(tokenizer):
     equal(tokenize_chat(as_chat(strings), tokenizer), tokenize_completion("What is ", "this", tokenizer))
     text = tokenize_chat(as_chat({"text": "some words"}), tokenizer)
     assert text["input_ids"].tolist() == tokenize_documents(["some words"], tokenizer)[0].tolist()
-    assert text["loss_mask"].tolist() == [0] + [1] * (len(text["input_ids"]) - 1)  # nothing predicts the first
+    everything = tokenize_chat(as_chat({"messages": chat}), tokenizer, train_on="everything")
+    for sequence in (text, everything):  # nothing predicts the first
+        assert sequence["loss_mask"].tolist() == [0] + [1] * (len(sequence["input_ids"]) - 1)
+    long = {"messages": [U, A | {"content": "one two three " * 300}]}
+    assert sum(tokenize_chat(long, tokenizer)["loss_mask"]) > 600  # in numbers of 8 bits it would start again at 256
     assert len(tokenize_chat(as_chat({"text": "some words"}), tokenizer, max_length=2)["input_ids"]) == 2
     with pytest.raises(BadRow, match="no trained token within max_length 1"):
         tokenize_chat(as_chat({"messages": chat}), tokenizer, max_length=1)
-
-
-def test_a_mask_is_counted_right_by_plain_python(tokenizer):
-    """`sum` over numbers of eight bits would start again at 256."""
-    long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "one two three " * 300}]}
-    mask = tokenize_chat(long, tokenizer)["loss_mask"]
-    assert sum(mask) == len([m for m in mask if m]) > 600
-
-
-def test_the_first_token_is_not_trained_whatever_is_asked_for(tokenizer):
-    chat = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "one"}]}
-    mask = tokenize_chat(chat, tokenizer, train_on="everything")["loss_mask"]
-    assert mask.tolist() == [0] + [1] * (len(mask) - 1)
 
 
 # --- imports --------------------------------------------------------------------------------------------------------
@@ -251,11 +170,16 @@ def test_the_data_wing_imports_no_library_that_takes_seconds_and_no_other_wing()
     assert ours <= {"common.args", "common.errors", "common.extras", "common.files"}
 
 
-def test_examples_of_a_held_out_set_are_those_of_the_rows(tmp_path, tokenizer):
-    """In order, so that an evaluation is the same at each run."""
-    name = numbered(tmp_path / "a.jsonl", 12)
+def test_held_out_rows_are_not_trained_on_and_keep_their_order(tmp_path, tokenizer):
+    """So that an evaluation is the same at each run."""
+    name = numbered(tmp_path / "a.jsonl", 50)
+    train, held_out = load_data(
+        arguments(tmp_path, name, eval_fraction=0.2, curriculum_column="n"), alone(), documents, tokenizer, text_format
+    )
+    assert len(train) + len(held_out) == 50 and 3 < len(held_out) < 20 and held_out.difficulty is None
+    assert len(pack(held_out, 64)) < len(held_out)
     args = arguments(tmp_path, name, eval_dataset_name=[name], max_eval_samples=5)
     _, held_out = load_data(args, alone(), documents, tokenizer, text_format)
     wanted = tokenize_documents([f"row {i} " * (i % 5 + 1) for i in range(5)], tokenizer)
     assert ids(held_out, 5) == [[document.tolist()] for document in wanted]
-    assert np.array_equal(held_out.lengths, [len(document) for document in wanted])
+    assert held_out.lengths.tolist() == [len(document) for document in wanted]

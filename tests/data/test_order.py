@@ -46,15 +46,16 @@ def weighted(counts, weights, seed=0):
 
 @given(COUNTS, st.integers(0, 99), st.integers(0, 3))
 def test_each_epoch_is_a_permutation_of_all_examples(counts, seed, epoch):
-    N = sum(counts)
-    wanted = np.random.default_rng((seed, epoch)).permutation(N).tolist()
-    assert [Order(counts, seed)[epoch * N + i] for i in range(N)] == wanted
-    assert len(Order(counts, seed)) == N and sorted(wanted) == list(range(N))
+    N, order = sum(counts), Order(counts, seed)
+    found = [order[epoch * N + i] for i in range(N)]
+    assert found == order.epoch(epoch).tolist() and sorted(found) == list(range(N)) and len(order) == N
 
 
-def test_epochs_and_seeds_differ():
-    orders = [Order([50], seed).epoch(epoch).tolist() for seed in range(3) for epoch in range(3)]
-    assert len({tuple(order) for order in orders}) == 9
+def test_orders_are_those_recorded():
+    """Each epoch and seed has its own; another order would change every run."""
+    orders = [[Order([8], seed).epoch(epoch).tolist() for epoch in range(2)] for seed in range(2)]
+    first = [[2, 4, 3, 6, 5, 0, 1, 7], [1, 3, 7, 6, 0, 4, 2, 5]]
+    assert orders == [first, [[5, 0, 1, 4, 2, 6, 3, 7], [6, 1, 4, 0, 3, 2, 5, 7]]]
 
 
 # --- with weights ---------------------------------------------------------------------------------------------------
@@ -169,11 +170,8 @@ def test_a_curriculum_rises_band_by_band(N, seed, kinds):
     plain = Order([N], seed)
     assert set(order.epoch(0)[:n]) == set(plain.epoch(0)[:n])  # a random part of the examples, not the easy ones
     assert (order.epoch(0)[n:] == plain.epoch(0)[n:]).all() and (order.epoch(1) == plain.epoch(1)).all()
-
-
-def test_a_curriculum_is_shuffled_inside_its_bands():
-    order = Order([1000], 0, difficulty=np.arange(1000.0)).epoch(0)
-    assert all(sorted(band) != band.tolist() for band in np.array_split(order[:500], BANDS))
+    if kinds == 1 and N > 100:
+        assert all(sorted(band) != band.tolist() for band in bands)  # shuffled inside
 
 
 def test_a_curriculum_keeps_the_weights():
@@ -227,14 +225,11 @@ def test_a_chat_ends_after_one_of_its_earlier_answers_with_the_probability_that_
     assert abs(ends[24] - 2800) < 150 and abs(ends[6] - 600) < 120 and abs(ends[15] - 600) < 120
 
 
-@pytest.mark.parametrize("trained", [(1,), (0, 1), (0, 1, 0), (1, 0), (0, 0), (0, 1, 1)])
-def test_a_chat_with_one_answer_is_not_shortened(trained):
-    sequence = chat(*trained)
-    assert all(shorten(sequence, 1.0, np.random.default_rng(i)) is sequence for i in range(20))
-
-
-def test_two_answers_end_after_the_first_and_always_with_probability_one():
-    for trained in ((1, 0, 1), (0, 1, 0, 1), (0, 1, 0, 0, 1, 0)):
+def test_only_an_earlier_answer_may_be_the_last():
+    for trained in ((1,), (0, 1), (0, 1, 0), (1, 0), (0, 0), (0, 1, 1)):  # one answer
+        sequence = chat(*trained)
+        assert all(shorten(sequence, 1.0, np.random.default_rng(i)) is sequence for i in range(20))
+    for trained in ((1, 0, 1), (0, 1, 0, 1), (0, 1, 0, 0, 1, 0)):  # two
         first = 3 * trained.index(1) + 3
         assert {len(shorten(chat(*trained), 1.0, np.random.default_rng(i))["loss_mask"]) for i in range(20)} == {first}
 

@@ -55,6 +55,10 @@ COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 def test_a_file_is_read_by_its_suffix(tmp_path, name, text, rows):
     (tmp_path / name).write_bytes(text.encode())
     assert columns(tmp_path / name) == rows
+    places = {LINES: ":1 :2 :3", TEXT: ":3 :6 :8", TABLE: ":2 :4 :6", json.dumps(ROWS): " row 1, row 2, row 3"}
+    if text in places:
+        wanted = [f"{tmp_path / name}{place}" for place in re.findall(r":\d| row \d", places[text])]
+        assert [row.where for row, _ in read_rows(Source(str(tmp_path / name)))] == wanted
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -89,19 +93,6 @@ def test_text_without_blank_lines_is_cut(tmp_path, monkeypatch):
     source = write(tmp_path / "a.txt", "0123456789\n" * 5 + "\nlast")
     assert texts(source) == ["0123456789\n0123456789", "0123456789\n0123456789", "0123456789", "last"]
     assert [row.where for row, _ in read_rows(Source(source))] == [f"{source}:{i}" for i in (1, 3, 5, 7)]
-
-
-def test_rows_know_their_file_and_line(tmp_path):
-    for name, text, places in (
-        ("a.jsonl", "\n" + LINES, ":2 :3 :4"),
-        ("a.json", json.dumps(ROWS, indent=1), " row 1, row 2, row 3"),
-        ("a.txt", TEXT, ":3 :6 :8"),
-        ("a.csv", TABLE, ":2 :4 :6"),
-    ):
-        path = write(tmp_path / name, text)
-        assert [row.where for row, _ in read_rows(Source(path))] == [
-            path + place for place in re.findall(r":\d| row \d", places)
-        ]
 
 
 @pytest.mark.parametrize("name, end", [("a.jsonl", "\n"), ("a.txt", "\n\n"), ("a.csv", "\n")])
@@ -165,32 +156,19 @@ def test_a_cursor_is_sought_not_read_up_to(tmp_path):
 
 
 def test_a_folder_gives_the_files_of_the_split(tmp_path):
+    folder = tmp_path / "splits"
+    folder.mkdir()
     for name in ("train-00001-of-00002.jsonl", "train-00000-of-00002.jsonl.gz", "validation.jsonl", "README.md"):
         text = json.dumps({"text": name}) + "\n"
-        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    assert texts(tmp_path) == ["train-00000-of-00002.jsonl.gz", "train-00001-of-00002.jsonl"]
-    assert texts(Source(str(tmp_path), split="validation")) == ["validation.jsonl"]
-    with pytest.raises(UserError) as caught:
-        columns(Source(str(tmp_path), split="test"))
-    assert "no file for split test" in line(caught) and "found train-00000" in line(caught)
-
-
-def test_a_folder_without_splits_is_all_training(tmp_path):
-    write(tmp_path / "b.txt", "b")
+        (folder / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    assert texts(folder) == ["train-00000-of-00002.jsonl.gz", "train-00001-of-00002.jsonl"]
+    assert texts(Source(str(folder), split="validation")) == ["validation.jsonl"]
+    with pytest.raises(UserError, match="no file for split test"):
+        columns(Source(str(folder), split="test"))
+    write(tmp_path / "b.txt", "b")  # without splits all is for training; one file may be empty
     jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    write(tmp_path / "0.jsonl", "")
     assert texts(tmp_path) == ["a", "b"]
-
-
-def test_a_folder_of_validation_has_no_training_rows(tmp_path):
-    numbered(tmp_path / "validation.jsonl", 1)
-    with pytest.raises(UserError, match="no file for split train .*found validation.jsonl"):
-        columns(tmp_path)
-
-
-def test_an_empty_file_among_others_is_no_mistake(tmp_path):
-    write(tmp_path / "train-0.jsonl", "")
-    numbered(tmp_path / "train-1.jsonl", 2)
-    assert len(columns(tmp_path)) == 2
 
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path):

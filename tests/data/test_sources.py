@@ -2,11 +2,10 @@
 
 import gzip
 import json
-import sys
 from dataclasses import replace
 
 from common.data.encode import convert
-from common.data.formats import as_chat, as_text, text_format
+from common.data.formats import as_chat, as_text
 from common.data.sources import Source, identity, load_rows
 from common.errors import UserError
 from tests.data.rows import CHAT, columns, found, jsonl, line, numbered, texts, write
@@ -64,12 +63,6 @@ def test_an_item_may_have_settings_of_its_own(tmp_path):
     assert [len(columns(source)) for source in train] == [3, 5]
 
 
-@pytest.mark.parametrize("weights", [[0.25, 3], None])
-def test_weights_are_given_one_for_each_source(tmp_path, weights):
-    names = [numbered(tmp_path / f"{name}.jsonl", 1) for name in "ab"]
-    assert [source.weight for source in found(*names, dataset_weights=weights)[0]] == (weights or [None, None])
-
-
 def test_evaluation_is_on_the_split_of_sources_that_have_it(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -117,18 +110,12 @@ def test_a_source_is_recognised_by_a_later_row(tmp_path):
     assert found(name)[0][0].format == "alpaca"
 
 
-def test_rows_of_other_columns_are_left_out(tmp_path):
-    jsonl(tmp_path / "a.jsonl", [{"instruction": "q", "output": "a"}] * 2)
+def test_rows_may_have_several_formats_or_none(tmp_path):
+    jsonl(tmp_path / "a.jsonl", [{"instruction": "q", "output": "a"}, CHAT])
     jsonl(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])
     chats, facts = convert(load_rows(found(str(tmp_path))[0][0]), as_chat, "rows")
-    assert len(chats) == 2 and facts["dropped"]["no instruction + output"]["first"] == [f"{tmp_path}/b.jsonl:1"]
-
-
-def test_the_field_of_documents_is_looked_for(tmp_path):
-    name = jsonl(tmp_path / "a.jsonl", [{"body": "t"}])
-    assert found(name, recognise=lambda row: text_format(row, "body"))[0][0].format == "text"
-    with pytest.raises(UserError, match="a.jsonl:1: no column text; found body"):
-        found(name, recognise=text_format)
+    assert chats == [CHAT | {"tools": None}] * 2
+    assert [found["first"] for found in facts["dropped"].values()] == [[f"{tmp_path}/b.jsonl:1"]]
 
 
 # --- identity -------------------------------------------------------------------------------------------------------
@@ -138,7 +125,7 @@ def test_identity_changes_with_what_changes_the_rows(tmp_path):
     source = Source(numbered(tmp_path / "a.jsonl", 3), label="a", weight=1.0)
     same = json.dumps(identity(source))
     assert json.dumps(identity(replace(source, label="b", weight=2.0))) == same
-    changes = [{"max_samples": 1}, {"columns": ("a=text",)}, {"held_out": 0.1, "part": "train"}, {"format": "text"}]
+    changes = [{"max_samples": 1}, {"columns": ("a=text",)}, {"held_out": 0.1, "part": "train"}]
     assert all(json.dumps(identity(replace(source, **change))) != same for change in changes)
     numbered(tmp_path / "a.jsonl", 4)
     assert json.dumps(identity(source)) != same
@@ -191,16 +178,20 @@ def test_a_wrong_item_is_named(item, named):
     ],
 )
 def test_wrong_settings_are_named(tmp_path, settings, named):
+    path = numbered(tmp_path / "a.jsonl", 10)
     with pytest.raises(UserError) as caught:
-        found(numbered(tmp_path / "a.jsonl", 10), **settings)
+        found(path, **settings)
     assert named in line(caught)
-
-
-@pytest.mark.parametrize("weights, named", [([1.0, 1.0], "--dataset_weights"), (None, "--dataset_name")])
-def test_weights_are_in_one_place(tmp_path, weights, named):
-    names = [{"path": numbered(tmp_path / "a.jsonl", 1), "weight": 1}, numbered(tmp_path / "b.jsonl", 1)]
-    with pytest.raises(UserError, match=f"{named}: .*a.jsonl has a weight"):
-        found(*names, dataset_weights=weights)
+    for weights in ([1.0, 1.0], None):  # in one place only
+        with pytest.raises(UserError, match="--dataset_weights: expected one weight for each source"):
+            found({"path": path, "weight": 1}, path, dataset_weights=weights)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    missing = [f"{tmp_path}/link.jsonl", f"{tmp_path}/empty", "missing.jsonl", "~/missing-folder", "no/dataset-on-the-hub"]
+    for name in missing:
+        with pytest.raises(UserError) as caught:
+            found(name)
+        assert name in line(caught)
 
 
 @pytest.mark.parametrize(
@@ -241,48 +232,7 @@ def test_a_broken_file_is_named_with_its_place(tmp_path, name, content, named):
     assert f"{tmp_path}/{named}" in line(caught)
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "~/missing-folder", "no/dataset-on-the-hub"])
-def test_a_missing_source_is_named(name):
-    with pytest.raises(UserError) as caught:
-        found(name)
-    assert name in line(caught)
-
-
-def test_an_empty_folder_and_a_link_to_nothing_are_named(tmp_path):
-    (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone")
-    (tmp_path / "empty").mkdir()
-    for name in ("empty", "link.jsonl"):
-        with pytest.raises(UserError, match=f"{name}: "):
-            found(str(tmp_path / name))
-
-
-@pytest.mark.parametrize(
-    "row, new",
-    [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "completion"),
-        ({"chosen": CHAT["messages"], "rejected": CHAT["messages"]}, "messages"),
-        ({"chosen": "Human: q", "rejected": "Human: r"}, "text"),
-    ],
-)
-def test_pairs_for_sft_are_told_how(tmp_path, row, new):
-    name = jsonl(tmp_path / "a.jsonl", [row] * 3)
-    with pytest.raises(UserError, match=f"a.jsonl:1: .*--columns {new}=chosen$"):
-        found(name)
-    assert found(name, columns=[f"{new}=chosen"])[0][0].format in ("prompt_completion", "messages", "text")
-
-
-@pytest.mark.parametrize("module, name", [("pyarrow.parquet", "a.parquet"), ("datasets", "org/dataset")])
-def test_a_missing_library_is_named(tmp_path, monkeypatch, module, name):
-    monkeypatch.setitem(sys.modules, module, None)
-    (tmp_path / "a.parquet").write_bytes(b"x")
-    with pytest.raises(UserError, match="pip install datasets") as caught:
-        load_rows(str(tmp_path / name) if name == "a.parquet" else name)
-    line(caught)
-
-
 # --- bad rows: left out, counted, named ------------------------------------------------------------------------------
-
-DEEP = "[" * 900 + "]" * 900
 
 
 @pytest.mark.parametrize(
@@ -304,8 +254,3 @@ def test_a_bad_row_is_left_out_and_named(tmp_path, row, capsys):
         results, facts = convert(load_rows(source), as_text, "rows")
         assert results == ["x", "y"] and [found["first"] for found in facts["dropped"].values()] == [[f"{name}:2"]]
         assert f"data: 1 of 3 rows left out: {next(iter(facts['dropped']))} (first: {name}:2)" in capsys.readouterr().out
-
-
-def test_an_unrelated_deep_column_ends_no_run(tmp_path):
-    name = write(tmp_path / "a.jsonl", '{"text": "x", "n": ' + DEEP + '}\n{"text": "y"}\n')
-    assert "y" in texts(Source(name, held_out=1e-9, part="train"))

@@ -145,11 +145,6 @@ def test_several_processes_read_the_same_as_one(tmp_path, tokenizer, block_rows,
     assert [ids(found[p]) for p in range(0, 1500, 100)] == naive(tokenizer, [a], 1500, 1200)[::100]
 
 
-def test_the_longest_sequence_is_that_of_the_block_that_was_read(tmp_path, tokenizer):
-    train = load([numbered(tmp_path / "a.jsonl", 3)], tokenizer)
-    assert train.longest == max(len(sequence["input_ids"]) for example in train.examples for sequence in example) > 1
-
-
 # --- to go on -------------------------------------------------------------------------------------------------------
 
 
@@ -283,10 +278,13 @@ def test_a_run_over_a_stream_goes_on_at_any_step(tmp_path, tokenizer, options, a
         assert json.dumps(resumed.state(min(step + 8, 39))) == states[min(step + 8, 39)]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
-def test_windows_over_a_stream_are_the_examples_one_after_the_other(tmp_path, tokenizer, options):
+@pytest.mark.parametrize("rows", [20, 4])
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 90}, {"batch_size": 20}])
+def test_windows_over_a_stream_are_the_examples_one_after_the_other(tmp_path, tokenizer, options, rows, block_rows):
+    """Windows may be larger than blocks."""
+    block_rows(rows)
     sources = some(tmp_path, "several")
-    found, wanted = in_windows(stream(tokenizer, *sources), **options), naive(tokenizer, sources, 600)
+    found, wanted = in_windows(stream(tokenizer, *sources), **options), naive(tokenizer, sources, 1200, rows)
     examples = [ids(example) for step in range(25) for example in found[step].examples]
     assert examples == wanted[: len(examples)] and len(examples) > 100
     assert found.start(25) == len(examples)
@@ -306,15 +304,6 @@ def test_a_run_that_goes_on_with_other_processes_goes_on_where_the_stream_was(tm
     assert found == naive(tokenizer, sources, at + len(found))[at:] and len(found) == new.start(15) - at
 
 
-def test_windows_may_be_larger_than_blocks(tmp_path, tokenizer, block_rows):
-    a = numbered(tmp_path / "a.jsonl", 50)
-    block_rows(4)
-    for options in ({"batch_size": 20}, {"max_tokens": 500}):
-        found = in_windows(stream(tokenizer, a), **options)
-        examples = [ids(example) for step in range(3) for example in found[step].examples]
-        assert examples == naive(tokenizer, [a], len(examples), 4) and len(examples) > 60
-
-
 # --- the settings of a run ------------------------------------------------------------------------------------------
 
 
@@ -326,25 +315,13 @@ def load(sources, tokenizer, turn_dropping=0.0, **settings):
     return drop_turns(train, turn_dropping)
 
 
-def test_a_run_streams_in_blocks_of_its_buffer(tmp_path, tokenizer):
+def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer):
     sources = some(tmp_path, "several")
     found = load(sources, tokenizer)
-    assert [ids(found[p]) for p in range(60)] == naive(tokenizer, sources, 60)
-
-
-@pytest.mark.parametrize(
-    "settings, expected",
-    [
-        ({"max_steps": -1}, "--max_steps"),
-        ({"curriculum_column": "n"}, "--curriculum_column"),
-        ({"turn_dropping": 0.5}, "--turn_dropping"),
-        ({"turn_dropping": 1.5}, "--turn_dropping"),
-    ],
-)
-def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer, settings, expected):
-    with pytest.raises(UserError) as caught:
-        load(some(tmp_path, "one"), tokenizer, **settings)
-    assert expected in str(caught.value)
+    assert [ids(found[p]) for p in range(60)] == naive(tokenizer, sources, 60) and found.longest > 1
+    for name, value in (("max_steps", -1), ("curriculum_column", "n"), ("turn_dropping", 0.5), ("turn_dropping", 1.5)):
+        with pytest.raises(UserError, match=f"--{name}"):
+            load(sources, tokenizer, **{name: value})
 
 
 def test_a_stream_that_is_left_unread_says_nothing_when_python_ends(tmp_path):

@@ -29,7 +29,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 LLAMA2 = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}
 {%- set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}
@@ -145,78 +145,45 @@ def trained(sequence, tokenizer) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_words_of_every_assistant_turn_and_its_end_are_trained_and_nothing_else(name):
+def test_the_words_and_ends_of_answers_are_trained(name):
+    """And nothing else, whichever turns are asked for."""
     template, end, before = TEMPLATES[name]
     tokenizer = make_tokenizer(template)
-    sequence = tokenize_messages(CHAT, tokenizer)
-    assert trained(sequence, tokenizer) == [f"{before}{m['content']}{end}" for m in CHAT[1::2]]
-    assert sequence["input_ids"].shape == sequence["loss_mask"].shape
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_tokens_before_an_answer_are_those_of_the_prompt_when_sampling(name):
-    tokenizer = make_tokenizer(ALL[name][0])
-    sequence = tokenize_messages(CHAT, tokenizer, train_on="last_turn")
-    start = int(sequence["loss_mask"].argmax())
-    assert sequence["input_ids"][:start].tolist() == tokenize_prompt(CHAT[:-1], tokenizer)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_last_turn_trains_the_last_answer_only(name):
-    template, end, before = TEMPLATES[name]
-    tokenizer = make_tokenizer(template)
-    assert trained(tokenize_messages(CHAT, tokenizer, train_on="last_turn"), tokenizer) == [f"{before}4\n\nYes, 4.{end}"]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_everything_trains_every_token(name):
-    tokenizer = make_tokenizer(ALL[name][0])
+    first, last = (f"{before}{m['content']}{end}" for m in CHAT[1::2])
+    for chat, options, wanted in (
+        (CHAT, {}, [first, last]),
+        (CHAT, {"train_on": "last_turn"}, [last]),
+        (CHAT[:3], {}, [first]),  # it ends on a user turn
+        (CHAT, {"first_trained_turn": 2}, [last]),
+        (flagged(CHAT, 1), {}, [last]),
+        (flagged(CHAT, 3), {}, [first]),
+        (flagged(CHAT, 0, 2), {}, [first, last]),
+        (flagged(CHAT, 1), {"train_on": "last_turn"}, [last]),
+    ):
+        sequence = tokenize_messages(chat, tokenizer, **options)
+        assert trained(sequence, tokenizer) == wanted
+        assert sequence["input_ids"].tolist() == tokenize_messages(chat, tokenizer)["input_ids"].tolist()
+    if name != "gemma":
+        sequence = tokenize_messages([SYSTEM, *CHAT], tokenizer)
+        assert trained(sequence, tokenizer) == [first, last] and "Be brief." in decode(sequence["input_ids"], tokenizer)
     assert tokenize_messages(CHAT, tokenizer, train_on="everything")["loss_mask"].all()
+    sequence = tokenize_messages(flagged(CHAT, 1), tokenizer, train_on="everything")
+    assert trained(sequence | {"loss_mask": 1 - sequence["loss_mask"]}, tokenizer) == [first]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_that_ends_on_a_user_turn_trains_what_came_before(name):
-    template, end, before = TEMPLATES[name]
-    tokenizer = make_tokenizer(template)
-    assert trained(tokenize_messages(CHAT[:3], tokenizer), tokenizer) == [f"{before}It is 2.{end}"]
-
-
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
-def test_a_system_turn_is_rendered_and_not_trained(name):
-    template, end, before = TEMPLATES[name]
-    tokenizer = make_tokenizer(template)
-    sequence = tokenize_messages([SYSTEM, *CHAT], tokenizer)
-    assert trained(sequence, tokenizer) == [f"{before}{m['content']}{end}" for m in CHAT[1::2]]
-    assert "Be brief." in decode(sequence["input_ids"], tokenizer)
-
-
-def test_turns_before_first_trained_turn_are_not_trained():
-    tokenizer = make_tokenizer()
-    assert trained(tokenize_messages(CHAT, tokenizer, first_trained_turn=2), tokenizer) == ["4\n\nYes, 4.<|im_end|>"]
-    with pytest.raises(BadRow, match="no assistant turn"):
-        tokenize_messages(CHAT, tokenizer, first_trained_turn=4)
-
-
-def test_with_a_template_that_drops_earlier_thinking_the_last_turn_trains_its_thinking():
+def test_thinking_is_trained_or_refused():
+    """Of a template that drops earlier thinking, the last turn's is trained; of one that closes it in the header, all."""
+    thinks = {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"}
+    whole = "<think>\ntwo and two\n</think>\n\n4<|im_end|>"
     tokenizer = make_tokenizer(QWEN3)
-    chat = [*CHAT[:3], {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"}]
-    expected = ["It is 2.<|im_end|>", "<think>\ntwo and two\n</think>\n\n4<|im_end|>"]
-    assert trained(tokenize_messages(chat, tokenizer), tokenizer) == expected
-
-
-def test_thinking_that_the_template_drops_is_refused_unless_only_the_last_turn_is_trained():
-    tokenizer = make_tokenizer(QWEN3)
-    chat = [CHAT[0], {"role": "assistant", "content": "<think>hm</think>2"}, *CHAT[2:]]
+    assert trained(tokenize_messages([*CHAT[:3], thinks], tokenizer), tokenizer) == ["It is 2.<|im_end|>", whole]
+    chat = [CHAT[0], thinks, *CHAT[2:]]
     with pytest.raises(BadRow, match="--train_on last_turn, or --chat_template chatml"):
         tokenize_messages(chat, tokenizer)
     last = tokenize_messages(chat, tokenizer, train_on="last_turn")
     assert trained(last, tokenizer) == ["<think>\n\n</think>\n\n4\n\nYes, 4.<|im_end|>"]
-
-
-def test_an_answer_that_thinks_is_trained_from_its_thinking_where_the_header_closes_it_in_advance():
     tokenizer = make_tokenizer(THINKS_ALWAYS)
-    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"}]
-    assert trained(tokenize_messages(chat, tokenizer), tokenizer) == ["<think>\nhm\n</think>\n\n2<|im_end|>"]
+    assert trained(tokenize_messages([CHAT[0], thinks], tokenizer), tokenizer) == [whole]
 
 
 # As DeepSeek-R1's: what is sampled begins in <think>, what an earlier turn thought is cut off, and answers are trained so, too.
@@ -234,15 +201,6 @@ def test_a_template_that_opens_the_thinking_when_sampling_only_is_named_for_what
     tokenizer.chat_template = read_chat_template("chatml")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     assert trained(tokenize_messages(CHAT[:2], tokenizer), tokenizer) == [CHAT[1]["content"] + "<|im_end|>"]
-
-
-def test_an_answer_that_begins_with_white_space_keeps_it_and_the_header_stays_untrained():
-    tokenizer = make_tokenizer(CHATML)
-    chat = [CHAT[0], {"role": "assistant", "content": "\n\n  2"}]
-    sequence = tokenize_messages(chat, tokenizer)
-    assert trained(sequence, tokenizer) == ["\n\n  2<|im_end|>"]
-    start = int(sequence["loss_mask"].argmax())
-    assert sequence["input_ids"][:start].tolist() == tokenize_prompt(chat[:1], tokenizer)
 
 
 def test_tool_calls_are_trained_where_the_template_writes_them_and_refused_where_it_does_not():
@@ -272,43 +230,12 @@ def flagged(chat: list, *untrained: int) -> list:
     return [m | {"train": i not in untrained} for i, m in enumerate(chat)]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_turn_that_says_so_is_not_trained_and_its_tokens_stay(name):
-    template, end, before = TEMPLATES[name]
-    tokenizer = make_tokenizer(template)
-    plain = tokenize_messages(CHAT, tokenizer)
-    for turn, other in ((1, 3), (3, 1)):
-        sequence = tokenize_messages(flagged(CHAT, turn), tokenizer)
-        assert trained(sequence, tokenizer) == [f"{before}{CHAT[other]['content']}{end}"]
-        assert sequence["input_ids"].tolist() == plain["input_ids"].tolist()
-    assert tokenize_messages(flagged(CHAT, 0, 2), tokenizer)["loss_mask"].tolist() == plain["loss_mask"].tolist()
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_everything_leaves_out_the_turns_that_say_so_and_no_more(name):
-    template, end, before = TEMPLATES[name]
-    tokenizer = make_tokenizer(template)
-    sequence = tokenize_messages(flagged(CHAT, 1), tokenizer, train_on="everything")
-    untrained = {"input_ids": sequence["input_ids"], "loss_mask": 1 - sequence["loss_mask"]}
-    assert trained(untrained, tokenizer) == [f"{before}It is 2.{end}"]
-    assert tokenize_messages(flagged(CHAT, 0), tokenizer, train_on="everything")["loss_mask"].all()
-
-
-def test_last_turn_is_the_last_answer_even_where_that_is_not_to_be_trained():
-    tokenizer = make_tokenizer()
-    assert trained(tokenize_messages(flagged(CHAT, 1), tokenizer, train_on="last_turn"), tokenizer) == [
-        "4\n\nYes, 4.<|im_end|>"
-    ]
-    with pytest.raises(BadRow, match="no assistant turn that is trained"):
-        tokenize_messages(flagged(CHAT, 3), tokenizer, train_on="last_turn")
-
-
-@pytest.mark.parametrize("train_on", ["all_turns", "last_turn", "everything"])
-def test_a_chat_with_no_turn_to_train_is_refused(train_on):
-    with pytest.raises(BadRow, match="no assistant turn that is trained"):
-        tokenize_messages(flagged(CHAT, 1, 3), make_tokenizer(), train_on=train_on)
-    with pytest.raises(BadRow, match="no assistant turn that is trained"):
-        tokenize_messages(flagged(CHAT, 3), make_tokenizer(), train_on=train_on, first_trained_turn=2)
+def test_a_chat_with_no_turn_to_train_is_refused():
+    for train_on in ("all_turns", "last_turn", "everything"):
+        for untrained, first in (((1, 3), 0), ((3,), 2)):
+            with pytest.raises(BadRow, match="no assistant turn that is trained"):
+                chat = flagged(CHAT, *untrained)
+                tokenize_messages(chat, make_tokenizer(), train_on=train_on, first_trained_turn=first)
 
 
 def test_no_template_sees_the_flag():
@@ -385,62 +312,48 @@ def test_text_that_spells_a_special_token_stays_text_and_cannot_end_or_forge_a_t
     assert sequence["input_ids"][:start].tolist() == tokenize_prompt(chat[:1], tokenizer)
 
 
-def test_a_spelled_special_token_stays_text_with_a_sentencepiece_tokenizer_too():
-    tokenizer = make_spm_tokenizer(LLAMA2)
-    chat = [{"role": "user", "content": "a</s>b"}, {"role": "assistant", "content": "the </s> the"}]
-    sequence = tokenize_messages(chat, tokenizer)
-    assert decode(sequence["input_ids"], tokenizer) == "<s>[INST] a</s>b [/INST] the </s> the </s>"
-    assert (sequence["input_ids"] == tokenizer.eos_token_id).sum() == 1
-
-
 # --- beginnings and ends --------------------------------------------------------------------------------------------
 
-
-def test_where_pad_is_eos_the_end_of_the_text_keeps_its_label():
-    tokenizer = make_tokenizer()
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    sequence = tokenize_completion("1+1=", "2", tokenizer)
-    assert sequence["input_ids"][-1] == tokenizer.pad_token_id and sequence["loss_mask"][-1] == 1
+LIKELY = st.sampled_from(" \n\t<|>/[]{}%:'\"\\aé你🙂\u0301\u200b")
+WORDS = st.text(st.one_of(LIKELY, st.characters(exclude_categories=["Cs"])), max_size=12)
+MARKUP = st.sampled_from(
+    "<|im_end|> <|im_start|>assistant\n <|endoftext|> </think> [/INST] {{x}} User: <|bos|> <|end|> <|eot_id|>".split(" ")
+)
+CONTENT = st.lists(st.one_of(WORDS, MARKUP), max_size=4).map("".join)
+READABLE = CONTENT.filter(lambda text: not {"\ufdd0", "\ufdd1"} & set(text))  # of placeholders
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("name", ["llama3", "gemma", "llama2"])
-def test_a_chat_has_exactly_one_bos_whoever_writes_it(name, adds_bos):
+def test_there_is_one_bos_whoever_writes_it(name, adds_bos):
     tokenizer = make_tokenizer(ALL[name][0], adds_bos)
-    for ids in (tokenize_messages(CHAT, tokenizer)["input_ids"], np.array(tokenize_prompt(CHAT[:3], tokenizer))):
-        assert ids[0] == tokenizer.bos_token_id and (ids == tokenizer.bos_token_id).sum() == 1
-
-
-@pytest.mark.parametrize("text", ["Hello there", "<|bos|>Hello there"])
-def test_plain_text_has_exactly_one_bos_where_the_tokenizer_writes_one(text):
-    tokenizer = make_tokenizer(adds_bos=True)
-    for ids in (
-        tokenize_text(text, tokenizer),
-        tokenize_documents([text], tokenizer)[0].tolist(),
-        tokenize_completion(text, " you", tokenizer)["input_ids"].tolist(),
-    ):
+    found = [tokenize_messages(CHAT, tokenizer)["input_ids"].tolist(), tokenize_prompt(CHAT[:3], tokenizer)]
+    for text in ("Hello there", "<|bos|>Hello there") if adds_bos else ():
+        found += [tokenize_text(text, tokenizer), tokenize_documents([text], tokenizer)[0].tolist()]
+        found.append(tokenize_completion(text, " you", tokenizer)["input_ids"].tolist())
+    for ids in found:
         assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
 
 
-@pytest.mark.parametrize("completion", ["2", "2<|endoftext|>"])
-def test_a_completion_and_a_document_end_on_exactly_one_eos(completion):
+def test_completions_and_documents_end_on_one_eos():
     tokenizer = make_tokenizer()
-    sequence = tokenize_completion("1+1=", completion, tokenizer)
-    assert trained(sequence, tokenizer) == ["2<|endoftext|>"]
-    assert decode(tokenize_documents([completion], tokenizer)[0], tokenizer) == "2<|endoftext|>"
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id  # and the end keeps its label
+    for completion in ("2", "2<|endoftext|>"):
+        assert trained(tokenize_completion("1+1=", completion, tokenizer), tokenizer) == ["2<|endoftext|>"]
+        assert decode(tokenize_documents([completion], tokenizer)[0], tokenizer) == "2<|endoftext|>"
 
 
-SEAMS = [("Hel", "lo there"), ("Hello ", " there"), ("a\n", "\nb"), ("", "x"), ("é", "\u0301")]
-
-
-@pytest.mark.parametrize("prompt, completion", SEAMS)
-def test_a_merge_across_the_seam_does_not_move_the_mask(prompt, completion):
-    for tokenizer in (make_tokenizer(), make_spm_tokenizer(LLAMA2)):
-        sequence = tokenize_completion(prompt, completion, tokenizer)
-        length = len(tokenize_text(prompt, tokenizer))
-        assert sequence["input_ids"][:length].tolist() == tokenize_text(prompt, tokenizer)
+@settings(max_examples=100, deadline=None)
+@given(prompt=WORDS, completion=WORDS)
+def test_any_prompt_and_completion_keep_their_seam(prompt, completion):
+    seams = [("Hel", "lo there"), ("Hello ", " there"), ("a\n", "\nb"), ("", "x"), ("é", "\u0301")]
+    cases = [(make_tokenizer(), prompt, completion), *((make_spm_tokenizer(LLAMA2), *seam) for seam in seams)]
+    for tokenizer, before, after in cases:
+        sequence = tokenize_completion(before, after, tokenizer)
+        length = len(tokenize_text(before, tokenizer))
+        assert sequence["input_ids"][:length].tolist() == tokenize_text(before, tokenizer)
         assert sequence["loss_mask"].tolist() == [0] * length + [1] * (len(sequence["input_ids"]) - length)
-        assert decode(sequence["input_ids"], tokenizer) == prompt + completion + tokenizer.eos_token
+        assert decode(sequence["input_ids"], tokenizer) == before + after + tokenizer.eos_token
 
 
 def test_a_token_that_would_cross_the_border_of_a_span_is_split_there():
@@ -480,27 +393,6 @@ class Shouts(PreTrainedTokenizerFast):
         return super()._encode_plus(text.upper() if isinstance(text, str) else [t.upper() for t in text], **kwargs)
 
 
-class Characters(PreTrainedTokenizer):
-    """A tokenizer without an engine: a token for each ASCII character."""
-
-    def __init__(self, **kwargs):
-        super().__init__(eos_token="\x04", pad_token="\x04", **kwargs)
-
-    vocab_size = 128
-
-    def get_vocab(self):
-        return {chr(i): i for i in range(128)}
-
-    def _tokenize(self, text, **kwargs):
-        return list(text)
-
-    def _convert_token_to_id(self, token):
-        return ord(token)
-
-    def _convert_id_to_token(self, index):
-        return chr(index)
-
-
 def test_the_ids_are_those_of_calling_the_tokenizer_whatever_that_does():
     plain = make_tokenizer()
     shouts = Shouts(tokenizer_object=plain.backend_tokenizer, eos_token="<|endoftext|>")
@@ -516,32 +408,6 @@ def test_the_ids_are_those_of_calling_the_tokenizer_whatever_that_does():
     assert trained(tokenize_messages(CHAT, shouts), shouts) == ["IT IS 2.<|IM_END|>", "4\n\nYES, 4.<|IM_END|>"]
 
 
-def test_an_engine_left_in_another_state_gives_the_same_ids():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
-    tokenizer.chat_template = CHATML
-    expected = tokenize_messages(CHAT, tokenizer)["input_ids"].tolist()
-    text = tokenize_text("Hello there, how <|im_end|>", tokenizer)
-    for disturb in (
-        lambda engine: engine.enable_truncation(4),
-        lambda engine: engine.enable_padding(length=99),
-        lambda engine: setattr(engine, "encode_special_tokens", True),
-    ):
-        disturb(tokenizer.backend_tokenizer)
-        assert tokenize_messages(CHAT, tokenizer)["input_ids"].tolist() == expected
-        disturb(tokenizer.backend_tokenizer)
-        assert tokenize_text("Hello there, how <|im_end|>", tokenizer) == text
-
-
-def test_a_tokenizer_without_an_engine_reads_documents_and_refuses_chats_in_one_line():
-    tokenizer = Characters()
-    tokenizer.chat_template = CHATML.replace("<|im_end|>", "\x04")
-    assert tokenize_documents(["abc", "d"], tokenizer)[0].tolist() == [97, 98, 99, 4]
-    assert tokenize_completion("ab", "c", tokenizer)["loss_mask"].tolist() == [0, 0, 1, 1]
-    with pytest.raises(UserError, match="Characters does not say which characters.*tokenizer.json") as caught:
-        tokenize_messages(CHAT, tokenizer)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_tokenizer_is_trained_on_texts_that_are_read_once():
     trained_on = [train_bpe(texts, 330).backend_tokenizer.to_str() for texts in (TEXTS, iter(TEXTS), (t for t in TEXTS))]
     assert trained_on[0] == trained_on[1] == trained_on[2]
@@ -550,14 +416,21 @@ def test_a_tokenizer_is_trained_on_texts_that_are_read_once():
 # --- truncation, pairs, display -------------------------------------------------------------------------------------
 
 
-def test_truncation_keeps_the_start_and_drops_a_chat_without_a_trained_token_left():
+def test_what_max_length_leaves_untrained_is_dropped():
     tokenizer = make_tokenizer()
     sequence = tokenize_messages(CHAT[:2], tokenizer)
     first = int(sequence["loss_mask"].argmax())
     cut = truncate(sequence, first + 1)
     assert cut["input_ids"].tolist() == sequence["input_ids"][: first + 1].tolist() and cut["loss_mask"].sum() == 1
-    with pytest.raises(BadRow, match=f"no trained token within max_length {first}"):
-        truncate(sequence, first)
+    length = len(tokenize_text("Hel", tokenizer))
+    pair = tokenize_pair("Hel", "lo there", "met", tokenizer, length + 1)  # one answer would merge with the prompt
+    assert [side["input_ids"][:-1].tolist() for side in pair] == [tokenize_text("Hel", tokenizer)] * 2
+    for refused in (
+        lambda: truncate(sequence, first),
+        lambda: tokenize_pair("Hel", "lo there", "met", tokenizer, length),
+    ):
+        with pytest.raises(BadRow, match="no trained token within max_length"):
+            refused()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -571,23 +444,6 @@ def test_both_sides_of_a_pair_have_the_ids_of_the_prompt_when_sampling(name):
             assert side["input_ids"][: len(prompt)].tolist() == prompt
             assert not side["loss_mask"][: len(prompt)].any() and side["loss_mask"][len(prompt) :][0]
             assert text.strip() in trained(side, tokenizer)[0]
-
-
-def test_a_pair_of_strings_shares_the_prompt_even_where_one_answer_merges_with_it():
-    tokenizer = make_tokenizer()
-    chosen, rejected = tokenize_pair("Hel", "lo there", "met", tokenizer, 512)
-    length = len(tokenize_text("Hel", tokenizer))
-    assert chosen["input_ids"][:length].tolist() == rejected["input_ids"][:length].tolist()
-    assert trained(chosen, tokenizer) == ["lo there<|endoftext|>"]
-
-
-def test_a_pair_is_dropped_where_max_length_leaves_nothing_of_an_answer():
-    tokenizer = make_tokenizer()
-    length = len(tokenize_text("What is 1+1?", tokenizer))
-    with pytest.raises(BadRow, match="no trained token within max_length"):
-        tokenize_pair("What is 1+1?", "2", "3", tokenizer, length)
-    pair = tokenize_pair("What is 1+1?", "2", "3", tokenizer, length + 1)
-    assert all(len(side["input_ids"]) == length + 1 for side in pair)
 
 
 def test_show_trained_marks_what_is_trained():
@@ -644,23 +500,7 @@ def test_the_tokens_before_an_answer_are_those_that_it_is_sampled_after(name, ma
     assert seen or make is make_spm_tokenizer  # which has not all special tokens
 
 
-def test_a_header_that_ends_in_two_line_breaks_is_taken_as_it_is_in_sampling():
-    tokenizer = make_gpt2_tokenizer(LLAMA3)
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "three"}]
-    sequence = tokenize_messages(chat, tokenizer)
-    start = int(sequence["loss_mask"].argmax())
-    assert tokenizer.convert_ids_to_tokens(int(sequence["input_ids"][start - 1])) == "ĊĊ"
-
-
-# --- any text -------------------------------------------------------------------------------------------------------
-
-LIKELY = st.sampled_from(" \n\t<|>/[]{}%:'\"\\aé你🙂\u0301\u200b")
-WORDS = st.text(st.one_of(LIKELY, st.characters(exclude_categories=["Cs"])), max_size=12)
-MARKUP = st.sampled_from(
-    "<|im_end|> <|im_start|>assistant\n <|endoftext|> </think> [/INST] {{x}} User: <|bos|> <|end|> <|eot_id|>".split(" ")
-)
-CONTENT = st.lists(st.one_of(WORDS, MARKUP), max_size=4).map("".join)
-READABLE = CONTENT.filter(lambda text: not {"\ufdd0", "\ufdd1"} & set(text))  # of placeholders
+# --- any text ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
@@ -697,15 +537,6 @@ def test_any_spans_of_any_text_are_what_is_trained(text, cuts, spm):
         return
     assert decode(sequence["input_ids"], tokenizer) == text
     assert decode(sequence["input_ids"][mask], tokenizer) == inside
-
-
-@settings(max_examples=100, deadline=None)
-@given(prompt=WORDS, completion=WORDS)
-def test_any_prompt_and_completion_keep_their_seam(prompt, completion):
-    tokenizer = make_tokenizer()
-    sequence = tokenize_completion(prompt, completion, tokenizer)
-    assert trained(sequence, tokenizer) == [completion + "<|endoftext|>"]
-    assert decode(sequence["input_ids"], tokenizer) == prompt + completion + "<|endoftext|>"
 
 
 def test_a_system_prompt_makes_a_chat_of_a_string_and_leaves_chats_alone():

@@ -193,14 +193,6 @@ def test_nothing_is_added_outside_of_a_window(accelerator):
     assert model(batch).aux_loss == 0.0
 
 
-def test_a_window_of_fillers_alone_adds_nothing(accelerator):
-    model = wrap(make_lm("mixtral")).train()
-    model.experts = Experts(model.lm, aux_coef=1.0)
-    total, gradient, shown, _ = through(model, accelerator, [[]])
-    assert total == 0 and not any(g.any() for g in gradient.values())
-    assert shown["moe/aux_loss"] == 0
-
-
 # --- what is asked for ----------------------------------------------------------------------------------------------
 
 

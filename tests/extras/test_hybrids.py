@@ -120,11 +120,6 @@ def test_adapters_and_compiled_blocks_see_the_same_batches(monkeypatch):
     torch.testing.assert_close(model(batch).logps.detach(), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_the_report_of_loading_names_the_packed_mixers(capsys):
-    wrap(tiny_hybrid("lfm2"))
-    assert "packed mixers: 1 Lfm2ShortConv" in capsys.readouterr().out
-
-
 def test_sharded_mixers_are_called_once(monkeypatch):
     """ZeRO-3 gathers weights call by call."""
     model = wrap(tiny_hybrid("lfm2"))

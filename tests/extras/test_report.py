@@ -8,7 +8,7 @@ import signal
 
 from common.errors import UserError
 from common.extras.report import Report, difference, page, write_report
-from common.extras.report_data import defaults_of, describe_run, embedded, frames_of, is_logarithmic, spread, thinned
+from common.extras.report_data import defaults_of, describe_run, embedded, frames_of, is_logarithmic, thinned
 from common.run.folder import lock as take_lock
 from tests.conftest import ROOT, SFT
 from tools import report
@@ -76,13 +76,6 @@ def test_a_thinned_curve_keeps_every_peak(length, most):
     assert np.average(table["y"], weights=shares) == pytest.approx(values.mean(), rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 5, 17, 100])
-def test_a_spread_keeps_both_ends(count):
-    items = spread(iter(range(count)), 4)
-    assert len(items) <= 5 and items[:1] == [0][:count] and items[-1:] == [count - 1][: len(items)]
-    assert len(set(np.diff(items[:-1]))) <= 1
-
-
 def test_a_long_log_gives_a_small_page(tmp_path):
     """100,000 steps of 25 metrics, one of them with a peak."""
     draw = random.Random(0)
@@ -101,23 +94,6 @@ def test_a_long_log_gives_a_small_page(tmp_path):
     assert run["axis"]["step"][-1] == 100_000 and run["axis"]["tokens"][-1] == 1_000_000
 
 
-def test_many_metrics_and_heavy_texts_give_a_small_page(tmp_path):
-    rows = [
-        {"step": s} | {f"metric_{k}": s * k * 1.2345678e-5 for k in range(1, 100)} | {"peak": s == 777} for s in range(1000)
-    ]
-    write_lines(tmp_path / "metrics.jsonl", [row | {"peak": float(row["peak"])} for row in rows])
-    text = "<\0😀" * 1000
-    rows = [{"step": s, "prompt": f"{i}{text}", "completion": f"{s} {i}{text}"} for s in range(4) for i in range(99)]
-    write_lines(tmp_path / "samples.jsonl", rows)
-    write_lines(tmp_path / "completions.jsonl", [row | {"prompt": row["prompt"][:1] + text, "reward": 1.0} for row in rows])
-    write_report([tmp_path], tmp_path / "report.html")
-    shown = shown_of(tmp_path)
-    assert (tmp_path / "report.html").stat().st_size < 2_000_000
-    peak = next(curve for curve in shown["curves"] if curve["name"] == "peak")
-    assert len(shown["curves"]) == 100 and max(peak["high"]) == 1 and len(peak["y"]) > 300
-    assert shown["samples"]["prompts"] and shown["completions"][-1]["step"] == 3
-
-
 # --- what a page holds ----------------------------------------------------------------------------------------------
 
 
@@ -131,14 +107,6 @@ def test_nothing_of_a_run_can_leave_its_element(tmp_path):
     assert shown["before"] == {"eval_right": 0, "eval_loss": 5} and shown["after"] == {"eval_loss": 0.5, "eval_right": 0.5}
     assert shown["state"] == "finished" and shown["script"] == "train_sft.py"
     assert [event["kind"] for event in shown["events"]] == ["started", "spike", "finished"]
-
-
-def test_a_text_that_stayed_is_embedded_once(tmp_path):
-    samples = describe_run(a_run(tmp_path / "run"))["samples"]
-    assert samples["steps"] == [0, 40] and samples["of"] == len(samples["prompts"]) == 20
-    assert samples["prompts"][0]["texts"] == ["answer 0 at 0", 0]
-    assert samples["prompts"][1]["texts"] == ["answer 1 at 0", "answer 1 at 40"]
-    assert samples["prompts"][1]["scores"] == {"right": [0, 1]}
 
 
 def test_rollouts_show_the_groups_that_differ_most(tmp_path):
@@ -177,21 +145,11 @@ def test_a_killed_run_is_shown_as_killed(tmp_path):
 
 
 TABLES = ("metrics", "samples", "completions", "events", "regression")
-DAMAGED = [
-    "",
-    "{",
-    "[1]",
-    "null",
-    "\x00",
-    "a: &a [*a]",
-    '{"runs": NaN}',
-    '{"step": 1, "prompt": [1], "groups": 1, "kind": []}',
-]
+DAMAGED = ["", "{", "[1]", "null", "\x00", "a: &a [*a]", '{"step": 1, "prompt": [1], "groups": 1, "kind": []}']
+DAMAGED += ['{"model": 1, "plan": 2, "memory_gib": "x", "best": 3, "versions": 4, "seed": 1e999}']
 
 
-@pytest.mark.parametrize(
-    "text", [*DAMAGED, '{"model": 1, "plan": 2, "memory_gib": "x", "best": 3, "versions": 4, "seed": 1e999}']
-)
+@pytest.mark.parametrize("text", DAMAGED)
 def test_damaged_files_cost_their_part_only(text, tmp_path):
     for name in ("args.yaml", "dataset.json", "summary.json", "inputs.json", *(f"{table}.jsonl" for table in TABLES)):
         (tmp_path / name).write_text(text)
@@ -207,25 +165,6 @@ def test_a_page_that_fails_costs_one_line(tmp_path, capsys):
         report.on_log(step, {"eval_loss": 1.0})
     report.close()
     assert capsys.readouterr().err.count("report.html was not written") == 1
-
-
-def test_pages_take_a_small_share_of_the_time(tmp_path, monkeypatch):
-    """A disk that takes two seconds for a page, lines of metrics at every second, an evaluation at every tenth."""
-    clock, written = [100.0], []
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-
-    def slow(path, runs):
-        written.append(clock[0])
-        clock[0] += 2.0
-
-    monkeypatch.setattr("common.extras.report.write_page", slow)
-    report = Report(tmp_path)
-    for second in range(1000):
-        clock[0] += 1.0
-        report.on_log(second, {"eval_loss": 1.0} if second % 10 == 0 else {})
-    assert 9 <= len(written) <= 11
-    report.close()
-    assert len(written) <= 12
 
 
 def test_a_resumed_run_has_one_history(launch, tmp_path):
@@ -263,13 +202,6 @@ def test_defaults_are_read_without_executing_the_script(tmp_path):
     assert found["num_generations"] == 8 and found["reward_funcs"] == ["exact_number"] and found["learning_rate"] == 1e-6
 
 
-def test_the_command_says_how_it_was_launched(tmp_path):
-    begun = {"step": 0, "time": 1, "kind": "started", "processes": 2, "mixed_precision": "bf16"}
-    write_lines(tmp_path / "events.jsonl", [begun | {"script": "experiments/train_kto.py"}])
-    start = "accelerate launch --num_processes 2 --mixed_precision bf16 -m experiments.train_kto --config"
-    assert describe_run(tmp_path)["command"] == f"{start} {tmp_path}/args.yaml --output_dir {tmp_path}-again"
-
-
 def test_what_matters_most_comes_first():
     grpo = ["loss", "entropy", "grad_norm", "reward", "rewards/exact/mean", "rewards/exact/std", "memory_gib", "eval_reward"]
     assert [*frames_of([*grpo, "eval_exact", "step", "seconds"])][:2] == ["reward", "exact"]
@@ -285,13 +217,12 @@ def test_what_matters_most_comes_first():
 # --- comparing ------------------------------------------------------------------------------------------------------
 
 
-def outcomes(right, total, first=0):
-    return {first + i: float(i < right) for i in range(total)}
+def outcomes(right, total):
+    return {i: float(i < right) for i in range(total)}
 
 
 def test_tests_agree_with_hand_worked_numbers():
-    assert difference(outcomes(45, 100), outcomes(60, 100, first=1))["p"] == pytest.approx(0.03367, abs=1e-5)
-    assert difference(outcomes(0, 9), outcomes(0, 7))["p"] == 1.0
+    assert difference(outcomes(0, 9), outcomes(0, 7)) == {}, "other prompts"
     first, here = {i: float(i == 8) for i in range(9)}, {i: float(i < 8) for i in range(9)}
     found = difference(first, here)
     assert found["p"] == pytest.approx(2 * (1 + 9) / 2**9) and (found["gained"], found["lost"]) == (8, 1)
@@ -323,7 +254,7 @@ def test_suites_are_compared_case_by_case(tmp_path):
     shown = data_of((tmp_path / "both.html").read_text())
     second = {rate["name"]: rate["runs"][1] for rate in shown["compared"]["rates"]}
     assert second["suite: easy"]["test"] == "McNemar, exact" and second["suite: easy"]["p"] == 2 / 2**7
-    assert second["suite: hard"]["p"] == 1 and second["suite: edited"]["test"] == "two proportions"
+    assert second["suite: hard"]["p"] == 1 and "p" not in second["suite: edited"]
     last = shown["runs"][0]["regression"][-1]
     assert last["turned"] == ["rose since step 0: a, b"] and last["failed"] == ["c: not equal · 7"]
 

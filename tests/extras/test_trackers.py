@@ -2,9 +2,7 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
-from common.extras.trackers import Tracker
 from common.run.metrics import Metrics
 from tests.conftest import read_metrics, run_script
 from tests.run.test_resume import COMMON, STAGES, Stop
@@ -46,7 +44,7 @@ def wandb(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_in_the_same_run_of_wandb(wandb, tmp_path, token_cache, monkeypatch):
+def test_a_killed_run_goes_on_in_wandb(wandb, tmp_path, token_cache, monkeypatch):
     command = [sys.executable, "train_sft.py", *SFT, "--output_dir", str(tmp_path / "out"), "--report_to", "wandb"]
     command += ["--dataset_cache_dir", str(token_cache), "--run_name", "mine"]
     monkeypatch.setenv("DIE_AT", "5")
@@ -64,28 +62,6 @@ def test_a_killed_run_goes_on_in_the_same_run_of_wandb(wandb, tmp_path, token_ca
     again = run_script([*command, "--overwrite_output_dir", "--max_steps", "1"])
     assert again.returncode == 0, again.stderr[-4000:]
     assert [note for note in wandb() if note[0] == "init"][-1][1]["id"] != first["id"]
-
-
-def test_what_each_tracker_is_told_at_the_start_and_when_the_run_goes_on(tmp_path):
-    told = []
-
-    def args(**named):
-        return SimpleNamespace(output_dir=str(tmp_path), run_name=None, report_to="tensorboard", **named)
-
-    for step in (0, 0, 6):
-        accelerator = SimpleNamespace(
-            is_main_process=True,
-            init_trackers=lambda project, config, init_kwargs: told.append((config, init_kwargs)),
-        )
-        Tracker(accelerator, args(seed=0, columns=["a"])).restore({"step": step})
-    known = {"output_dir": str(tmp_path), "run_name": "None", "report_to": "tensorboard", "seed": 0, "columns": "['a']"}
-    assert [config for config, _ in told] == [known] * 2 + [None]
-    assert [settings["tensorboard"] for _, settings in told] == [{"purge_step": 0}] * 2 + [{"purge_step": 7}]
-    assert len({settings[name]["id"] for _, settings in told for name in ("wandb", "swanlab")}) == 1
-    assert told[0][1]["swanlab"]["experiment_name"] == tmp_path.name
-    (tmp_path / "tracker.json").write_text("{")  # damaged: another run, and no traceback
-    Tracker(accelerator, args()).restore({"step": 6})
-    assert told[-1][1]["wandb"]["id"] not in (None, told[0][1]["wandb"]["id"])
 
 
 def test_tensorboard_shows_each_step_once(launch, monkeypatch):

@@ -22,7 +22,7 @@ import transformers
 from accelerate.utils import DistributedType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CUDA = torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**SIZE),
     "qwen3": lambda: transformers.Qwen3Config(**SIZE, head_dim=8),
@@ -48,21 +48,33 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "dtype, masked, head, capability, knows",
+    "dtype, masked, head, capability, knows, varlen",
     [
-        (torch.float32, False, 64, (9, 0), False),
-        (torch.bfloat16, False, 64, (9, 0), True),
-        (torch.bfloat16, True, 64, (9, 0), False),
-        (torch.bfloat16, False, 512, (9, 0), False),
-        (torch.float16, False, 64, (7, 5), False),
+        (torch.float32, False, 64, (9, 0), False, False),
+        (torch.bfloat16, False, 64, (9, 0), True, True),
+        (torch.bfloat16, True, 64, (9, 0), False, True),
+        (torch.bfloat16, False, 12, (9, 0), True, False),
+        (torch.bfloat16, False, 256, (9, 0), True, True),
+        (torch.bfloat16, False, 256, (8, 6), True, False),  # its gradient does not fit
+        (torch.bfloat16, False, 192, (8, 6), True, True),
+        (torch.bfloat16, False, 512, (9, 0), False, False),
+        (torch.float16, False, 64, (7, 5), False, None),
     ],
 )
-def test_key_heads_are_shared_by_flash_attention_alone(dtype, masked, head, capability, knows, gpu):
-    """16 bits, no mask, Ampere or later; else the kernel that keeps all scores would be all that is left."""
+def test_which_kernel_a_gpu_is_asked_for(dtype, masked, head, capability, knows, varlen, gpu):
+    """Key heads shared by 16 bits, no mask, Ampere or later; else the kernel that keeps all scores would be all that is left."""
     gpu(capability)
     query = SimpleNamespace(device=CUDA, dtype=dtype, shape=(2, 8, 6, head))
     assert attention._kernel_knows_groups(query, masked) == knows
-    assert attention._kernel_knows_groups(torch.zeros(1, 1, 1, 8), masked)
+    value = SimpleNamespace(device=CUDA, dtype=dtype, shape=(1, 1, head))
+    assert varlen is None or attention._varlen_dtype(value) == (dtype if varlen else None)
+
+
+def test_the_varlen_kernel_on_a_cpu():
+    assert attention._kernel_knows_groups(torch.zeros(1, 1, 1, 8), masked=True) and not attention._has_varlen(CPU)
+    assert attention._varlen_dtype(torch.zeros(1, 1, 64)) is None
+    with torch.autocast("cpu", torch.bfloat16):  # rotary embeddings and norms may hand over float32 here
+        assert attention._varlen_dtype(torch.zeros(1, 1, 64)) == torch.bfloat16
 
 
 def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
@@ -73,50 +85,32 @@ def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
     torch.testing.assert_close(model(batch).logps, shared)
 
 
-@pytest.mark.parametrize(
-    "capability, head, fits", [((9, 0), 256, True), ((8, 6), 256, False), ((8, 6), 192, True), ((9, 0), 12, False)]
-)
-def test_heads_of_256_go_to_the_kernel_where_their_gradient_fits(capability, head, fits, gpu):
-    gpu(capability)
-    value = SimpleNamespace(device=CUDA, dtype=torch.bfloat16, shape=(1, 1, head))
-    assert attention._varlen_dtype(value) == (torch.bfloat16 if fits else None)
-
-
-@pytest.mark.parametrize(
-    "name, flops",
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA L4", 121e12),
-        ("NVIDIA L40", 181e12), ("NVIDIA L40S", 362e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10", 125e12),
-        ("NVIDIA H200", 989e12), ("NVIDIA GeForce RTX 4090", 165e12), ("NVIDIA A4000", None), ("Tesla T4", 65e12),
-    ],
-)  # fmt: skip
-def test_a_gpu_is_known_by_the_words_of_its_name(name, flops, gpu):
-    gpu(name=name)
-    assert peak_flops(CUDA) == flops and peak_flops(torch.device("cpu")) is None
-
-
-# --- what is wrong without a line -----------------------------------------------------------------------------------
-
-
-def nonfinite(skipped: bool, distributed_type=DistributedType.NO):
-    scaler = SimpleNamespace(get_scale=lambda: 2.0**-14)
-    accelerator = SimpleNamespace(scaler=scaler, distributed_type=distributed_type, is_main_process=False, num_processes=1)
-    metrics = SimpleNamespace(accelerator=accelerator, output_dir="nowhere", bad_steps=[], window_is_bad=False, window={})
-    metrics.event = lambda *words, **more: None
-    return NonFinite(metrics, None, SimpleNamespace(step_was_skipped=skipped))
+def test_a_gpu_is_known_by_the_words_of_its_name(gpu):
+    names = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "L4": 121e12, "L40": 181e12, "L40S": 362e12}
+    names |= {"A100-SXM4-80GB": 312e12, "A10": 125e12, "H200": 989e12, "GeForce RTX 4090": 165e12, "A4000": None}
+    for name, flops in names.items():
+        gpu(name=f"NVIDIA {name}")
+        assert peak_flops(CUDA) == flops, name
+    assert peak_flops(CPU) is None
 
 
 def test_fp16_whose_scale_never_recovers_ends_the_run():
     """60 of 60 steps were left out without a line."""
-    watching = nonfinite(skipped=True)
+    scaler, optimizer = SimpleNamespace(get_scale=lambda: 2.0**-14), SimpleNamespace(step_was_skipped=True)
+    accelerator = SimpleNamespace(scaler=scaler, distributed_type=DistributedType.NO, is_main_process=False)
+    metrics = SimpleNamespace(accelerator=accelerator, event=lambda *words, **more: None)
+    watching = NonFinite(metrics, None, optimizer)
     for step in range(MOST_SKIPPED - 1):
         watching.count_skipped(step + 1)
-    watching.optimizer.step_was_skipped = False
+    optimizer.step_was_skipped = False
     watching.count_skipped(MOST_SKIPPED)
-    watching.optimizer.step_was_skipped = True
+    optimizer.step_was_skipped = True
     with pytest.raises(UserError, match=f"the last {MOST_SKIPPED} steps were left out"):
         for step in range(MOST_SKIPPED):
             watching.count_skipped(step)
+
+
+# --- autocast -------------------------------------------------------------------------------------------------------
 
 
 class Casts(TorchDispatchMode):

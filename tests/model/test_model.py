@@ -5,9 +5,8 @@ import json
 
 from common.args import CommonArgs
 from common.collators import flat_batch
-from common.errors import UserError
 from common.model.flat_model import disable_dropout
-from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
+from common.model.fused_head import HEAD_CHUNK_ROWS
 from common.model.load import enable_gradient_checkpointing, load_model, load_pretrained, load_tokenizer, set_stop_tokens
 from common.model.wrap import wrap
 
@@ -78,59 +77,20 @@ def alone_in_float64(lm, example, temperature=1.0):
     lm = (lm if experts else lm.double()).eval()
     ids = torch.as_tensor(example[0]["input_ids"])[None]
     logps = (lm(input_ids=ids, use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
-    chosen = torch.cat([torch.zeros(1), logps.gather(-1, ids[0, 1:, None])[:, 0]])
-    return chosen * torch.as_tensor(example[0]["loss_mask"])
-
-
-def expected(config, temperature=1.0):
-    lm = make(config)
-    out = torch.cat([alone_in_float64(lm, example, temperature) for example in examples()])
-    for start in np.cumsum((0, *LENGTHS))[:-1]:
-        out[start] = 0
-    return out, lm
+    chosen = logps.gather(-1, ids[0, 1:, None])[:, 0] * torch.as_tensor(example[0]["loss_mask"][1:])
+    return torch.cat([torch.zeros(1), chosen])
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *PADDED])
 def test_logps_are_those_of_sequences_alone(name):
     config = (CONFIGS | PADDED)[name]
-    model = wrap(make(config)).eval()
+    model, lm = wrap(make(config)).eval(), make(config)
     assert model.padded == (name in PADDED)
-    wanted, _ = expected(config)
+    wanted = torch.cat([alone_in_float64(lm, example) for example in examples()])
     with torch.no_grad():
         logps = model(flat_batch(examples(), torch.device("cpu"))).logps
     assert logps.shape == wanted.shape and logps.dtype == torch.float32
     torch.testing.assert_close(logps.double(), wanted.double(), atol=3e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-tied", "gpt2-tied"])
-@pytest.mark.parametrize("chunk", [64 * V, 2**20], ids=["several chunks", "one chunk"])
-def test_gradients_are_those_of_the_full_logits(name, chunk, monkeypatch):
-    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", chunk)
-    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", 64)
-    model = wrap(make(CONFIGS[name])).train()
-    disable_dropout(model)
-    weight = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
-    (model(flat_batch(examples(), torch.device("cpu")), temperature=0.7).logps * weight).sum().backward()
-    wanted, lm = expected(CONFIGS[name], temperature=0.7)
-    (wanted * weight).sum().backward()
-    for (key, p), q in zip(model.lm.named_parameters(), lm.parameters(), strict=True):
-        scale = q.grad.abs().max().clamp(min=1e-6)
-        assert ((p.grad - q.grad).abs().max() / scale) < 2e-4, key
-
-
-def test_entropy_and_accuracy_are_the_full_distributions():
-    model, lm = wrap(make(CONFIGS["llama"])).train(), make(CONFIGS["llama"]).double()
-    example = examples((20,))
-    ids, mask = torch.as_tensor(example[0][0]["input_ids"]), torch.as_tensor(example[0][0]["loss_mask"])[1:].bool()
-    out = model(flat_batch(example, torch.device("cpu")), temperature=0.5, entropy=True, entropy_grad=True)
-    logps = (lm(input_ids=ids[None]).logits[0, :-1][mask] / 0.5).log_softmax(-1)
-    entropy = -(logps.exp() * logps).sum(-1)
-    torch.testing.assert_close(out.entropy[1:][mask].double(), entropy, atol=1e-3, rtol=1e-3)
-    assert torch.equal(out.correct[1:][mask].bool(), logps.argmax(-1) == ids[1:][mask])
-    out.entropy.sum().backward()
-    entropy.sum().backward()
-    for p, q in zip(model.lm.parameters(), lm.parameters(), strict=True):
-        assert (p.grad - q.grad).abs().max() < 2e-4 * q.grad.abs().max().clamp(min=1e-6)
 
 
 class Largest(TorchDispatchMode):
@@ -164,34 +124,11 @@ def test_a_window_in_a_mask_only_is_found(name):
     model, batch = wrap(copy.deepcopy(lm)), flat_batch(examples(), torch.device("cpu"))
     assert model.padded
     with torch.no_grad():
-        found = model(batch).logps[batch["targets"]]
-        alone = [lm(input_ids=torch.as_tensor(row["input_ids"])[None], use_cache=False).logits[0] for (row,) in examples()]
-    wanted = []
-    for logits, (row,) in zip(alone, examples(), strict=True):
-        chosen = logits[:-1].log_softmax(-1).gather(-1, torch.as_tensor(row["input_ids"])[1:, None])[:, 0]
-        wanted.append(chosen[torch.as_tensor(row["loss_mask"][1:], dtype=torch.bool)])
-    torch.testing.assert_close(found, torch.cat(wanted), atol=2e-4, rtol=1e-4)
-    assert (
-        getattr(model.config, "sliding_window", None) in (5, None) and getattr(model.config, "attention_chunk_size", 5) == 5
-    )
-
-
-def test_a_sequence_does_not_see_its_neighbours():
-    model = wrap(make(CONFIGS["llama"])).eval()
-    one, other = examples(), examples(seed=5)
-    other[-1] = one[-1]
-    with torch.no_grad():
-        a, b = (model(flat_batch(row, torch.device("cpu"))).logps[-LENGTHS[-1] :] for row in (one, other))
-    assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("lengths", [(9, 9, 9), (64, 40, 7), (64, 64, 40), (7, 40, 64)])
-def test_the_order_of_lengths_does_not_matter(lengths):
-    """From the longest to the shortest they lie in the row as in the buckets, of which there are several all the same."""
-    model, row = wrap(make(CONFIGS["llama"])).eval(), examples(lengths)
-    with torch.no_grad():
-        alone = torch.cat([model(flat_batch([example], torch.device("cpu"))).logps for example in row])
-        torch.testing.assert_close(model(flat_batch(row, torch.device("cpu"))).logps, alone, atol=1e-5, rtol=1e-4)
+        found = model(batch).logps
+        wanted = torch.cat([alone_in_float64(lm, example) for example in examples()])
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+    for setting in ("sliding_window", "attention_chunk_size"):
+        assert getattr(model.config, setting, None) in (5, None)
 
 
 def test_recomputation_changes_no_gradient():
@@ -204,12 +141,6 @@ def test_recomputation_changes_no_gradient():
         gradients.append([p.grad.clone() for p in model.parameters()])
     for wanted, found in zip(*gradients, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_weights_are_float32_whatever_the_file_holds(tmp_path):
-    make(CONFIGS["llama"]).to(torch.bfloat16).save_pretrained(tmp_path)
-    assert load_pretrained(CommonArgs(), tmp_path).lm.dtype == torch.float32
-    assert load_pretrained(CommonArgs(dtype="bfloat16"), tmp_path).lm.dtype == torch.bfloat16
 
 
 def test_loaded_weights_are_aligned_as_new_ones():
@@ -229,9 +160,6 @@ RANDOM = {
     "opt": lambda: transformers.OPTConfig(
         **TINY_SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.3, attention_dropout=0.3, max_position_embeddings=64
     ),
-    "xglm": lambda: transformers.XGLMConfig(
-        vocab_size=V, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, dropout=0.3, activation_dropout=0.3
-    ),
     "seed-oss": lambda: transformers.SeedOssConfig(
         **TINY_SIZES, **HEADS, head_dim=8, attention_dropout=0.3, residual_dropout=0.3
     ),
@@ -240,11 +168,6 @@ RANDOM = {
     ),
     "bloom": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.3),
     "falcon": lambda: transformers.FalconConfig(**TINY_SIZES, hidden_dropout=0.3, attention_dropout=0.3),
-    "starcoder2": lambda: transformers.Starcoder2Config(**TINY_SIZES, **HEADS, residual_dropout=0.3, embedding_dropout=0.3),
-    "persimmon": lambda: transformers.PersimmonConfig(
-        **TINY_SIZES, intermediate_size=48, hidden_dropout=0.3, attention_dropout=0.3
-    ),
-    "doge": lambda: transformers.DogeConfig(**TINY_SIZES, **HEADS, hidden_dropout=0.3),
 }
 
 
@@ -253,12 +176,7 @@ RANDOM = {
 def test_nothing_is_random_once_dropout_is_disabled(name, recomputed):
     """In training mode: dropout as a module, as a call, with a rate from the config, and the random routing of experts."""
     torch.manual_seed(0)
-    try:
-        model = wrap(transformers.AutoModelForCausalLM.from_config(RANDOM[name]()))
-    except UserError as error:  # Doge's own code in transformers 5.17
-        if name != "doge" or "unsupported" not in str(error):
-            raise
-        pytest.skip(str(error))
+    model = wrap(transformers.AutoModelForCausalLM.from_config(RANDOM[name]()))
     batch = flat_batch(examples(), torch.device("cpu"))
     if recomputed:
         enable_gradient_checkpointing(model)
@@ -273,20 +191,23 @@ def test_nothing_is_random_once_dropout_is_disabled(name, recomputed):
     assert {n: getattr(model.config, n) for n in rates} == rates  # what is saved stays
 
 
-UNSAVABLE = [
-    {"top_k": 20},
-    {"temperature": 0.6, "top_p": 0.95},
-    {"early_stopping": True},
-    {"temperature": 0.6, "length_penalty": 2.0},
-]
-
-
-@pytest.mark.parametrize("settings", UNSAVABLE, ids=lambda settings: " ".join(settings))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 20},
+        {"temperature": 0.6, "top_p": 0.95},
+        {"early_stopping": True},
+        {"temperature": 0.6, "length_penalty": 2.0},
+    ],
+    ids=" ".join,
+)
 def test_a_generation_config_never_stops_a_save(settings, tmp_path):
     """What transformers reads, and would not write again, is changed."""
-    make(CONFIGS["llama"]).save_pretrained(tmp_path / "base")
+    make(CONFIGS["llama"]).to(torch.bfloat16).save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 2}))
     model = load_pretrained(CommonArgs(), tmp_path / "base")
+    assert model.lm.dtype == torch.float32  # whatever the file holds
+    assert load_pretrained(CommonArgs(dtype="bfloat16"), tmp_path / "base").lm.dtype == torch.bfloat16
     model.lm.generation_config.do_sample = False
     with pytest.raises(ValueError):
         model.lm.save_pretrained(tmp_path / "refused")

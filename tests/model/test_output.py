@@ -2,29 +2,21 @@
 
 from common.collators import flat_batch
 from common.errors import UserError
-from common.model import FlatModel, Output
+from common.model import Output
 from common.model.flat_model import base_lm
 from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
-from tests.model.test_model import CONFIGS, GROUPED, PADDED, examples, make
+from tests.model.test_model import CONFIGS, PADDED, examples, make
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import nn
 
 CPU = torch.device("cpu")
 FAMILIES = CONFIGS | PADDED
 IN_FLOAT32 = ("mixtral", "gpt-oss-sinks")  # grouped matrix products know no float64
-EXPERTS = {
-    "mixtral": CONFIGS["mixtral"],
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
-        **GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    ),
-    "gpt-oss": CONFIGS["gpt-oss-sinks"],
-}
 
 
 @pytest.fixture(params=["several chunks", "one chunk"])
@@ -91,17 +83,6 @@ def has_gradient(values):
     return True
 
 
-@pytest.mark.parametrize("part", ["logps", "entropy"])
-def test_a_loss_without_gradient_is_an_error(part):
-    model, batch = wrap(make(CONFIGS["llama"])), flat_batch(examples(), CPU)
-    out = model(batch, nll_weights=torch.ones(174))
-    with pytest.raises(RuntimeError, match=f"{part}: it has a gradient with"):
-        (0.5 * out.nll - 0.5 * getattr(out, part).sum()).backward()
-    with torch.no_grad():
-        out = model(batch, nll_weights=torch.ones(174))
-    assert not out.logps.requires_grad and out.logps.numpy().any()
-
-
 @pytest.mark.parametrize("name", ["llama", "bloom-alibi"])
 def test_a_filler_adds_nothing(name):
     """Also fields of one's own, and what the model says: a script need not think of it."""
@@ -119,19 +100,18 @@ def test_a_filler_adds_nothing(name):
     assert all(p.grad is not None and not p.grad.any() for p in model.lm.parameters())
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_what_is_not_there_is_refused():
+    for options, said in (
         ({"nll_weights": torch.ones(174), "entropy_grad": True}, "the entropy has no gradient"),
         ({"nll_weights": torch.ones(174, requires_grad=True)}, "nll_weights get no gradient"),
         ({"nll_weights": torch.ones(173)}, "one for each of 174 tokens"),
         ({"nll_weights": torch.ones(1, 174)}, "one for each of 174 tokens"),
         ({"temperature": torch.tensor(0.7, requires_grad=True)}, "the temperature gets no gradient"),
-    ],
-)
-def test_what_would_lose_a_gradient_is_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        wrap(make(CONFIGS["llama"]))(flat_batch(examples(), CPU), **options)
+        ({"extra": ("value",)}, "no extra module 'value'; it has: none"),
+        ({"router_logits": True}, "no mixture of experts"),
+    ):
+        with pytest.raises((ValueError, UserError), match=said):
+            wrap(make(CONFIGS["llama"]))(flat_batch(examples(), CPU), **options)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-soft-capping"])
@@ -161,7 +141,10 @@ def test_mapped_logits_are_the_full_logits(name):
     batch = flat_batch(examples(), CPU)
     targets = batch["targets"]
     full = logits_alone(lm if name in IN_FLOAT32 else lm.double(), temperature=0.7)[targets]
-    mapped = model(batch, temperature=0.7, map_logits=lambda logits, rows: logits).mapped
+    out = model(batch, temperature=0.7, entropy=True, map_logits=lambda logits, rows: logits)
+    mapped, logps = out.mapped, full.log_softmax(-1)
+    torch.testing.assert_close(out.entropy[targets].double(), -(logps.exp() * logps).sum(-1).double(), atol=1e-3, rtol=1e-3)
+    assert torch.equal(out.correct[targets].bool(), logps.argmax(-1) == batch["input_ids"][0].gather(0, targets))
     assert mapped.dtype == torch.float32 and mapped.shape == (len(targets), model.config.vocab_size)
     torch.testing.assert_close(mapped.double(), full.double(), atol=2e-4, rtol=1e-4)
     weights = torch.randn(full.shape, generator=torch.Generator().manual_seed(1))
@@ -196,25 +179,6 @@ def test_a_loss_of_logits_is_exact():
     assert_same_gradients(model.lm, lm, 2e-4)
 
 
-def test_mapped_results_may_have_any_shape():
-    model = wrap(make(CONFIGS["llama"]))
-    batch = flat_batch(examples(), CPU)
-    out = model(batch, map_logits=lambda logits, rows: logits.topk(3)[0][:, None])
-    assert out.mapped.shape == (len(batch["targets"]), 1, 3)
-    nothing = flat_batch([[{"input_ids": np.arange(5), "loss_mask": np.zeros(5)}]], CPU)
-    assert model(nothing, map_logits=lambda logits, rows: logits).mapped.shape == (1, 512)
-
-
-# --- mixtures of experts -----------------------------------------------------------------------------------------------
-
-
-def test_a_model_without_experts_has_no_router_logits():
-    for name in ("llama", "gpt2-tied", "bloom-alibi", "mamba-state"):
-        with pytest.raises(UserError, match="ForCausalLM|LMHeadModel") as error:
-            wrap(make(FAMILIES[name]))(flat_batch(examples(), CPU), router_logits=True)
-        assert "no mixture of experts" in str(error.value)
-
-
 # --- a script's own modules --------------------------------------------------------------------------------------------
 
 
@@ -239,21 +203,9 @@ def test_an_extra_module_is_trained_with_the_model(name, checkpointing):
     assert {"extra.value.weight", "extra.value.bias"} < set(model.state_dict())
 
 
-def test_a_missing_extra_module_is_one_line():
-    model = FlatModel(make(CONFIGS["llama"]))
-    batch = flat_batch(examples(), CPU)
-    with pytest.raises(UserError, match="no extra module 'value'; it has: none"):
-        model(batch, extra=("value",))
-    model.extra["reward"] = nn.Linear(32, 1)
-    with pytest.raises(UserError, match="it has: reward"):
-        model(batch, extra=("value",))
-
-
-@pytest.mark.parametrize("rows", [16, 10**6], ids=["chunks", "one chunk"])
-def test_map_logits_draws_the_same_again(rows, monkeypatch):
+@pytest.mark.usefixtures("chunks")
+def test_map_logits_draws_the_same_again():
     """A parameter t times noise: the sum and its derivative at t = 1 are the same number."""
-    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", 1)
-    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", rows)
     model, batch = wrap(make(CONFIGS["llama"])), flat_batch(examples(), CPU)
     t = torch.ones((), requires_grad=True)
     out = model(batch, map_logits=lambda logits, rows: (t * logits * torch.rand_like(logits)).sum(-1))
@@ -261,18 +213,11 @@ def test_map_logits_draws_the_same_again(rows, monkeypatch):
     assert torch.autograd.grad(total, t)[0].item() == pytest.approx(total.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("rows", [16, 10**6], ids=["chunks", "one chunk"])
-@pytest.mark.parametrize(
-    "function", [lambda x, r: (x, x), lambda x, r: x.sum(), lambda x, r: x.sum(-1)[None], lambda x, r: None]
-)
-def test_wrong_results_of_map_logits_are_refused(function, rows, monkeypatch):
-    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", 1)
-    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", rows)
-    with pytest.raises(ValueError, match=r"map_logits gave .* expected a tensor \(\d+, ...\)"):
-        wrap(make(CONFIGS["llama"]))(flat_batch(examples(), CPU), map_logits=function)
-
-
-def test_an_extra_module_keeps_its_precision():
-    model, batch = wrap(make(CONFIGS["llama"]).to(torch.bfloat16)), flat_batch(examples(), CPU)
-    model.extra["value"] = nn.Linear(32, 1)
-    assert model(batch, extra=["value"]).extra["value"].dtype == torch.float32
+@pytest.mark.usefixtures("chunks")
+def test_map_logits_may_give_any_shape_with_a_row_each():
+    model, batch = wrap(make(CONFIGS["llama"])), flat_batch(examples(), CPU)
+    out = model(batch, map_logits=lambda logits, rows: logits.topk(3)[0][:, None])
+    assert out.mapped.shape == (len(batch["targets"]), 1, 3)
+    for wrong in (lambda x, r: (x, x), lambda x, r: x.sum(), lambda x, r: x.sum(-1)[None], lambda x, r: None):
+        with pytest.raises(ValueError, match=r"map_logits gave .* expected a tensor \(\d+, ...\)"):
+            model(batch, map_logits=wrong)

@@ -1,7 +1,6 @@
 """Rewards: the ready-made ones, a user's own file, reward models, and what is said where one misbehaves."""
 
 import copy
-import math
 import os
 import re
 import signal
@@ -72,6 +71,10 @@ CHAT = [{"role": "user", "content": "q"}]
         ("no number at all", "72", 0),
         ("", "72", 0),
         ("Answer: I do not know, 72?", "72", 1),
+        ("10-3", "3", 1),
+        ("it is .5", "0.5", 1),
+        ("the numbers 1,2,3", "3", 1),
+        ("pages 3-5", "5", 1),
         ("72 Answer: none", "72", 1),  # a mark without a number after it is no mark
     ],
 )
@@ -92,23 +95,7 @@ def test_exact_number_compares_the_final_number(completion, answer, wanted):
 )
 def test_exact_number_reads_gsm8k_and_plain_answers(answer, number):
     assert run("exact_number", [f"#### {number}", "#### 7"], answer=[answer] * 2) == [1, 0]
-
-
-def test_exact_number_abstains_without_an_answer():
-    assert run("exact_number", ["72", "72"], answer=["unknown", "72"]) == [None, 1]
-
-
-def test_a_missing_answer_column_is_named():
-    with pytest.raises(UserError) as error:
-        run("exact_number", ["72"], solution=["72"])
-    one_line(error, "exact_number", "answer", "solution")
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer"), [("10-3", "3"), ("it is .5", "0.5"), ("the numbers 1,2,3", "3"), ("pages 3-5", "5")]
-)
-def test_exact_number_reads_numbers_as_people_write_them(completion, answer):
-    assert run("exact_number", [completion], answer=[answer]) == [1]
+    assert run("exact_number", ["72", number], answer=["unknown", answer]) == [None, 1]
 
 
 def test_exact_number_reads_after_its_mark():
@@ -131,11 +118,40 @@ def test_length_falls_beyond_its_limit():
     assert run("length:4", ["x"] * 6, ids=ids) == [0, 0, 0, -0.25, -1, -2]
 
 
-@pytest.mark.parametrize("spec", ["regex:(", "length:", "length:0", "length:-3", "length:2.5", "length:many"])
-def test_a_senseless_argument_is_refused(spec):
+@pytest.mark.parametrize(
+    ("specs", "says"),
+    [
+        *(([spec], f"--reward_funcs {spec}") for spec in ("regex:(", "length:", "length:0", "length:2.5", "length:many")),
+        (["regex:a", "regex:b"], "same name"),
+        (["nowhere.py:my_reward"], "no file"),
+        (["tests"], "file.py:function"),  # a folder without a model
+    ],
+)
+def test_a_senseless_reward_is_refused(specs, says):
     with pytest.raises(UserError) as error:
-        load_rewards([spec], CPU)
-    one_line(error, f"--reward_funcs {spec}")
+        load_rewards(specs, CPU)
+    one_line(error, says)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("my_reward = 3", "no function or class my_reward"),
+        ("def my_reward(:", "SyntaxError"),
+        ("import no_such_package", "no_such_package"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("def my_reward(**columns):\n\tif 1:\n        return 1\n", "line 3"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_one_line(tmp_path, source, says):
+    with pytest.raises(UserError) as error:
+        load_rewards([user_file(tmp_path, source)], CPU)
+    one_line(error, "my_rewards.py", says)
+
+
+def test_an_import_without_end_is_ended(tmp_path):
+    with pytest.raises(UserError, match="importing it took more than 0.2 s"):
+        from_file(user_file(tmp_path, "import time; time.sleep(60)"), 0.2)
 
 
 def test_rewards_are_named_and_come_in_order():
@@ -145,12 +161,6 @@ def test_rewards_are_named_and_come_in_order():
     rows = [{"prompt": "q", "answer": "1"}, {"prompt": "q", "answer": "2"}]
     assert score(rewards, rows, ["1 a", "1"], [[1] * 8, [1]]) == [[-1, 0], [1, 0], [1, 0]]
     assert load_rewards(None, CPU) == []
-
-
-def test_two_functions_of_one_name_are_refused():
-    with pytest.raises(UserError) as error:
-        load_rewards(["regex:a", "regex:b"], CPU)
-    one_line(error, "regex", "same name")
 
 
 # --- a user's own ---------------------------------------------------------------------------------------------------
@@ -203,27 +213,28 @@ def test_an_async_function_is_awaited(tmp_path):
     assert run(spec, ["a", "bbb"]) == [1, 3]
 
 
-def test_none_abstains_and_any_number_counts(tmp_path):
-    spec = user_file(tmp_path, "def my_reward(prompts, completions, **columns): return (None, True, 2, -0.5)")
-    assert run(spec, ["a"] * 4) == [None, 1, 2, -0.5]
-
-
 @pytest.mark.parametrize(
     ("body", "says"),
     [
         ("return [1.0]", "1 values"),
-        ("return [1.0] * 3", "3 values"),
         ("return []", "0 values"),
         ("return 1.0", "float"),
         ("return None", "NoneType"),
         ("return {'a': 1, 'b': 2}", "dict"),
+        ("return {1.0, 2.0}", "set"),
+        ("return 'ab'", "returned str"),
         ("return [1.0, float('nan')]", "nan"),
         ("return [float('-inf'), 1.0]", "-inf"),
+        ("return [1e308, 1.0]", "returned 1e+308 for the prompt"),
+        ("return [10**5000, 1.0]", "returned <int> for the prompt"),
         ("return [1.0, '2']", "'2'"),
+        ("return ['y' * 10**7, 1.0]", "returned 'yyyy"),
         ("return [[1.0], [2.0]]", "[1.0]"),
         ("raise KeyError('golden')", "KeyError: 'golden'"),
-        ("return [1 / 0, 1]", "ZeroDivisionError"),
-        ("return missing", "NameError"),
+        ("raise ValueError('x' * 10**7)", "raised ValueError: xxx"),
+        ("class E(Exception):\n        def __str__(self): 1/0\n    raise E", "raised E: <E> ("),
+        ("import sys; sys.exit(3)", "raised SystemExit: 3 ("),
+        ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
@@ -232,7 +243,9 @@ def test_a_misbehaving_function_is_one_line(tmp_path, kind, body, says):
     for prompt in ("q", CHAT):
         with pytest.raises(UserError) as error:
             run(spec, ["a", "b"], prompt)
-        one_line(error, "my_reward", says)
+        assert len(one_line(error, "my_reward", says)) <= 2003
+    with pytest.raises(UserError, match="mine.*answer"):  # a signature that does not fit
+        run(user_file(tmp_path, f"{kind} mine(completions):\n    return [1.0]", "mine"), ["a"], answer=["1"])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +254,7 @@ def test_a_misbehaving_function_is_one_line(tmp_path, kind, body, says):
         "\n    while True: pass",
         "import time; time.sleep(30)",
         "import re; return [float(bool(re.match('(a+)+$', 'a' * 40 + 'b'))) for _ in completions]",
-        "\n    while True:\n        try:\n            while True: pass\n        except Exception: pass",
+        "\n    while True:\n        try:\n            while True: pass\n        except BaseException: pass",
     ],
     ids=["loop", "sleep", "regex", "that catches exceptions"],
 )
@@ -250,27 +263,6 @@ def test_a_function_without_end_is_ended(tmp_path, body):
     (reward,) = load_rewards([user_file(tmp_path, source)], CPU)
     with pytest.raises(UserError, match="my_reward took more than 0.3 s.*What is 1"):
         score([reward._replace(timeout=0.3)], [{"prompt": "What is 1+1?"}] * 2, ["a", "b"], [[1], [2]])
-
-
-def test_a_missing_function_or_file_is_one_line(tmp_path):
-    source = "def other(prompts, completions, **columns): return []\nmy_number = 3"
-    for name in ("my_reward", "my_number"):
-        with pytest.raises(UserError) as error:
-            load_rewards([user_file(tmp_path, source, name)], CPU)
-        one_line(error, "my_rewards.py", f"no function or class {name}")
-    with pytest.raises(UserError) as error:
-        load_rewards([str(tmp_path / "nowhere.py:my_reward")], CPU)
-    one_line(error, "no file", "nowhere.py")
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [("def my_reward(:", "SyntaxError"), ("import no_such_package", "no_such_package"), ("1 / 0", "ZeroDivisionError")],
-)
-def test_a_failing_import_is_one_line(tmp_path, source, says):
-    with pytest.raises(UserError) as error:
-        load_rewards([user_file(tmp_path, source)], CPU)
-    one_line(error, "my_rewards.py:my_reward", says)
 
 
 def test_a_users_file_may_define_dataclasses(tmp_path):
@@ -302,10 +294,6 @@ def test_evaluations_have_scores_by_name_and_sum():
     assert score_by_name(*given) == {"count": [3, 2, None], "has_b": [1, None, None]}
     assert score_by_name(*given, [0.5, 10.0])["reward"] == [11.5, 1.0, None]
     assert score_by_name([], *given[1:], [1.0]) == {}
-
-
-def test_no_rows_give_no_scores():
-    assert score(load_rewards(["exact_number", "regex:a"], CPU), [], [], []) == [[], []]
 
 
 # --- reward models --------------------------------------------------------------------------------------------------
@@ -367,79 +355,36 @@ def test_of_several_turns_the_last_is_read():
 
 
 def test_a_reward_model_scores_the_whole_text(reward_model):
-    found = run(reward_model, [" seven", " eight", " is is is seven"], "the sum is")
-    texts = ["<bos> the sum is seven", "<bos> the sum is eight", "<bos> the sum is is is is seven"]
-    assert found == pytest.approx([judged(reward_model, text) for text in texts], abs=1e-5)
-    assert len(set(found)) == 3
-
-
-def test_a_reward_model_uses_its_own_template(reward_model):
-    prompt = [{"role": "user", "content": "the sum is"}]
-    found = run(reward_model, ["seven", "eight"], prompt)
-    texts = [f"<bos> user : the sum is assistant : {word}" for word in ("seven", "eight")]
-    assert found == pytest.approx([judged(reward_model, text) for text in texts], abs=1e-5)
-
-
-def test_a_reward_model_is_named_by_its_folder(reward_model):
-    (reward,) = load_rewards([reward_model], CPU)
-    assert reward.name == "my_judge"
-    (value,) = reward.function(prompts=["the"], completions=["sum"])
-    assert isinstance(value, float) and math.isfinite(value)
-
-
-def test_neither_function_nor_model_is_one_line(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError) as error:
-        load_rewards([str(tmp_path / "empty")], CPU)
-    one_line(error, "empty", "exact_number", "regex:PATTERN", "length:N", "file.py:function")
-
-
-@pytest.mark.parametrize(
-    "body, says",
-    [
-        ("import sys; sys.exit(3)", "raised SystemExit: 3 ("),
-        ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
-        ("return [1e308, 1.0]", "returned 1e+308 for the prompt"),
-        ("return 'ab'", "returned str"),
-        ("return {1.0, 2.0}", "returned set"),
-        ("return [10**5000, 1.0]", "returned <int> for the prompt"),
-        ("return ['y' * 10**7, 1.0]", "returned 'yyyy"),
-        ("class E(Exception):\n        def __str__(self): 1/0\n    raise E", "raised E: <E> ("),
-        ("raise ValueError('x' * 10**7)", "raised ValueError: xxx"),
-    ],
-)
-def test_odd_exceptions_and_numbers_are_one_line_too(tmp_path, body, says):
-    spec = user_file(tmp_path, f"def mine(prompts, completions, **columns):\n    {body}", "mine")
-    with pytest.raises(UserError, match=re.escape(says)) as error:
-        run(spec, ["a", "b"], "q")
-    assert len(one_line(error, "mine")) <= 2003
+    """A chat by the model's own template."""
+    assert load_rewards([reward_model], CPU)[0].name == "my_judge"
+    chat = [{"role": "user", "content": "the sum is"}]
+    for prompt, completions, before in (
+        ("the sum is", [" seven", " eight", " is is is seven"], "<bos> the sum is"),
+        (chat, ["seven", "eight", "is seven"], "<bos> user : the sum is assistant :"),
+    ):
+        found = run(reward_model, completions, prompt)
+        wanted = [judged(reward_model, f"{before} {text.strip()}") for text in completions]
+        assert found == pytest.approx(wanted, abs=1e-5) and len(set(found)) == 3
 
 
 def test_the_line_of_the_users_file_is_named(tmp_path):
-    """Also where a library raised it; and the file itself where it is no Python."""
+    """Also where a library raised it."""
     code = "import json\n\ndef mine(prompts, completions, **columns):\n    return json.loads('{')\n"
     spec = user_file(tmp_path, code, "mine")
     with pytest.raises(UserError, match=re.escape(spec.split(":")[0]) + ":4"):
         run(spec, ["a"], "q")
-    with pytest.raises(UserError, match="TabError: .*my_rewards.py, line 3"):
-        load_rewards([user_file(tmp_path, "def mine(**columns):\n\tif 1:\n        return 1\n", "mine")], CPU)
-    with pytest.raises(UserError, match="mine.*answer"):  # a signature that does not fit
-        run(user_file(tmp_path, "def mine(completions):\n    return [1.0]", "mine"), ["a"], answer=["1"])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "numpy.array([1.0, 2.0], numpy.float32)",
-        "[numpy.float32(1), numpy.int64(2)]",
-        "torch.tensor([1.0, 2.0])",
-        "[torch.tensor(1.0), torch.tensor(2)]",
-        "(1.0, 2)",
-    ],
-)
-def test_numbers_of_numpy_and_torch_are_numbers(tmp_path, value):
-    code = f"import numpy, torch\ndef mine(prompts, completions, **columns):\n    return {value}"
-    assert run(user_file(tmp_path, code, "mine"), ["a", "b"], "q") == [1.0, 2.0]
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
+    for value, wanted in (
+        ("numpy.array([1.0, 2.0], numpy.float32)", [1, 2]),
+        ("[numpy.float32(1), numpy.int64(2)]", [1, 2]),
+        ("[torch.tensor(1.0), torch.tensor(2)]", [1, 2]),
+        ("torch.tensor([1.0, 2.0])", [1, 2]),
+        ("(None, True)", [None, 1]),
+    ):
+        code = f"import numpy, torch\ndef mine(prompts, completions, **columns):\n    return {value}"
+        assert run(user_file(tmp_path, code, "mine"), ["a", "b"], "q") == wanted
 
 
 def test_a_function_cannot_change_what_is_trained_on(tmp_path):
@@ -450,19 +395,6 @@ def test_a_function_cannot_change_what_is_trained_on(tmp_path):
     before = copy.deepcopy((rows, ids))
     assert score(load_rewards([user_file(tmp_path, code, "mine")], CPU), rows, ["a"], ids) == [[1.0]]
     assert (rows, ids) == before
-
-
-def test_an_import_without_end_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="importing it took more than 0.2 s"):
-        from_file(user_file(tmp_path, "import time; time.sleep(60)\ndef mine(**columns): ...", "mine"), 0.2)
-
-
-def test_a_function_that_catches_everything_is_ended_too(tmp_path):
-    code = "import time\n\ndef mine(prompts, completions, **columns):\n    for _ in range(2):\n"
-    code += "        try:\n            time.sleep(60)\n        except BaseException:\n            pass\n    time.sleep(60)\n"
-    (reward,) = load_rewards([user_file(tmp_path, code, "mine")], CPU)
-    with pytest.raises(UserError, match="took more than 0.2 s"):
-        score([reward._replace(timeout=0.2)], [{"prompt": "q"}], ["a"], [[1]])
 
 
 def test_arguments_of_user_code_may_have_any_name():

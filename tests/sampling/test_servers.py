@@ -132,29 +132,41 @@ def test_limits_and_temperature_of_one_call(connect, fake, model):
 
 
 def test_a_completion_depends_on_its_key_alone(connect, fake):
-    one, two = connect(fake()), connect(fake(), fake())
+    servers = fake(), fake()
+    one, two = connect(fake()), connect(*servers)
     for found in (one, two):
         found.sync(0)
     whole = one.sample(PROMPTS, KEYS)
     assert whole == two.sample(PROMPTS, KEYS)
+    assert [server.served for server in servers] == [4, 2]  # the completions of a prompt stay together
     parts = [two.begin(PROMPTS[i : i + 2], KEYS[i : i + 2]) for i in (4, 0, 2)]  # begun at once, in another order
     last, first, middle = (part.result() for part in parts)
     assert whole == first + middle + last
     assert len({tuple(one.ids) for one in whole}) == len(PROMPTS)
 
 
+def test_weights_are_pushed_before_the_first_rollout(connect, fake, model):
+    """In a resumed run, too, after one that left the server paused and a folder of weights; also if they have not moved."""
+    server = fake()
+    connect(server).sync(7)
+    move(model)
+    server.paused = True
+    again = connect(server)
+    (again.folder / "step-6").mkdir(parents=True)
+    for step in (7, 7, 8):
+        again.sync(step)
+    assert server.reloads == 3 and not again.failed and not list(again.folder.iterdir())
+    agree(model, again.sample(PROMPTS, KEYS))
+    again.folder.rmdir()
+    again.folder.write_text("in the way")
+    with pytest.raises(UserError, match="rollout_weights/step-9: the weights"):
+        again.sync(9)
+
+
 def test_a_seed_is_the_same_in_every_process():
     assert request_seed((1, 2, 3)) == request_seed([1, 2, 3]) == 4987016031672207636
     seeds = {request_seed((seed, rollout, i)) for seed in range(3) for rollout in range(10) for i in range(64)}
     assert len(seeds) == 3 * 10 * 64 and max(seeds) < 2**63
-
-
-def test_servers_share_the_completions(connect, fake):
-    one, two = fake(), fake()
-    found = connect(one, two)
-    found.sync(0)
-    found.sample(PROMPTS, KEYS)
-    assert one.served == 4 and two.served == 2  # the completions of a prompt stay together
 
 
 # --- what does not fit at the start ---------------------------------------------------------------------------------
@@ -189,14 +201,11 @@ def test_a_server_that_does_not_fit_is_refused(how, said, connect, fake):
         ("http://127.0.0.1:9", "does not answer"),
     ],
 )
-def test_a_wrong_address_is_one_line(url, said, connect):
+def test_a_wrong_address_is_one_line(url, said, connect, fake):
     with pytest.raises(UserError, match=said) as error:
         connect(url)
     assert "geheim" not in str(error.value) and "\n" not in str(error.value)
-
-
-def test_restricted_sampling_needs_a_temperature_of_one(connect, fake):
-    with pytest.raises(UserError, match="--top_k or --top_p .*--temperature"):
+    with pytest.raises(UserError, match="--top_k or --top_p .*--temperature"):  # restricted sampling needs 1
         connect(fake(), temperature=0.7, top_k=5)
 
 
@@ -244,52 +253,6 @@ def test_old_weights_show_before_they_are_far(dtype, by, steps, connect, fake, m
             move(model, by)
 
 
-def test_a_model_that_has_not_moved_is_pushed_again(connect, fake):
-    found = connect(fake())
-    for step in range(3):
-        found.sync(step)
-    assert not found.failed
-
-
-def test_a_resumed_run_pushes_first(connect, fake, model):
-    server = fake()
-    connect(server).sync(7)
-    move(model)
-    again = connect(server)
-    for _ in range(2):
-        again.sync(7)
-        assert server.reloads == 2
-    agree(model, again.sample(PROMPTS, KEYS))
-
-
-def test_weights_that_cannot_be_written_are_one_line(connect, fake):
-    found = connect(fake())
-    found.folder.write_text("in the way")
-    with pytest.raises(UserError, match="rollout_weights/step-0: the weights"):
-        found.sync(0)
-
-
-def test_what_a_killed_run_left_is_deleted(connect, fake):
-    found = connect(fake())
-    (found.folder / "step-6").mkdir(parents=True)
-    found.sync(0)
-    assert not list(found.folder.iterdir())
-
-
-def test_half_precision_servers_get_half_the_bytes(connect, fake, model, monkeypatch):
-    server, sizes = fake(dtype="bfloat16"), []
-    load = FakeVLLM._reload
-
-    def reload(self, folder):
-        sizes.append((folder / "model.safetensors").stat().st_size)
-        return load(self, folder)
-
-    monkeypatch.setattr(FakeVLLM, "_reload", reload)
-    found = connect(server)
-    found.sync(0)
-    assert not found.failed and sizes[0] < 0.6 * sum(4 * p.numel() for p in model.parameters())
-
-
 def test_servers_get_an_adapter_merged(connect, fake):
     pytest.importorskip("peft")
     model = add_lora(CommonArgs(lora_r=4), wrap(tiny_lm("llama")))
@@ -300,12 +263,6 @@ def test_servers_get_an_adapter_merged(connect, fake):
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.1 * torch.randn_like(p) * p.requires_grad
-
-
-def test_a_server_left_paused_goes_on(connect, fake):
-    server = fake()
-    server.paused = True
-    connect(server).sync(0)
 
 
 def test_two_runs_do_not_share_a_server(connect, fake):

@@ -1,6 +1,6 @@
 """Rows that only experiments read: answers with a label, texts with a score."""
 
-from common.data.types import BadRow, Row
+from common.data.types import BadRow
 from experiments.labelled import as_labelled, labelled_format, mismatched
 from experiments.scored import number_of
 
@@ -8,20 +8,32 @@ import numpy as np
 import pytest
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-B = {"role": "assistant", "content": "b"}
 
 
 @pytest.mark.parametrize(
-    "recognise, row, name",
+    "row, name",
     [
-        (labelled_format, {"prompt": "q", "completion": "a", "label": True}, "prompt_completion"),
-        (labelled_format, {"messages": [U, A], "label": 0}, "messages"),
-        (labelled_format, {"conversations": [U, A], "kto_tag": False}, "sharegpt"),
-        (labelled_format, {"instruction": "q", "output": "a", "label": None, "kto_tag": True}, "alpaca"),
+        ({"prompt": "q", "completion": "a", "label": True}, "prompt_completion"),
+        ({"messages": [U, A], "label": 0}, "messages"),
+        ({"conversations": [U, A], "kto_tag": False}, "sharegpt"),
+        ({"instruction": "q", "output": "a", "label": None, "kto_tag": True}, "alpaca"),
     ],
 )
-def test_a_format_is_recognised(recognise, row, name):
-    assert recognise(row) == name
+def test_a_format_is_recognised(row, name):
+    assert labelled_format(row) == name
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "completion": "a"},
+        {"text": "t", "label": True},
+    ],
+)
+def test_columns_of_no_format_are_named(row):
+    with pytest.raises(BadRow, match=", ".join(row)):
+        labelled_format(row)
 
 
 @pytest.mark.parametrize("label, good", [("True", True), ("false", False), (" 1", True), ("0", False), (1.0, True)])
@@ -32,7 +44,7 @@ def test_a_label_may_be_written_as_text_as_tables_have_it(label, good):
 @pytest.mark.parametrize("label", ["good", "", "10", 2, -1.0, None])
 def test_a_label_that_is_neither_true_nor_false_leaves_the_row_out(label):
     with pytest.raises(BadRow, match="expected true or false"):
-        as_labelled(Row({"prompt": "q", "completion": "a", "label": label}, "rows.jsonl:1", "prompt_completion"))
+        as_labelled({"prompt": "q", "completion": "a", "label": label})
 
 
 def test_answers_after_the_prompts_of_others():

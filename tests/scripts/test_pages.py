@@ -53,7 +53,9 @@ def test_flags_files_and_links_of_the_pages_exist():
     others = set(re.findall(r'"--(\w+)"|^    (\w+): ', "\n".join(path.read_text() for path in sources), re.M))
     known = set().union(*args.values(), *others)
     known |= set("config help limit config_file cpu num_machines num_processes machine_rank mixed_precision".split())
-    known |= set("main_process_ip main_process_port include_path apply_chat_template output".split())  # of other programs
+    known |= set(
+        "main_process_ip main_process_port include_path apply_chat_template output output_path".split()
+    )  # of other programs
     for script, flags in re.findall(r"(train_\w+)\.py((?: +[^\n`|]*)?)", TEXT.replace("\\\n", " ")):
         if script in args:
             assert set(re.findall(r" --(\w+)", flags)) <= args[script] | {"config", "help"}, (script, flags)

@@ -1,14 +1,10 @@
 """Talking to a model, as on a terminal."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import train_sft
 from common.errors import UserError
-from tests.conftest import ROOT
 from tools import chat
 
 import pytest
@@ -117,34 +113,6 @@ def test_what_cannot_be_talked_to_is_one_line(tmp_path):
         with pytest.raises(UserError, match=named) as error:
             chat.main(words)
         assert "\n" not in str(error.value)
-
-
-def test_an_answer_that_cannot_be_drawn_again_stays(talk, tmp_path, monkeypatch):
-    """Ctrl-C before the new one has begun."""
-    real, calls = transformers.LlamaForCausalLM.generate, []
-
-    def generate(self, **options):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(self, **options)
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", generate)
-    talk("What is 3+4?", "/retry", f"/save {tmp_path / 'kept'}")
-    assert [m["role"] for m in json.loads((tmp_path / "kept").read_text())["messages"]] == ["user", "assistant"]
-
-
-@pytest.mark.slow
-def test_a_reader_that_leaves_is_no_traceback():
-    command = [sys.executable, "-m", "tools.chat", MODEL, "--temperature", "0", "--max_new_tokens", "8"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
-    begun = {"cwd": ROOT, "env": environ, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **begun) as process:
-        process.stdout.close()
-        process.stdin.write(b"What is 3+4?\n\xff\n")
-        process.stdin.close()
-        said = process.stderr.read().decode()
-        assert process.wait() == 0 and "Traceback" not in said, said
 
 
 def test_ctrl_c_cuts_an_answer_short(talk, monkeypatch):
