@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
-from common.args import CommonArgs
+from common.args import CommonArgs, defaults
 from common.errors import UserError, quoted, say
 from common.files import replace_text
 from common.run.folder import CARD, CLASSIFIER, MODEL, WEIGHTS, read_json
@@ -144,9 +144,10 @@ def public_settings(args: CommonArgs) -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(args):
         value, choices = getattr(args, field.name), choices_of(field.type)
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         items = value if isinstance(value, list) else [value]
-        if value != default and all(isinstance(x, int | float) or x in choices or is_on_hub(str(x), "model") for x in items):
+        if value != defaults(type(args))[field.name] and all(
+            isinstance(x, int | float) or x in choices or is_on_hub(str(x), "model") for x in items
+        ):
             found[field.name] = value
     return found
 

@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 
 # Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
 PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
-JOINABLE = {
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-    "DummyLayer",
-}
+JOINABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
+JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 
 
 def way_to_sample(model: FlatModel, longest: int) -> Way:
@@ -51,9 +45,8 @@ def why_no_cache(model: FlatModel, longest: int) -> str | None:
     """See generate.why_no_cache."""
     if cache_name(model) is None:
         return f"the cache of {type(base_lm(model.lm)).__name__} is not one of transformers' own"
-    if (
-        model.hybrid and longest > model.hybrid.longest_alike
-    ):  # cached entries would have the positions of a shorter sequence
+    # Cached entries would have the positions of a shorter sequence.
+    if model.hybrid and longest > model.hybrid.longest_alike:
         return f"beyond its original length {type(base_lm(model.lm)).__name__} has other positions for each length"
     return None
 
@@ -172,8 +165,7 @@ def _joined(caches: "list[Cache]", length: int) -> "Cache":
         for name, value in vars(layer).items():
             if name in PER_TOKEN and torch.is_tensor(value):
                 parts = [getattr(other, name) for other in others]
-                shape = value.shape[-2]
-                parts = [F.pad(part, (0, 0, shape - part.shape[-2], 0)) for part in parts]
+                parts = [F.pad(part, (0, 0, value.shape[-2] - part.shape[-2], 0)) for part in parts]
                 setattr(layer, name, torch.cat([*parts, value]))
             elif name in STATES:
                 states = [getattr(other, name) for other in others]

@@ -2,16 +2,18 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 from common.errors import UserError
-from common.run.launch import check_shared_disk
+from common.run.launch import check_shared_disk, refuse_launch
 from tests.conftest import ROOT, free_port, run_script
 
 import pytest
+import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 FOLDER = ROOT / "accelerate_configs"
@@ -77,16 +79,47 @@ def test_other_numbers_are_given_on_the_command_line():
         assert launched(FOLDER / f"{name}.yaml", "--num_processes", str(count))[0].num_processes == count
 
 
-def test_a_machine_without_the_folder_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")  # as if this process were on another machine
-    accelerator, missing = Accelerator(cpu=True), tmp_path / "args.yaml"
+def started(**settings):
+    """What `refuse_launch` looks at of an Accelerator."""
+    plain = {
+        "num_processes": 1,
+        "distributed_type": DistributedType.NO,
+        "mixed_precision": "no",
+        "device": torch.device("cpu"),
+    }
+    return SimpleNamespace(**(plain | settings))
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    """Accelerate gives process i the GPU i modulo their number, and NCCL says `Duplicate GPU detected`, minutes later."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for local in ("1", "2"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        refuse_launch(started(device=torch.device("cuda")))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    refuse_launch(started())
+    with pytest.raises(UserError, match="2 GPUs.*--num_processes 2"):
+        refuse_launch(started(device=torch.device("cuda")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)}, "tp_size"),
+        ({"distributed_type": DistributedType.FSDP, "is_fsdp2": False}, "fsdp_version: 2"),
+        ({"mixed_precision": "fp17"}, "fp17"),
+    ],
+)
+def test_what_runs_as_something_else_is_refused(settings, named):
+    with pytest.raises(UserError, match=named):
+        refuse_launch(started(**settings))
+
+
+def test_a_machine_without_the_folder_is_refused(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    check_shared_disk(accelerator, tmp_path)
     with pytest.raises(UserError, match="a disk that all machines share"):
-        check_shared_disk(accelerator, missing, needed=True, patience=0.0)
-    check_shared_disk(accelerator, missing, needed=False, patience=0.0)
-    assert "is not there on" in capsys.readouterr().out
-    check_shared_disk(accelerator, tmp_path, needed=True, patience=0.0)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # one machine: it is not looked for
-    check_shared_disk(accelerator, missing, needed=True, patience=0.0)
+        check_shared_disk(accelerator, tmp_path / "args.yaml")
 
 
 @pytest.mark.slow

@@ -2,11 +2,14 @@
 
 import json
 
+from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError
 from common.model import FlatModel
+from common.run.retry import Retry
 from tests.conftest import assert_same, events_of, losses, read_metrics
 from tests.run.test_health import STAGES
+from tests.tiny import tiny_lm
 
 import numpy as np
 import pytest
@@ -107,6 +110,23 @@ def accelerator():
 
 def two_micro_batches(accelerator):
     return Window(accelerator, [example(n) for n in (100, 10, 10, 10, 50, 20)], [[0, 1, 2, 3], [4, 5]])
+
+
+def test_each_process_has_dropout_of_its_own(accelerator):
+    """And the same random numbers in the script's loop; both by the step alone."""
+    model = FlatModel(tiny_lm("gpt2"))
+
+    def drawn(process, step=3):
+        accelerator.state.process_index = process
+        retry, within = Retry(CommonArgs(), accelerator, model, None), []
+        retry(lambda window: within.append(torch.rand(4).tolist()), step, two_micro_batches(accelerator))
+        return within[0], torch.rand(4).tolist()
+
+    try:
+        (one, after), (two, after_two), again, later = drawn(0), drawn(1), drawn(0), drawn(0, 4)
+    finally:
+        accelerator.state.process_index = 0
+    assert one != two and after == after_two and again == (one, after) and later[0] not in (one, two) and later[1] != after
 
 
 def test_parts_have_about_equal_tokens_and_all_sequences(accelerator):

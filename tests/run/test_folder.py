@@ -89,7 +89,7 @@ def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):
         with pytest.raises(SystemExit) as done:
             claim(args | same)
         said = capsys.readouterr().out
-        assert done.value.code == 0 and "complete" in said and ("tools.push" in said) == ("push_to_hub" in same)
+        assert done.value.code == 0 and "complete" in said
     for other in ({"learning_rate": 0.5}, {"max_steps": 7}, {"max_steps": 8, "num_train_epochs": 2.0}):
         with pytest.raises(UserError, match="holds a complete run"):
             claim(args | other)

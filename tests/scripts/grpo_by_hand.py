@@ -92,15 +92,16 @@ def prompt_ids(prompt):
     return ids_of(tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
 
-def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out", longest=LONGEST):
+def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out"):
     """Run a script of GRPO's; run.rollouts are its rollouts, each a list of Completion."""
     folder = Path(folder) / f"rewards_{output}"
     folder.mkdir()
     (folder / "rewards.py").write_text(REWARDS)
     names = ["--dataset_name", write_rows(folder / "prompts.jsonl", rows or chat_rows())]
     names += ["--reward_funcs", *(f"{folder / 'rewards.py'}:{name}" for name in rewards), "--num_generations", 4]
-    names += ["--max_completion_length", longest, "--per_device_train_batch_size", 8, "--learning_rate", "5e-4"]
+    names += ["--max_completion_length", LONGEST, "--per_device_train_batch_size", 8, "--learning_rate", "5e-4"]
     run = watched(launch, stage, model, *names, *flags, output=output)
+    longest = int(dict(zip(flags, flags[1:], strict=False)).get("--max_completion_length", LONGEST))
     calls, lines = read_rows(folder / "calls.jsonl"), read_rows(run.output / "completions.jsonl")
     run.rollouts, run.starts, at = [], [], 0
     for call in calls:
@@ -177,6 +178,7 @@ class Settings:
     steps_per_generation: int = 1
     num_iterations: int = 1
     temperature: float = 1.0
+    max_completion_length: int = LONGEST
     loss_type: str = "dapo"
     scale_rewards: str = "group"
     reward_weights: tuple | None = None  # 1 for each
@@ -193,7 +195,6 @@ class Settings:
     importance_cap: float = 2.0
     top_entropy_quantile: float = 1.0
     rollout_ahead: int = 0
-    max_completion_length: int = LONGEST
     off: float = 0.0  # no flag: how far the sampler's log-probabilities are from those of its model
 
     @classmethod

@@ -149,7 +149,7 @@ def refused(launch, model, path, *flags):
 
 def test_rows_of_another_kind_are_one_line(launch, data, model, tmp_path, capsys):
     pairs = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
-    assert "pairs are for DPO" in refused(launch, model, pairs)
+    assert "of a pair, make two rows" in refused(launch, model, pairs)
     chats = write_rows(tmp_path / "chats.jsonl", [{"prompt": "q", "completion": "a"}])
     assert "no column label" in refused(launch, model, chats)
     assert "two rows" in refused(launch, model, data / "rows.jsonl", "--per_device_train_batch_size", 1)
@@ -161,7 +161,7 @@ def test_rows_of_another_kind_are_one_line(launch, data, model, tmp_path, capsys
     two = write_rows(tmp_path / "two.jsonl", as_rows(two))
     assert "two rows" in refused(launch, model, two, "--max_tokens_per_batch", size + 2)
     both = write_rows(tmp_path / "both.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b", "label": True}])
-    assert "pairs are for DPO" in refused(launch, model, both)
+    assert "prompt + completion" in refused(launch, model, both)
     some = as_rows(ROWS) + [{**as_rows(ROWS)[0], "label": "good"}, {**as_rows(ROWS)[0], "completion": ""}]
     kto(launch, tmp_path, model, "--max_steps", 1, "--dataset_name", write_rows(tmp_path / "some.jsonl", some))
     said = capsys.readouterr().out

@@ -176,8 +176,8 @@ def test_bad_rows_and_settings_are_one_line(launch, model, tmp_path, capsys):
     assert "1 of 6 rows of some left out: margin is 'wide'; expected a number" in said
     assert "1 of 6 rows of some left out: more than max_length 100 tokens" in said
     for flags, expected in (
-        (["--dataset_name", tmp_path / "some.jsonl", "--objective", "regression"], "these are pairs"),
-        (["--dataset_name", "experiments/data/kto"], "DPO needs chosen and rejected"),
+        (["--dataset_name", tmp_path / "some.jsonl", "--objective", "regression"], "needed: messages"),
+        (["--dataset_name", "experiments/data/kto"], "needed: prompt + chosen + rejected"),
         (["--dataset_name", tmp_path / "some.jsonl", "--use_peft"], "add --merge_lora"),
     ):
         with pytest.raises(UserError) as error:

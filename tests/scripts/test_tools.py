@@ -224,14 +224,18 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     completions.clear()
     launch("tools", *words, "--generation_batch_size", 3, output="parts")
     assert [(c.ids, c.sampled, c.rewards) for c in completions] == [(c.ids, c.sampled, c.rewards) for c in whole]
-    completions.clear()
-    launch("tools", *words, "--max_tool_calling_iterations", 1, "--max_completion_length", 24, output="short")
-    for c, free in zip(completions, whole, strict=True):
-        assert c.ids == free.ids[: len(c.ids)] and len(c.ids) <= 24 and c.calls <= 1 and sum(1 - s for s in c.sampled) < 24
-        assert c.finished == (len(c.ids) == len(free.ids) and free.finished)
-        assert c.sampled[-1] == 1 and c.messages[-1]["role"] == "assistant"  # no answer of a tool stands at the end
-    assert any(c.finished for c in completions) and not all(c.finished for c in completions)
-    assert any(c.calls and not c.finished for c in completions)
+    cut = []
+    for limit in (18, 24, 32):
+        completions.clear()
+        short = ["--max_tool_calling_iterations", 1, "--max_completion_length", limit]
+        launch("tools", *words, *short, output=f"short{limit}")
+        for c, free in zip(completions, whole, strict=True):
+            assert c.ids == free.ids[: len(c.ids)] and len(c.ids) <= limit and c.calls <= 1
+            assert c.finished == (len(c.ids) == len(free.ids) and free.finished)
+            assert c.sampled[-1] == 1 and c.messages[-1]["role"] == "assistant"  # no answer of a tool stands at the end
+            cut.append((c.finished, c.calls, len(c.ids) == limit))
+    assert {finished for finished, *_ in cut} == {True, False}
+    assert any(calls and full for _, calls, full in cut)  # a later turn was cut
 
 
 def test_the_environments_of_the_demo():
