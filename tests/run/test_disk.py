@@ -7,14 +7,11 @@ from pathlib import Path
 from common.args import CommonArgs
 from common.errors import UserError
 from common.run.metrics import Metrics
-from tests.conftest import ROOT, SFT, read_metrics
+from tests.conftest import SFT, read_metrics
 
 import pytest
 import torch
 from accelerate import Accelerator
-
-BASE = ROOT / "data" / "base_model"
-
 
 # --- a disk that does not take it -----------------------------------------------------------------------------------
 

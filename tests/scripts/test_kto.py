@@ -166,5 +166,5 @@ def test_rows_of_another_kind_are_one_line(launch, data, model, tmp_path, capsys
     kto(launch, tmp_path, model, "--max_steps", 1, "--dataset_name", write_rows(tmp_path / "some.jsonl", some))
     said = capsys.readouterr().out
     assert "1 of 7 rows of some left out: label is 'good'; expected true or false" in said and "some.jsonl:6" in said
-    with pytest.raises(UserError, match="DPO needs chosen and rejected"):
+    with pytest.raises(UserError, match="needed: prompt \\+ chosen \\+ rejected"):
         launch("dpo", "--model_name_or_path", model, "--dataset_name", data / "rows.jsonl", output="dpo")
