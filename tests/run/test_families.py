@@ -55,7 +55,7 @@ def test_dropout_of_adapters_on_experts_is_named(base, launch):
     pytest.importorskip("peft")
     sizes = SIZE | {"vocab_size": 1024, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16}
     config = transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2)
-    with pytest.raises(UserError, match="^--lora_dropout .adapters on experts do without"):
+    with pytest.raises(UserError, match="--lora_dropout"):
         launch(*base(config), "--use_peft", "--lora_dropout", "0.1")
 
 

@@ -155,15 +155,6 @@ def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path
     assert "LOAD REPORT" not in capfd.readouterr().err  # of transformers, in twenty lines
 
 
-def test_a_layer_that_predicts_further_tokens_is_left_out(launch, tmp_path, capsys):
-    """DeepSeek-V3 and GLM-4-MoE have one behind the last layer, under a number of its own."""
-    shutil.copytree(BASE, tmp_path / "model")
-    with_more(tmp_path / "model", "model.layers.3.enorm.weight")
-    edit_config(tmp_path / "model", num_nextn_predict_layers=1)
-    launch("sft", *SFT, "--model_name_or_path", str(tmp_path / "model"), "--dry_run")
-    assert "has no place for model.layers.3.enorm.weight" in capsys.readouterr().out
-
-
 def test_a_name_of_a_tensor_reaches_the_terminal_spelled_out(launch, tmp_path, capfd):
     shutil.copytree(BASE, tmp_path / "model")
     tensors = load_file(BASE / "model.safetensors") | {"model.\x1b[2J\x1b]0;owned\x07 a \u202e d": torch.zeros(2)}

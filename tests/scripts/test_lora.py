@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from common.model.merge import merge_adapter
+from common.extras.merge import merge_adapter
 from tests.conftest import ROOT, read_metrics, train_metrics
 
 import pytest
