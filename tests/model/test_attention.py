@@ -5,6 +5,7 @@ import functools
 
 from common import collators
 from common.collators import flat_batch, split_row
+from common.extras import varlen
 from common.losses import segment_sum
 from common.model import attention
 from common.model.attention import flat_attention, plan_flat_row
@@ -293,10 +294,11 @@ def test_the_varlen_kernel_gets_the_same_attention(kind, sharing, monkeypatch):
         calls.append(len(args[0]))
         return naive_varlen(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "TAKES_ENABLE_GQA", True)
+    monkeypatch.setattr(attention, "capability", lambda device: (8, 0))
     assert not calls and torch.equal(model.hidden(batch), wanted)  # float64: the kernel cannot, the buckets do it
-    monkeypatch.setattr(attention, "_varlen_dtype", lambda value: value.dtype)
+    monkeypatch.setattr(varlen.Ragged, "dtype", lambda self, value: value.dtype)
     found = model.hidden(batch)
     assert calls == [batch["input_ids"].shape[1]] * 2  # layers; no query twice
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)

@@ -1,12 +1,11 @@
 """--torch_compile: the blocks are compiled, once for all windows, and the numbers stay."""
 
 import shutil
-import sys
 
-from tests.conftest import run_script
+from tests.conftest import assert_same, losses, run_script, torchrun
 from tests.run.test_health import STAGES
 from tests.scripts.test_equivalence import STAGES as UNEVEN
-from tests.scripts.test_equivalence import arguments, assert_same, free_port, losses
+from tests.scripts.test_equivalence import arguments
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def test_the_blocks_are_compiled_once_for_windows_of_all_shapes(stage, graphs, l
 def test_two_processes_with_compiled_blocks_are_one_without(stage, launch, tmp_path):
     """By the real compiler."""
     whole = losses(launch(stage, *arguments(stage, 8, 1)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command = torchrun()
     command += [f"train_{stage}.py", *arguments(stage, 2, 2), "--torch_compile", "--output_dir", str(tmp_path / "two")]
     run = run_script(command)
     assert run.returncode == 0, run.stderr[-6000:]
