@@ -17,7 +17,7 @@ from common.args import CommonArgs
 from common.data.encode import check_sequence, layout_of
 from common.data.examples import balance
 from common.data.order import Shuffled
-from common.data.types import RESERVED, Example, Sequence
+from common.data.types import Example, Sequence
 from common.errors import UserError
 from common.memory import SHARDED, empty_caches, is_oom, to_device
 
@@ -75,8 +75,6 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     }
     for name, value in sequences[0].items():
         if name not in ("input_ids", "loss_mask"):
-            if name in RESERVED:
-                raise UserError(f"a sequence has a field {name}, which is a name of the batch's own: call it otherwise")
             values = np.asarray(row(name) if np.ndim(value) else [sequence[name] for sequence in sequences])
             batch[name] = (values * weight).astype(np.int64 if values.dtype.kind in "iub" else np.float32)
     tensors = {name: to_device(value, device) for name, value in batch.items()}
@@ -221,11 +219,6 @@ class Window:
         if found and field == "loss_mask":  # in one step: a thousand processes have ten thousand sequences
             return float(np.concatenate([sequence[field][1:] for sequence in found]).sum(dtype=np.float64))
         return float(sum(np.sum(sequence[field]) for sequence in found))
-
-    def add_field(self, name: str, values: Callable[[Batch], torch.Tensor]) -> None:
-        """Add a per-token field to every sequence of this process: values(batch) (T,), computed without gradients. See
-        `add_fields`."""
-        self.add_fields(lambda batch: {name: values(batch)})
 
     @torch.no_grad()
     def add_fields(self, values: Callable[[Batch], dict[str, torch.Tensor]]) -> None:

@@ -28,21 +28,6 @@ types_of = functools.cache(get_type_hints)
 
 PREFIX = "PLAINLOOP_"
 OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
-# What other tools call our flags, where the spelling is too far from ours to be found by itself.
-ELSEWHERE = {
-    "bf16": "accelerate launch --mixed_precision bf16",
-    "fp16": "accelerate launch --mixed_precision fp16",
-    "deepspeed": "accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml",
-    "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
-    "num_gpus": "accelerate launch --num_processes N",
-    "lr": "--learning_rate",
-    "batch_size": "--per_device_train_batch_size",
-    "max_seq_length": "--max_length",
-    "warmup_ratio": "--warmup_steps, where a value below 1 is a share of the run",
-    "use_lora": "--use_peft",
-    "use_vllm": "--rollout_server of train_grpo.py",
-    "load_best_model_at_end": "--save_best eval_loss, or another metric of the evaluations",
-}
 
 
 def parse_args(args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None) -> Args:
@@ -53,7 +38,7 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
     named, only its dataset applies. default_model: the output folder of the previous stage, the default of
     --model_name_or_path; None: a new model. With --dry_run, prints each value that is not a default and where it comes from.
     """
-    flags = _parse([_spelled(word) for word in (sys.argv[1:] if argv is None else argv)], args_class)
+    flags = _parse(sys.argv[1:] if argv is None else argv, args_class)
     config = flags.pop("config", None) or os.environ.get(f"{PREFIX}CONFIG")
     # By origin, the lowest priority first.
     layers = _environment(args_class)
@@ -295,14 +280,8 @@ def _true_or_false(word: str) -> bool:
     raise argparse.ArgumentTypeError(f"true or false, not {word}")
 
 
-def _spelled(word: str) -> str:
-    """--learning-rate as --learning_rate."""
-    flag, *value = word.split("=", 1)
-    return "=".join([flag[:2] + flag[2:].replace("-", "_"), *value]) if word.startswith("--") else word
-
-
 def _unknown(word: str, args_class: type[CommonArgs]) -> str:
     word = re.sub(r"(https?://).*", r"\1…", word.split("=")[0])  # the rest may be a secret
     name = word.removeprefix("--")
     near = difflib.get_close_matches(name, defaults(args_class), n=1)
-    return f"unknown flag {word}: " + (ELSEWHERE.get(name) or (f"did you mean --{near[0]}?" if near else "see --help"))
+    return f"unknown flag {word}: " + (f"did you mean --{near[0]}?" if near else "see --help")

@@ -327,7 +327,7 @@ def main(args: Args) -> None:
                 if rollouts.updates_per_rollout > 1 or masks_sequences or top_entropy:  # before its update
                     window.add_fields(before_update)
                 if reference:
-                    window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
+                    window.add_fields(lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps})
                 if top_entropy:
                     keep_high_entropy(window, accelerator, args.top_entropy_quantile)
             for place in far_from_sampler(windows, accelerator, args.importance_cap) if masks_sequences else []:

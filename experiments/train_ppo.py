@@ -350,7 +350,7 @@ def main(args: Args) -> None:
             for window in windows:
                 window.add_fields(at_rollout)
                 if reference:
-                    window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
+                    window.add_fields(lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps})
                 run.metrics.add(**add_advantages(window, args, accelerator))
             run.log_rollout(step + 1, completions, rewards, len(completions))
 

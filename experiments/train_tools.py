@@ -453,9 +453,9 @@ def main(args: Args) -> None:
             windows = make_windows(completions, args, accelerator)
             for window in windows:
                 if rollouts.updates_per_rollout > 1:  # otherwise the model of the update is the one that sampled
-                    window.add_field("old_logps", lambda batch: unwrapped(batch, temperature=args.temperature).logps)
+                    window.add_fields(lambda batch: {"old_logps": unwrapped(batch, temperature=args.temperature).logps})
                 if reference:
-                    window.add_field("ref_logps", lambda batch: reference(batch, temperature=args.temperature).logps)
+                    window.add_fields(lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps})
             log_rollout(run, step + 1, completions, rewards, args.num_generations)
 
         window = windows[step % args.steps_per_generation]

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
-from multiprocessing import get_all_start_methods, get_context, parent_process
+from multiprocessing import get_context, parent_process
 from typing import Any, NamedTuple, TypeVar
 
 from common.args import CommonArgs
 from common.data.chat import per_tokenizer
 from common.data.tokens import tokenize_documents
-from common.data.types import RESERVED, BadRow, Example, Row, Sequence, Tokenizer, whole
+from common.data.types import RESERVED, BadRow, Example, Row, Sequence, Tokenizer, unicode, whole
 from common.errors import UserError, quoted, say
 from common.files import loaded_code
 
@@ -168,17 +168,11 @@ def agree(layout: Layout | None, other: Layout | None) -> Layout | None:
     if layout is None or other is None:
         return layout or other
     if layout.per_example != other.per_example:
-        raise UserError(
-            f"{other.where}: {other.per_example} sequences, and {layout.per_example} in {layout.where}: rows give the same "
-            "number of them"
-        )
+        raise UserError(f"{other.where}: {other.per_example} sequences, and {layout.per_example} in {layout.where}")
     for name in [*layout.fields, *other.fields]:
         if layout.fields.get(name) != other.fields.get(name):
             here, there = (_described(fields.get(name)) for fields in (other.fields, layout.fields))
-            raise UserError(
-                f"{other.where}: the field {name}: {here}; expected {there}, as in {layout.where}: sequences have the same "
-                "fields (float(...) makes floats of whole numbers)"
-            )
+            raise UserError(f"{other.where}: the field {name}: {here}; expected {there}, as in {layout.where}")
     return layout
 
 
@@ -241,11 +235,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
         example = job.encode(row, job.tokenizer, args)
         difficulty = float("nan") if job.column is None else number_in(row, job.column)
         if isinstance(example, str):
-            if not example.isascii():
-                try:
-                    example.encode()
-                except UnicodeEncodeError as error:
-                    raise BadRow(f"text that is not valid Unicode: {error.reason}") from None
+            example = unicode(example)
         elif isinstance(example, list | tuple) and example:
             example = [check_sequence(sequence, np.iinfo(kind).max) for sequence in example]
         else:
@@ -298,8 +288,7 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) 
     if workers < 2 or len(some) < 2:
         yield from ((len(chunk), encode_rows(chunk, job)) for chunk in chunks)
         return
-    # Forked workers already have the tokenizer; without fork, they get copies.
-    context = get_context("fork" if "fork" in get_all_start_methods() and sys.platform == "linux" else "spawn")
+    context = get_context("fork" if sys.platform == "linux" else "spawn")  # forked workers already have the tokenizer
     waiting: deque = deque()  # bounds the chunks in memory
     with ProcessPoolExecutor(workers, context, _start_worker, (job,)) as pool:
         try:

@@ -35,10 +35,8 @@ def load_data(
     (formats.py), which one of the first rows has to have; None: they may have any columns. Called on every process. With
     dataset_streaming the training data is a Stream (common/extras/stream.py), with the same methods.
     """
-    if args.dataset_streaming and args.max_steps <= 0:
-        raise UserError("--dataset_streaming: a stream has no known end: say how long to train with --max_steps")
-    if args.dataset_streaming and args.curriculum_column:
-        raise UserError("--dataset_streaming: no --curriculum_column: it needs all rows at hand")
+    if args.dataset_streaming:
+        extra("stream").check(args)
     sources, held_out_sources = find_sources(args, format)
     column = None if args.curriculum_column == "length" else args.curriculum_column
     job = make_job(accelerator, encode, tokenizer, args)

@@ -178,7 +178,7 @@ def _lines(path: Path, at: int, number: int) -> Iterator[tuple[int, int, str]]:
 def read_dataset(path: str, name: str | None, split: str, streaming: bool, at: int) -> Iterator[Position]:
     """The rows of a save_to_disk folder or a Hub dataset after the first `at`."""
     table = load_table(path, name, split, streaming)
-    if not streaming and at >= len(table):  # skip() refuses to skip everything
+    if hasattr(table, "__len__") and at >= len(table):  # skip() refuses to skip everything
         return
     number = at
     try:

@@ -39,7 +39,7 @@ class Source:
     part: str = "all"  # all, train, held_out
     format: str | None = None  # of its first row that has one: for the record
     label: str = ""  # short, unique among the sources
-    streaming: bool = False  # a Hub dataset is read from the network during training
+    streaming: bool = False  # if it is a Hub dataset: read from the network during training
 
     def facts(self) -> dict[str, Any]:
         """The facts about a source that a run records, as JSON."""
@@ -101,27 +101,12 @@ def training_sources(args: CommonArgs, format: Format | None) -> list[Source]:
 def identity(source: Source) -> dict[str, Any]:
     """Everything that a source's rows depend on, as JSON: its settings, and its files or its dataset's fingerprint."""
     found = {name: value for name, value in vars(source).items() if name not in ("format", "weight", "label", "streaming")}
-    files = _files(source)
+    files = files_of(source)
     if files is None:
         table = load_table(source.path, source.name, source.split, source.streaming)
         return found | {"fingerprint": getattr(table, "_fingerprint", None)}
     facts = [(file.name, file.stat()) for file in files]
     return found | {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in facts]}
-
-
-def outline(source: Source) -> list[Any]:
-    """The size of each of a source's files with a hash of its start and end; for a dataset its fingerprint."""
-    files = _files(source)
-    if files is None:
-        return [identity(source)["fingerprint"]]
-    return [[file.stat().st_size, _ends(file)] for file in files]
-
-
-def _ends(file: Path, size: int = 2**20) -> str:
-    with open(file, "rb") as opened:
-        text = opened.read(size)
-        opened.seek(max(0, file.stat().st_size - size))
-        return hashlib.sha256(text + opened.read()).hexdigest()
 
 
 def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
@@ -136,13 +121,8 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         valid, expected = ITEM.get(key, (None, f"only {', '.join(ITEM)}"))
         if valid is None or not valid(value):
             raise UserError(f"--{flag} {word}: {key}: expected {expected}")
-    if flag == "eval_dataset_name" and "weight" in item:
-        raise UserError(f"--{flag} {word}: weight is for training sources")
-    columns = tuple(args.columns or ())
-    _renames(columns)
-    source = Source(**{"name": args.dataset_config, "max_samples": most} | item, columns=columns)
-    if _files(source) is None and not _is_saved(source):
-        source = dataclasses.replace(source, streaming=bool(args.dataset_streaming))
+    settings = {"name": args.dataset_config, "max_samples": most} | item
+    source = Source(**settings, columns=tuple(args.columns or ()), streaming=args.dataset_streaming)
     if "split" in item:
         return source
     if flag == "dataset_name":
@@ -211,7 +191,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
     Folders: the files named after the split, or, for train, all files. Raises UserError if something cannot be read.
     """
     number, at, line, given = cursor or [0, 0, 0, 0]
-    files = _files(source)
+    files = files_of(source)
     if files == []:
         raise UserError(f"{source.path}: no file for split {source.split}: {source.split}.jsonl, {source.split}-1.csv, ...")
     renames, most = _renames(source.columns), math.inf if source.max_samples is None else source.max_samples
@@ -269,13 +249,13 @@ def _renames(columns: Iterable[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _files(source: Source) -> list[Path] | None:
+def files_of(source: Source) -> list[Path] | None:
     """The files of the source's split, [] if its folder has none; None if the datasets library reads the source."""
     path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
-        if _is_saved(source):
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
             return None
         files = sorted(file for file in path.iterdir() if kind(file) in SUFFIXES)
         named = [file for file in files if file.name.split(".")[0].split("-")[0] == source.split]
@@ -286,16 +266,11 @@ def _files(source: Source) -> list[Path] | None:
     return None
 
 
-def _is_saved(source: Source) -> bool:
-    path = Path(source.path).expanduser()
-    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-
-
 def _has_split(source: Source) -> bool:
     """Whether the source is divided into splits and has this one. A single file is not."""
     if Path(source.path).expanduser().is_file():
         return False
-    files = _files(source)
+    files = files_of(source)
     if files is None:
         return load_table(source.path, source.name, source.split, source.streaming, optional=True) is not None
     return bool(files)

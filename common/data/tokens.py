@@ -262,10 +262,7 @@ def _ids_and_characters(
         encoding = _engine(tokenizer, literal).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
     if not tokenizer.is_fast:
-        raise UserError(
-            f"{type(tokenizer).__name__} does not say which characters a token stands for, which chats and seams need: "
-            "it has to have a fast form (a tokenizer.json)"
-        )
+        raise UserError(f"{type(tokenizer).__name__}: chats need a tokenizer with a fast form (a tokenizer.json)")
     encoding = tokenizer(
         text,
         add_special_tokens=False,

@@ -60,9 +60,9 @@ def scales(lm: nn.Module) -> list[Tensor]:
     """The scales kept beside quantised parameters, which are neither parameters nor buffers of the model."""
     found: list[Any] = []
     for p in lm.parameters():
-        states = [s for s in (getattr(p, "quant_state", None),) if s is not None]
-        states += [s.state2 for s in states if s.nested]
-        found += [s.absmax for s in states] + [getattr(p, "SCB", None)]
+        state = getattr(p, "quant_state", None)
+        found += [getattr(p, "SCB", None), getattr(state, "absmax", None)]
+        found.append(getattr(getattr(state, "state2", None), "absmax", None))
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
@@ -84,12 +84,7 @@ def dequantised_layers(lm: nn.Module) -> dict[str, Tensor]:
 
 
 def _quantised_layers(lm: nn.Module) -> dict[str, nn.Module]:
-    kinds = ("Linear4bit", "Linear8bitLt")
-    return {
-        name: module
-        for name, module in lm.named_modules()
-        if type(module).__name__ in kinds and type(module).__module__.startswith("bitsandbytes")
-    }
+    return {name: module for name, module in lm.named_modules() if type(module).__name__ in ("Linear4bit", "Linear8bitLt")}
 
 
 def _forward(self: nn.Module, x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ The files are read anew for each page, line by line, and nothing in them is trus
 """
 
 import ast
-import dataclasses
 import itertools
 import json
 import math
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common.args import CommonArgs, first_definition
+from common.args import CommonArgs, defaults, first_definition
 
 import numpy as np
 import yaml
@@ -317,9 +316,8 @@ def regression_of(folder: Path) -> list[Row] | None:
         found.append({"step": last["step"], "groups": last["groups"]})
     turned = []
     for name, since in (("since_last", "since step"), ("since_base", "since the start, step")):
-        for word in ("fell", "rose"):
-            if then := (last.get("turned") or {}).get(name):
-                turned += [f"{word} {since} {then['step']}: {', '.join(then[word])}"] if then[word] else []
+        then = (last.get("turned") or {}).get(name) or {}
+        turned += [f"{word} {since} {then['step']}: {', '.join(then[word])}" for word in ("fell", "rose") if then.get(word)]
     failed = [f"{name}: {why['why']} · {why['completion']}" for name, why in (last.get("failed") or {}).items()]
     told = {"turned": [cut(line, SETTING) for line in turned], "failed": [cut(line, SETTING) for line in failed[:FAILED]]}
     return [*found[:-1], found[-1] | told] if found else None
@@ -334,20 +332,18 @@ def memory_of(metrics: Metrics, data: Row, begun: Row) -> Row | None:
 
 def settings_of(settings: Row, script: Path) -> list[Row]:
     """[{"group", "rows": [[name, value, whether it is the default]]}], in the order of --help."""
-    defaults, shared = defaults_of(script), {field.name for field in dataclasses.fields(CommonArgs)}
+    known, shared = defaults_of(script), defaults(CommonArgs)
     table: dict[str, list[Any]] = {"This script": []} | {str(cls.__doc__): [] for cls in CommonArgs.__mro__[-2:0:-1]}
     for name, value in settings.items():
         if not SECRET.search(name):
             group = str(first_definition(CommonArgs, name)[0].__doc__) if name in shared else "This script"
-            table[group].append([name, cut(as_typed(value), SETTING), name in defaults and defaults[name] == value])
+            table[group].append([name, cut(as_typed(value), SETTING), name in known and known[name] == value])
     return [{"group": group, "rows": rows} for group, rows in table.items() if rows]
 
 
 def defaults_of(script: Path) -> Row:
     """The defaults of the shared arguments, and of the script's own, read from its copy without executing it."""
-    found = {}
-    for field in dataclasses.fields(CommonArgs):
-        found[field.name] = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    found = defaults(CommonArgs)
     for node in ast.walk(attempt(lambda: ast.parse(script.read_text(encoding="utf-8"))) or ast.Module()):
         match node:  # name: type = arg(default, ...)
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(args=given)):

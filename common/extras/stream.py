@@ -5,15 +5,18 @@ shuffled among themselves. So `stream[position]` is a function of (seed, positio
 needs only a block's cursors to resume without reading from the start.
 """
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.args import CommonArgs
 from common.data.cache import digest, fingerprint
 from common.data.encode import Dropped, Encoded, Job, Layout, agree, encode_all
 from common.data.examples import Examples, TokenFile
 from common.data.order import shares
-from common.data.sources import Cursor, Source, outline, read_rows
+from common.data.sources import Cursor, Source, files_of, identity, read_rows
 from common.data.types import Example, Row
 from common.errors import UserError, say
 
@@ -166,3 +169,26 @@ class Stream:
         ends = np.cumsum(lengths)
         starts, each = ends - lengths, layout.per_example
         return TokenFile(ids, mask, starts, ends, each, rows, difficulty, facts, fields[True], fields[False])
+
+
+def outline(source: Source) -> list[Any]:
+    """The size of each of a source's files with a hash of its start and end; for a dataset its fingerprint."""
+    files = files_of(source)
+    if files is None:
+        return [identity(source)["fingerprint"]]
+    return [[file.stat().st_size, _ends(file)] for file in files]
+
+
+def _ends(file: Path, size: int = 2**20) -> str:
+    with open(file, "rb") as opened:
+        text = opened.read(size)
+        opened.seek(max(0, file.stat().st_size - size))
+        return hashlib.sha256(text + opened.read()).hexdigest()
+
+
+def check(args: CommonArgs) -> None:
+    """Raises UserError for arguments that a stream cannot follow."""
+    if args.max_steps <= 0:
+        raise UserError("--dataset_streaming: a stream has no known end: say how long to train with --max_steps")
+    if args.curriculum_column:
+        raise UserError("--dataset_streaming: no --curriculum_column: it needs all rows at hand")

@@ -26,6 +26,7 @@ class Best:
             raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
         self.patience, self.delta = patience, delta
         self.name, self.sign = _direction(metric) if metric else (None, 1)
+        self.of_suite = bool(args.regression_suite and self.name and self.name.startswith("eval_regression/"))
         self.value: float | None = None
         self.step: int | None = None  # of the best evaluation
         self._mark: float | None = None  # the value that an improvement by delta is measured from

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from typing import Any
 
 from common.args import CommonArgs
@@ -26,21 +25,13 @@ BINS = 8  # of the length histogram
 SHOWN = 3000  # characters shown of an example
 
 
-def describe(
-    args: CommonArgs,
-    accelerator: Accelerator,
-    model: FlatModel,
-    tokenizer: Tokenizer,
-    windows: Windows | RolloutSchedule,
-    held_out: Examples | Rows,
-    example_name: str,
-    reference: bool = False,
-) -> str:
+def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name: str, reference: bool) -> str:
     """Print what will be trained on: everything in a dry run, else a summary. Returns the text of dataset.json.
 
-    example_name: the word for one example. reference: whether a frozen model is loaded as well. Raises UserError if a
-    sequence is longer than the model's positions.
+    run: the Run, with args, accelerator, tokenizer and windows. example_name: the word for one example. reference: whether a
+    frozen model is loaded as well. Raises UserError if a sequence is longer than the model's positions.
     """
+    args, accelerator, tokenizer, windows = run.args, run.accelerator, run.tokenizer, run.windows
     plan, train = windows.plan(), windows.train
     limits = " and ".join(f"--{name}" for name in vars(args) if name.startswith("max_") and name.endswith("_length"))
     check_positions(model, max(windows.longest, held_out.longest), limits)
@@ -49,7 +40,8 @@ def describe(
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)
     about_model = describe_model(args, accelerator, model, tokenizer)
     say(model_in_a_line(about_model))
-    gpu_hints(args, accelerator)
+    if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no" and args.dtype == "float32":
+        say("precision: float32 on a GPU is several times slower than bf16: accelerate launch --mixed_precision bf16")
     lengths, at_once = plan.pop("largest_micro_batch"), tokens_at_once(accelerator, model)
     sources = with_shares(data.facts())
     is_sharded = accelerator.distributed_type in SHARDED
@@ -225,14 +217,3 @@ def show_example(example: Any, tokenizer: Tokenizer, name: str) -> None:
         say(f"{' '.join(filter(None, (name, '1', side)))}{'' if is_prompt else ', with what is trained marked'}:")
         text = show_trained(sequence, tokenizer).rstrip("\n")
         say(f"{text if len(text) <= SHOWN else f'{text[:SHOWN]} ...'}\n", as_it_is=True)
-
-
-def gpu_hints(args: CommonArgs, accelerator: Accelerator) -> None:
-    """Print which settings of the launcher leave a GPU slow, or others idle."""
-    if accelerator.device.type != "cuda":
-        return
-    if accelerator.mixed_precision == "no" and args.dtype == "float32":
-        say("precision: float32 on a GPU is several times slower than bf16: accelerate launch --mixed_precision bf16")
-    used, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if used < gpus:
-        say(f"GPUs: {used} of {gpus} in use; all: --config_file accelerate_configs/multi_gpu.yaml --num_processes {gpus}")

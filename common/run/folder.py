@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from common.args import CommonArgs, may_change, save_args
 from common.errors import UserError, say
-from common.files import file_hash, find_damage, loaded_code
+from common.files import file_hash, find_damage
 from common.processes import on_main_process
 
 import yaml
@@ -43,7 +43,6 @@ CHANGED = {
     "files": "{} has been edited",
     "data": "the rows of {} are not those that it had",
     "code": "{} has been edited",
-    "hub": "{} has another commit on the Hub",
     "launch": "it was launched with another {}",
 }
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
@@ -187,11 +186,10 @@ def is_over(folder: Path) -> bool:
         import fcntl
 
         with open(path, encoding="utf-8") as file:
-            here = f" on {socket.gethostname()}, since" in file.read(400)
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return f" on {socket.gethostname()}, since" in file.read(400)
     except (ImportError, OSError, ValueError):
         return False
-    return here
 
 
 def refuse_deleted_folder(accelerator: Accelerator, folder: Path) -> None:
@@ -284,8 +282,6 @@ def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path, i
         name, now = field.name, getattr(args, field.name)
         default = field.default_factory() if field.default is dataclasses.MISSING else field.default
         then = before.get(name, default)  # a flag that did not exist yet had its default
-        if isinstance(now, list) and then is not None and not isinstance(then, list):
-            then = [then]  # it took one value then, and takes several now
         if then != now:
             changed[name] = (then, now)
     allowed, fixed = may_change(type(args)), [None]
@@ -306,8 +302,6 @@ def _leave_complete_run(args: CommonArgs, changed: dict[str, tuple[Any, Any]]) -
         longer = f"a larger --max_steps goes on with it; {OTHERWISE}"
         raise UserError(f"{args.output_dir} holds a complete run ({_shown(changed, course)}): {longer}")
     say(f"{args.output_dir} holds this very run, complete: {OTHERWISE}")
-    if args.push_to_hub:
-        say(f"to send it to the Hub: python -m tools.push {args.output_dir} --hub_model_id {args.hub_model_id}")
     raise SystemExit(0)
 
 
@@ -365,18 +359,6 @@ def known_inputs(args: CommonArgs, script: str, mixed_precision: str) -> dict[st
             elif (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
                 files[str(path)] = model_hash(path)
     return {"script": Path(script).name, "files": files, "launch": {"mixed_precision": mixed_precision}}
-
-
-def loaded_inputs(args: CommonArgs, script: str, digests: dict[str, str]) -> dict[str, Any]:
-    """The inputs known once everything is loaded. digests: a hash for each source of training data, by its label."""
-    from huggingface_hub import constants, file_download
-
-    commits = {}
-    for name, revision in ((args.tokenizer_name, "main"), (args.model_name_or_path, args.model_revision or "main")):
-        with contextlib.suppress(OSError, ValueError):  # no Hub name, or a commit, which stays what it is
-            folder = file_download.repo_folder_name(repo_id=str(name), repo_type="model")
-            commits[name] = Path(constants.HF_HUB_CACHE, folder, "refs", revision).read_text()
-    return {"data": digests, "code": loaded_code(script), "hub": commits}
 
 
 def refuse_changes(args: CommonArgs, inputs: dict[str, Any], earlier: Path, script: str = "") -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import platform
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         extra("trackers").check_tracker(args.report_to)
     if args.push_to_hub:
         extra("hub").check_repo(args.hub_model_id)
-    refuse_environment()
     try:
         accelerator = Accelerator(
             # sync_with_dataloader=False: a window stays whole at the end of an epoch.
@@ -59,7 +57,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
             f"Accelerate does not start as it is configured ({type(error).__name__}: {error}): run accelerate config, or "
             "look for ACCELERATE_*, WORLD_SIZE, RANK and MASTER_ADDR in the environment"
         ) from None
-    refuse_false_launch(accelerator)
+    refuse_launch(accelerator)
     if args.load_in_4bit or args.load_in_8bit:
         extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
     check_optimizer(args, accelerator.distributed_type)
@@ -73,10 +71,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     output_dir = Path(args.output_dir)
     checkpoint = None if args.dry_run else open_folder(args, accelerator, script)
     accelerator.wait_for_everyone()
-    if not args.dry_run:
-        named = checkpoint is not None and args.resume_from_checkpoint == str(checkpoint)  # a checkpoint of another run
-        seen = checkpoint if named else output_dir / (checkpoint.name if checkpoint else "args.yaml")
-        check_shared_disk(accelerator, seen, needed=checkpoint is not None)
+    if checkpoint is not None or (accelerator.distributed_type in SHARDED and not args.dry_run):
+        check_shared_disk(accelerator, checkpoint or output_dir / "args.yaml")
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
@@ -88,23 +84,10 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
     return accelerator, checkpoint
 
 
-def check_shared_disk(accelerator: Accelerator, path: Path, needed: bool, patience: float = 30.0) -> None:
-    """Check that every machine sees what the main process has written. Called on every process. If one does not but must (to
-    resume from it, or to write its shards beside it), raises UserError on all processes; otherwise prints a line. patience:
-    seconds to wait, as a network file system may show new files late."""
-    if accelerator.num_processes == int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes)):
-        return  # only one machine
-    end, seen = time.monotonic() + patience, path.exists()
-    while not seen and time.monotonic() < end:
-        time.sleep(0.5)
-        seen = path.exists()
-    blind = gather_lists(accelerator, [] if seen else [platform.node()])
-    if not blind:
-        return
-    machines = ", ".join(sorted(set(blind)))
-    if needed or accelerator.distributed_type in SHARDED:
-        raise UserError(f"{path} is not there on {machines}: --output_dir has to be on a disk that all machines share")
-    say(f"{path} is not there on {machines}: to go on from a checkpoint, --output_dir has to be on a disk that all share")
+def check_shared_disk(accelerator: Accelerator, path: Path) -> None:
+    """Raise UserError on all processes if one does not see what the main process has written. Called on every process."""
+    if blind := gather_lists(accelerator, [] if path.exists() else [platform.node()]):
+        raise UserError(f"{path} is not there on {blind[0]}: --output_dir has to be on a disk that all machines share")
 
 
 def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:
@@ -119,50 +102,27 @@ def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:
     unset_hf_deepspeed_config()
 
 
-def refuse(table: list[tuple[bool, str]]) -> None:
-    """table: (whether it is so, the message)."""
-    for is_so, message in table:
-        if is_so:
-            raise UserError(message)
-
-
-def refuse_environment() -> None:
-    """What Accelerate would not notice in the environment that its launcher sets."""
-    env = os.environ
-    uses = {kind: env.get(f"ACCELERATE_USE_{kind}") or "false" for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM")}
-    unknown = [
-        f"ACCELERATE_USE_{kind}={value}" for kind, value in uses.items() if value.lower() not in ("true", "false", "")
-    ]
-    precision, processes = env.get("ACCELERATE_MIXED_PRECISION", "no"), int(env.get("LOCAL_WORLD_SIZE") or 1)
-    on_cpu = env.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() and not on_cpu else 0
-    refuse(
-        [
-            (bool(unknown), f"{', '.join(unknown)}: Accelerate knows true and false"),
-            (uses["MEGATRON_LM"].lower() == "true", "ACCELERATE_USE_MEGATRON_LM=true: Megatron-LM is not supported"),
-            (precision not in PRECISIONS, f"ACCELERATE_MIXED_PRECISION={precision}: one of {', '.join(PRECISIONS)}"),
-            # Process i would use GPU i modulo their number, and NCCL would report minutes later that two share one.
-            (0 < gpus < processes, f"{processes} processes on a machine that has {gpus} GPUs: --num_processes {gpus}"),
-        ]
-    )
-
-
-def refuse_false_launch(accelerator: Accelerator) -> None:
-    """Launches that Accelerate silently runs as something else."""
-    env, kind = os.environ, accelerator.distributed_type
+def refuse_launch(accelerator: Accelerator) -> None:
+    """Raise UserError for launches that Accelerate silently runs as something else."""
+    env, kind, precision = os.environ, accelerator.distributed_type, accelerator.mixed_precision
     started, found = int(env.get("WORLD_SIZE") or 1), accelerator.num_processes
-    uses = [name for name in ("FSDP", "DEEPSPEED") if env.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"]
+    gpus = torch.cuda.device_count() if accelerator.device.type == "cuda" else 0
+    asked = {name: env.get(f"ACCELERATE_USE_{name}", "").lower() for name in ("FSDP", "DEEPSPEED")}
+    unused = [f"ACCELERATE_USE_{name}={asked[name]}" for name in asked if asked[name] not in ("", "false") and kind != name]
     only_one = "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env
     sizes = getattr(accelerator, "parallelism_config", None)
     shared = [name for name in ("tp_size", "cp_size", "sp_size") if getattr(sizes, name, 1) > 1]
     cpu = "accelerate launch --config_file accelerate_configs/cpu_ddp.yaml starts several processes on a CPU"
-    refuse(
-        [
-            (started != found, f"{started} processes were started, and each sees {found}: {cpu}"),
-            (only_one, f"accelerate launch was asked for several CPU processes and started one: {cpu}"),
-            # Their processes share micro-batches; here each has its own.
-            (bool(shared), f"the accelerate config asks for {', '.join(shared)}: only dp_replicate_size and dp_shard_size"),
-            (bool(uses) and kind not in uses, f"the accelerate config asks for {', '.join(uses)}, which is not in use here"),
-            (kind == "FSDP" and not accelerator.is_fsdp2, "FSDP in its first version: fsdp_version: 2 in its fsdp_config"),
-        ]
-    )
+    for is_so, message in (
+        (started != found, f"{started} processes were started, and each sees {found}: {cpu}"),
+        (only_one, f"accelerate launch was asked for several CPU processes and started one: {cpu}"),
+        # Process i would use GPU i modulo their number, and NCCL would report minutes later that two share one.
+        (0 < gpus < int(env.get("LOCAL_WORLD_SIZE") or 1), f"this machine has {gpus} GPUs: --num_processes {gpus}"),
+        # Their processes share micro-batches; here each has its own.
+        (bool(shared), f"the accelerate config asks for {', '.join(shared)}: only dp_replicate_size and dp_shard_size"),
+        (bool(unused), f"{', '.join(unused)} has no effect here: expected true or false, and several processes"),
+        (precision not in PRECISIONS, f"mixed precision {precision}: expected {', '.join(PRECISIONS)}"),
+        (kind == "FSDP" and not accelerator.is_fsdp2, "FSDP in its first version: fsdp_version: 2 in its fsdp_config"),
+    ):
+        if is_so:
+            raise UserError(message)

@@ -11,7 +11,7 @@ computation.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from common.args import CommonArgs
@@ -24,11 +24,10 @@ from common.run.metrics import Metrics
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
-
-BUCKET = 2**23  # gradient elements per all-reduce
+from torch import nn
 
 Gradients = Callable[[Window], None]
+WHAT_HELPS = "what helps: --auto_micro_batch, --gradient_checkpointing, --use_peft or a smaller --max_length (--dry_run)"
 
 
 class Retry:
@@ -112,18 +111,11 @@ class Retry:
         """Discard the current window's gradients, and split the micro-batches once more."""
         self._forget()
         if reason and (not self._recovers or self.splits >= window.most_parts):
-            raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {self._what_helps()}")
+            raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {WHAT_HELPS}")
         self.splits *= 2
         shape = _shape(window.split(self.splits, self.tokens))
         say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
         self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
-
-    def _what_helps(self) -> str:
-        flags = ["gradient_checkpointing", "use_peft"]
-        if not self._recovers and self.accelerator.distributed_type not in SHARDED:
-            flags.insert(0, "auto_micro_batch")
-        unset = [f"--{flag}" for flag in flags if not getattr(self.args, flag)]
-        return f"what helps: {', '.join([*unset, 'a smaller --max_length'])} (--dry_run says what a run needs)"
 
     def _forget(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -148,26 +140,12 @@ class Retry:
         trained = [p for p, times in zip(trained, used.tolist(), strict=True) if times]
         for p in trained:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # an expert that no token on this process chose
-        for bucket in _buckets([p.grad for p in trained]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            torch.distributed.all_reduce(flat)
-            flat /= self.accelerator.num_processes
-            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        for work in [torch.distributed.all_reduce(p.grad, async_op=True) for p in trained]:
+            work.wait()
+        for p in trained:
+            p.grad /= self.accelerator.num_processes
 
 
 def _shape(window: Window) -> str:
     lengths = window.largest()
     return f"micro-batches of {len(lengths)} sequence(s), {sum(lengths):,} tokens"
-
-
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype, grouped into buckets of limited size."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and (tensor.dtype != bucket[0].dtype or sum(t.numel() for t in bucket) + tensor.numel() > BUCKET):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket

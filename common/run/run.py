@@ -28,14 +28,15 @@ from common.collators import Window, Windows
 from common.data.types import Tokenizer
 from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printable, say
 from common.extras import extra
+from common.files import loaded_code
 from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.model.save import base_dtype, final_dtype
 from common.run.best import Best
-from common.run.checkpoint import export, load_extra, prune, resume, save_checkpoint
+from common.run.checkpoint import export, load_extra, resume, save_checkpoint
 from common.run.describe import describe, typical_length
-from common.run.folder import begin, known_inputs, loaded_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
+from common.run.folder import begin, known_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
@@ -85,8 +86,7 @@ class Run:
         self.tokenizer, self.windows = tokenizer, windows
         if self.regression:
             self.regression.tokenize(tokenizer, model)
-        about = self.args, self.accelerator, model, tokenizer, windows, held_out, example_name, reference
-        self.facts = describe(*about)
+        self.facts = describe(self, model, held_out, example_name, reference)
 
     def prepare(self, model: FlatModel, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Accelerate's `prepare`; then restore the checkpoint's optimizer, modules in `model.extra`, metrics and place in
@@ -96,7 +96,7 @@ class Run:
             raise UserError(f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end")
         if accelerator.is_main_process:
             inputs = known_inputs(args, self.script, accelerator.mixed_precision)
-            inputs |= loaded_inputs(args, self.script, windows.train.digests())
+            inputs |= {"data": windows.train.digests(), "code": loaded_code(self.script)}
             if self.resume_from:
                 refuse_changes(args, inputs, self.resume_from)
             with writing(args.output_dir):
@@ -147,9 +147,6 @@ class Run:
         gc.freeze()  # loaded objects stay: exclude them from the many collections during training
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.save_wanted = last, save_every, False
-        self.best_of_suite = bool(self.regression and self.best.name and self.best.name.startswith("eval_regression/"))
-        if self.best_of_suite and self.regression.every < last and self.regression.every % save_every:
-            raise UserError(f"--save_best {self.best.name}: --regression_steps has to be a multiple of {save_every}")
         self.signals = Signals(self.accelerator, self.args)
         self.bar = tqdm(
             desc=printable(self.name),
@@ -165,7 +162,8 @@ class Run:
                 self.bar.update(step - self.bar.n)
                 self.step = step
                 self._each("on_step", step)
-                self._run_suite(step)
+                if self.regression and self._due(step, self.regression.every, self.resumed_at, last):
+                    self._compare_with_best(step, self.regression.run(self.model, step, self.metrics), of_suite=True)
                 yield step
 
     def _note_death(self, error: BaseException) -> None:
@@ -178,13 +176,6 @@ class Run:
         if isinstance(error, OutsideError) and self.step > self.saved_step and self.step % self.save_every == 0:
             self._save(self.step)
 
-    def _run_suite(self, step: int) -> None:
-        """Evaluate --regression_suite if it is due, and record whether it is the best result."""
-        if self.regression and self._due(step, self.regression.every, self.resumed_at, self.last_step):
-            values = self.regression.run(self.model, step, self.metrics)
-            if self.best_of_suite:
-                self._compare_with_best(step, values)
-
     def eval_due(self, step: int) -> bool:
         """Every eval_steps, and before the first and after the last update."""
         return self._due(step, self.args.eval_steps, self.resumed_at, self.last_step)
@@ -192,11 +183,10 @@ class Run:
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Write an evaluation and its samples; record whether it is the best one."""
         self.metrics.log_eval(step, values, samples, show=self.args.num_samples)
-        if not self.best_of_suite:
-            self._compare_with_best(step, values)
+        self._compare_with_best(step, values, of_suite=False)
 
-    def _compare_with_best(self, step: int, values: dict[str, float]) -> None:
-        if step % self.save_every == 0:  # only where a checkpoint is possible
+    def _compare_with_best(self, step: int, values: dict[str, float], of_suite: bool) -> None:
+        if of_suite == self.best.of_suite and step % self.save_every == 0:  # only where a checkpoint is possible
             self.best.update(step, values)
             if self.best.step == step > 0:
                 self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
@@ -277,8 +267,6 @@ class Run:
         refuse_deleted_folder(self.accelerator, Path(args.output_dir))
         dtype = final_dtype(args, self.base_dtype)
         export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
-        if self.accelerator.is_main_process and "step" in metrics.last:  # a kill may have prevented the last pruning
-            prune(args.output_dir, metrics.last["step"], args.save_total_limit, best.step)
         card = partial(extra("hub").write_card, args, self.script, best.step)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
@@ -287,15 +275,9 @@ class Run:
             say("\nbefore -> after, held out:")
         for name, before, after in both:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
+        files = "metrics.jsonl, samples.jsonl, summary.json, report.html"
         what = "adapter" if args.use_peft and not args.merge_lora else "model"
-        suite = "regression.jsonl, " if self.regression else ""
-        files = f"metrics.jsonl, samples.jsonl, {suite}summary.json, report.html"
         say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
-        if what == "adapter":
-            say(
-                "it stops where the chat does with the generation_config.json beside it (docs/models.md); as a model: "
-                f"python -m tools.merge_lora {shlex.quote(args.output_dir)} {shlex.quote(args.output_dir + '-merged')}"
-            )
         say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
         say(f"try next: {try_next}")
         self._each("close")

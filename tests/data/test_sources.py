@@ -170,7 +170,6 @@ def test_a_wrong_item_is_named(item, named):
         ({"eval_fraction": 0.1, "eval_dataset_name": ["x"]}, "--eval_fraction and --eval_dataset_name"),
         ({"eval_fraction": 1e-9}, "--eval_fraction 1e-09"),
         ({"eval_fraction": 1 - 1e-9}, "--eval_fraction 0.999999999"),
-        ({"eval_dataset_name": ['{"path": "x", "weight": 1}']}, "--eval_dataset_name"),
         ({"eval_dataset_name": ["missing.jsonl"]}, "missing.jsonl"),
         ({"columns": ["body"]}, "--columns body"),
         ({"columns": ["x=y"]}, "--columns x=y"),

@@ -6,7 +6,6 @@ import shutil
 import sys
 
 from common.errors import UserError
-from common.sampling.rewards import load_rewards, score
 from tests.conftest import ROOT, run_script
 
 import pytest
@@ -130,18 +129,9 @@ def test_nothing_that_is_read_or_sampled_is_run():
         for call in [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]:
             name, where = ast.unparse(call.func), f"{path.name}:{call.lineno}"
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-            ours = path.name == "alerts.py" and "shell" not in keywords  # the process that tells of a run that was killed
-            assert name not in forbidden | dotted and (ours or not name.startswith("subprocess.")), f"{where}: {name}"
+            assert name not in forbidden | dotted and not name.startswith("subprocess."), f"{where}: {name}"
             assert name != "torch.load" or keywords.get("weights_only") == "True", where
             assert name not in ("np.load", "numpy.load") or keywords.get("allow_pickle", "False") == "False", where
             assert keywords.get("trust_remote_code", "False") in ("False", "trust_remote_code", "args.trust_remote_code"), (
                 where
             )
-
-
-def test_rewards_read_completions_and_never_run_them(tmp_path):
-    marker = tmp_path / "marker"
-    attack = f"Answer: __import__('pathlib').Path({str(marker)!r}).write_text('x')"
-    rewards = load_rewards(["exact_number:Answer:", "regex:Answer", "length:5"], "cpu")
-    values = score(rewards, [{"prompt": "How much?", "answer": "7"}], [attack], [[1, 2, 3]])
-    assert values[0][0] == 0 and not marker.exists()
