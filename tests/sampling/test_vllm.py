@@ -19,9 +19,8 @@ import urllib.request
 from types import SimpleNamespace
 
 import common  # noqa: F401  before torch, as in the scripts
-from tests.conftest import ROOT, read_metrics, run_script
+from tests.conftest import ROOT, free_port, read_metrics, run_script
 from tests.run.test_fsdp import LAUNCHER
-from tests.scripts.test_equivalence import free_port
 
 import psutil
 import pytest
