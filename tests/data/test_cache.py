@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.args import CommonArgs
-from common.data import encode
+from common.data import cache, encode
 from common.data.cache import make_job, tokenize
 from common.data.encode import Job
 from common.data.sources import Source
@@ -328,6 +328,10 @@ def test_edits_that_matter_are_seen_and_others_not(tmp_path, monkeypatch, file, 
         (folder / name).write_text(text)
     np.save(folder / "table.npy", np.arange(3.0))
     jsonl(tmp_path / "rows.jsonl", [{"text": f"row {i}"} for i in range(3)])
+    # Modules of other tests in this process are the user's code, too.
+    own = cache.loaded_code
+    here = lambda script: {path: code for path, code in own(script).items() if path.startswith(str(folder))}  # noqa: E731
+    monkeypatch.setattr(cache, "loaded_code", here)
     assert run_script_once(folder, tmp_path, monkeypatch) == 3
     assert run_script_once(folder, tmp_path, monkeypatch) == 0
     assert run_script_once(folder, tmp_path, monkeypatch, beta=3.0, max_steps=9) == 0
