@@ -14,7 +14,6 @@ DATA = Path(os.environ.get("PLAINLOOP_DATA", ROOT.parent / "shared" / "data"))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real data is not here")]
 RUN = "--max_steps 2 --logging_steps 1 --eval_steps 0 --save_steps 0 --max_train_samples 30".split()
 SMALL = "--hidden_size 32 --num_layers 2 --num_heads 4 --max_length 128 --per_device_train_batch_size 4".split()
-TOKENIZERS = ["gpt2", "minimind", "phi3_mini"]
 CHATS = [("minimind", ""), ("phi3_mini", ""), ("gpt2", "--chat_template plain"), ("gpt2", "--chat_template chatml")]
 
 
