@@ -86,7 +86,7 @@ def _scores(args: CommonArgs, reference: Reference, examples: Examples) -> np.nd
     if accelerator.is_main_process and path.exists():
         try:
             known = np.load(path)["scores"]
-        except Exception as error:  # numpy raises many kinds
+        except Exception as error:  # a damaged file fails in many ways
             say(f"{path} is damaged ({error}): the scores are computed again")
     (scores,) = broadcast_object_list([known])  # another node may have another disk
     if scores is not None:

@@ -39,15 +39,6 @@ def test_the_blocks_are_compiled_once_for_windows_of_all_shapes(stage, graphs, l
 
 
 @pytest.mark.slow
-def test_blocks_on_full_rows_are_one_graph(graphs, launch):
-    words = [*STAGES["pretrain"], "--max_steps", "3", "--save_steps", "0", "--packing_strategy", "wrapped"]
-    plain = launch("pretrain", *words, output="plain")
-    compiled = launch("pretrain", *words, "--torch_compile", output="compiled")
-    assert len(graphs) == 1
-    assert_same(losses(plain), losses(compiled), tolerance=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("stage", UNEVEN)
 def test_two_processes_with_compiled_blocks_are_one_without(stage, launch, tmp_path):
