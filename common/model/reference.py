@@ -15,7 +15,7 @@ from common.data.types import Tokenizer
 from common.errors import say
 from common.losses import segment_sum
 from common.model.flat_model import FlatModel, Output
-from common.model.load import load_pretrained
+from common.model.load import align, load_pretrained
 from common.model.lora import START, at_start, is_trained_part
 from common.processes import gather_lists
 
@@ -74,8 +74,9 @@ def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.M
 
 def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer, name: str) -> Reference:
     """A second, frozen model beside the trained one, by its name or folder: another reference, or a teacher."""
-    frozen = load_pretrained(args, name, len(tokenizer), device=accelerator.device)
-    return Reference(accelerator, frozen.to(accelerator.device).eval())
+    frozen = load_pretrained(args, name, len(tokenizer), device=accelerator.device).to(accelerator.device)
+    align(frozen)
+    return Reference(accelerator, frozen.eval())
 
 
 def _scores(args: CommonArgs, reference: Reference, examples: Examples) -> np.ndarray:
