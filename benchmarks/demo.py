@@ -3,7 +3,7 @@
     python benchmarks/demo.py --seeds 0 1 2
 
 Runs each stage as a user does (`accelerate launch train_*.py`), from that seed's own previous stage, scored on the test
-prompts (which no default looks at), and writes benchmarks/demo.json and benchmarks/demo.md.
+prompts (which no default looks at), writes benchmarks/demo.json and prints the table.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def main() -> None:
         "python": platform.python_version(),
     }
     file.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
-    (here / "demo.md").write_text(table(results))
+    print(table(results))
 
 
 if __name__ == "__main__":

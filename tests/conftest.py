@@ -155,6 +155,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def torchrun(processes: int = 2) -> list[str]:
+    """The command that starts a script on several processes, which follows."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    return [*command, "--master_port", str(free_port())]
+
+
 def losses(output: Path) -> list[tuple[int, float, float]]:
     """(step, loss, norm of the gradient) of each logged step."""
     return [(row["step"], row["loss"], row["grad_norm"]) for row in train_metrics(output)]

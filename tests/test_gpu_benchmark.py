@@ -2,15 +2,12 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 from tests.conftest import ROOT
 
 import pytest
-import yaml
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -50,23 +47,3 @@ def test_every_section_runs_and_both_sides_find_the_same_losses(tmp_path):
                 losses.setdefault(kind, []).append(loss)
         for same in losses.values():
             assert same == pytest.approx([same[0]] * len(same), rel=1e-2), section  # bfloat16
-
-
-def test_the_fixed_task_is_written_out_for_both_sides(tmp_path):
-    """TRL's settings are those of the file, by its names; nothing is left to a default that differs."""
-    import grpo_task
-
-    settings = yaml.safe_load((ROOT / "benchmarks" / "grpo_task.yaml").read_text())
-    words, _, _ = grpo_task.ours(tmp_path, 3, "no", 60)
-    assert str(grpo_task.TASK) in words and words[words.index("--seed") + 1] == "3"
-    grpo_task.trl(tmp_path, 3, "bf16", 60)
-    spec = json.loads((tmp_path / "spec.json").read_text())
-    options = spec["options"]
-    same = "num_generations max_completion_length temperature top_p learning_rate warmup_steps weight_decay adam_beta2 beta epsilon"
-    assert all(options[name] == settings[name] for name in [*same.split(), "loss_type", "scale_rewards", "max_grad_norm"])
-    assert (spec["batch"], spec["steps"], options["seed"], options["bf16"]) == (128, 60, 3, True)
-    from rewards import right_and_in_form
-
-    texts = ["it is 4. Answer: 5", "4", [{"role": "assistant", "content": "Answer: 5"}]]
-    assert right_and_in_form([], texts, ["5"] * 3) == [1.1, 0.0, 1.1]
-    assert re.search("60 steps", grpo_task.__doc__) and SimpleNamespace(**settings).max_steps == 60

@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-from benchmarks.scale import MODES, chats, over, rollout, traffic, traffic_table
-from common.data.examples import pack
-from common.data.order import Order, Shuffled
+from benchmarks.scale import traffic, traffic_table
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,25 +35,3 @@ def test_the_page_has_the_table_that_the_function_gives():
     assert traffic_table() in (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="kind 'zero3': one of ddp"):
         traffic(1e9, 8, "zero3")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_chat_once_and_no_process_with_much_more_than_the_others(tmp_path, mode):
-    """The simulation on 3,000 chats: it asks the processes themselves for what they take of a window."""
-    examples = chats(3000, tmp_path)
-    data = pack(examples, 4096) if MODES[mode].get("packed") else examples
-    train = Shuffled(data, Order(data.counts, seed=0))
-    squares = examples.lengths.astype(float) ** 2
-    if MODES[mode].get("packed"):
-        squares = np.array([squares[pack].sum() for pack in data.members])
-    for world in (2, 8):
-        found = over(world, train, MODES[mode], squares)
-        assert found["each_once"] and found["windows"] > 3
-        assert found["tokens_max_over_mean"]["median"] < (3 if mode == "8 chats" else 1.15)
-        assert found["cost_max_over_mean"]["worst"] >= 1
-        assert found["tokens_max_over_mean"]["worst"] >= found["tokens_max_over_mean"]["median"] >= 1
-
-
-def test_the_completions_of_a_rollout_grow_with_the_processes():
-    few, more = rollout(1, each=2, tokens=100), rollout(4, each=2, tokens=100)
-    assert more["completions"] == 4 * few["completions"] == 8 and more["MB"] == 4 * few["MB"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import as_command
 from common.extras.hub import merged_card
-from common.model.merge import merge_adapter
+from common.extras.merge import merge_adapter
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -43,15 +43,11 @@ def _is_mlp(module: nn.Module) -> bool:
     return all(isinstance(part, nn.Linear) for part in parts) and len(list(module.parameters(recurse=False))) == 0
 
 
-class _Part(nn.Module):
-    """A stand-in for a projection: returns its input, reversed along the last dimension if `reverse`."""
-
-    def __init__(self, reverse: bool = False):
-        super().__init__()
-        self.reverse = reverse
+class _Reversed(nn.Module):
+    """A stand-in for a projection: its input, reversed along the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.flip(-1) if self.reverse else x
+        return x.flip(-1)
 
 
 def _is_swiglu(module: nn.Module) -> bool:
@@ -66,22 +62,15 @@ def _is_swiglu(module: nn.Module) -> bool:
         return False
     x = torch.cat([torch.linspace(-size, size, 64) for size in (1e-3, 1.0, 30.0, 1e3)])[None]
     try:
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            module._modules[name] = _Part(reverse=name == "up_proj")
+        module._modules.update(gate_proj=nn.Identity(), up_proj=_Reversed(), down_proj=nn.Identity())
         with torch.no_grad():
-            return _same(module(x), F.silu(x) * x.flip(-1), 1e-5)
+            found, expected = module(x), F.silu(x) * x.flip(-1)
+        return found.shape == x.shape and torch.allclose(found, expected, rtol=1e-5, atol=torch.finfo(torch.float32).tiny)
     except Exception:  # a forward that does something else
         return False
     finally:
         module._modules.clear()
         module._modules.update(parts)
-
-
-def _same(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether all numbers agree, each to a relative tolerance."""
-    if found.shape != expected.shape:
-        return False
-    return bool(((found - expected).abs() <= tolerance * expected.abs() + torch.finfo(torch.float32).tiny).all())
 
 
 def _replace(module: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor], width: int) -> None:

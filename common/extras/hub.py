@@ -93,31 +93,28 @@ def write_card(args: CommonArgs, script: str, best_step: int | None, summary: di
         versions=", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
     )
     tags = ["plainloop", stage, *["lora"] * args.use_peft]
-    save_card(folder, args.model_name_or_path, tags, f", after {stage}", "", training, datasets or None)
+    head = {"base_model": args.model_name_or_path, "tags": tags, "datasets": datasets or None}
+    save_card(folder, head, f", after {stage}", "", training)
 
 
 def merged_card(adapter: str, folder: Path, base: str | None, dtype: str) -> None:
     """Write the card of a model that an adapter was merged into; base: as the user named it."""
     config = read_json(Path(adapter, "adapter_config.json"))
     how = f" by a LoRA adapter (rank {config.get('r')}, alpha {config.get('lora_alpha')}), merged into it in {dtype}"
-    base = base or config.get("base_model_name_or_path")
-    save_card(
-        folder, base, ["plainloop", "lora"], ", with its adapter merged", how, "\nHow it was trained: see its adapter.\n"
-    )
+    head = {"base_model": base or config.get("base_model_name_or_path"), "tags": ["plainloop", "lora"]}
+    save_card(folder, head, ", with its adapter merged", how, "\nHow it was trained: see its adapter.\n")
 
 
-def save_card(
-    folder: Path, base: str | None, tags: list[str], after: str, how: str, training: str, datasets: list[str] | None = None
-) -> None:
-    """base: the name that the model was loaded by. after, how: the ends of two sentences. datasets: those of the Hub."""
+def save_card(folder: Path, head: dict[str, Any], after: str, how: str, training: str) -> None:
+    """head: facts for the Hub, with the name that the base was loaded by. after, how: the ends of two sentences."""
     from huggingface_hub import ModelCardData
 
     if (folder / CARD).exists() and not is_sealed(folder / CARD):
         say(f"{folder / CARD} is not of a run, or was edited: it stays as it is, and no model card is written")
         return
     adapter, scores = (folder / "adapter_config.json").exists(), (folder / CLASSIFIER).is_dir()
-    base = base if base and is_on_hub(base, "model") else None
-    relation = ("adapter" if adapter else "finetune") if base else None
+    base = head["base_model"] if is_on_hub(str(head["base_model"]), "model") else None
+    head |= {"base_model": base, "base_model_relation": ("adapter" if adapter else "finetune") if base else None}
     library = "peft" if adapter else "transformers"
     cls = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
     inputs = CHAT if (folder / "chat_template.jinja").exists() else TOKENS
@@ -125,9 +122,7 @@ def save_card(
     link = f"[{base}](https://huggingface.co/{base})" if base else "a local model, or from random weights"
     text = TEXT.format(after=after, base=link, how=how, training=training, code=code)
     task = "text-classification" if scores else "text-generation"
-    data = ModelCardData(
-        library_name=library, pipeline_tag=task, tags=tags, base_model=base, base_model_relation=relation, datasets=datasets
-    )
+    data = ModelCardData(library_name=library, pipeline_tag=task, **head)
     replace_text(folder / CARD, seal(f"---\n{data.to_yaml()}\n---\n\n{text}"))
 
 

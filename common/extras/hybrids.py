@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
+from common.collators import Batch
 from common.memory import to_device
 from common.model.attention import MIN_RELATIVE_LENGTH, FlatRow, Gather, first_occurrences
 from common.model.flat_model import KEEPS_STATE, OWN_CACHE, names_in_code
@@ -63,6 +64,14 @@ def calling(call: Call | None) -> Iterator[None]:
         yield
     finally:
         _call = before
+
+
+def written_out(batch: Batch) -> tuple[Batch, Tensor]:
+    """The flat row without sharing, of length F = sum of its lengths, and the first place of each of the T tokens in it."""
+    ids, token_map = batch["input_ids"], batch["token_map"]
+    positions = torch.cat([torch.arange(n) for n in batch["lengths"]]).to(ids.device)
+    whole = {"input_ids": ids[:, to_device(token_map, ids.device)], "position_ids": positions[None], "token_map": None}
+    return batch | whole, to_device(first_occurrences(token_map), ids.device)
 
 
 def recompute_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:

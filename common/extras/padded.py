@@ -1,5 +1,8 @@
-"""Sampling from odd models: with transformers' cache, if attention cannot be replaced or layers keep a state; without any,
-every token from a pass over all previous ones, if that cache does not hold everything (slow, but right for any model)."""
+"""Models whose attention cannot be replaced, called on padded batches, and sampling from odd models.
+
+They are sampled from with transformers' cache, if attention cannot be replaced or layers keep a state; without any, every
+token from a pass over all previous ones, if that cache does not hold everything (slow, but right for any model).
+"""
 
 import contextlib
 import inspect
@@ -8,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from common.collators import Batch
 from common.memory import to_device
-from common.model.attention import FLAT
-from common.model.flat_model import OWN_CACHE, FlatModel, base_lm, names_in_code
+from common.model.attention import FLAT, first_occurrences
+from common.model.flat_model import OWN_CACHE, FlatModel, base_lm, body, names_in_code
 from common.model.lm_head import logits_of
 from common.sampling.generate import FlatDecoder, Way
 from common.sampling.kv_cache import CACHED
@@ -27,6 +31,26 @@ if TYPE_CHECKING:
 PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
 JOINABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
 JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+
+
+def call_padded(model: FlatModel, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """As FlatModel._call_flat, with the sequences as rows of a padded batch."""
+    ids, lengths, token_map = batch["input_ids"][0], batch["lengths"], batch.get("token_map")
+    if token_map is not None:
+        ids = ids[to_device(token_map, ids.device)]
+    padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
+    mask = torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
+
+    # Known here: a mask would have to be asked of the device.
+    places = np.concatenate([i * padded.shape[1] + np.arange(n) for i, n in enumerate(lengths)])
+    places = to_device(places, ids.device)
+
+    def to_row(x: Tensor) -> Tensor:
+        x = x.reshape(mask.numel(), -1)[places]
+        return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
+
+    with model.calling(lengths):
+        return body(model.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
 
 
 def way_to_sample(model: FlatModel, longest: int) -> Way:

@@ -5,7 +5,9 @@ weights: no process then gathers the model while it trains. Such a checkpoint be
 `accelerate merge-weights checkpoint-500/pytorch_model_fsdp_0 checkpoint-500`.
 """
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from safetensors.torch import save_file
-from torch.distributed.fsdp import StateDictType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, StateDictType
 
 
 def writes_shards(accelerator: Accelerator, model: FlatModel) -> bool:
@@ -74,3 +77,38 @@ def _sharding(accelerator: Accelerator) -> Any:
     plugin.state_dict_config = None  # that of the other kind
     plugin.set_state_dict_type("SHARDED_STATE_DICT")
     return plugin
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Context in which each process holds all weights that FSDP2 or DeepSpeed's ZeRO-3 shards, and may call the language
+    model on its own.
+
+    All processes enter it together, and each needs memory for the whole model. Changes to the weights are lost.
+    """
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    zero = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    for part in parts:
+        part.unshard()
+    # Their hooks would reshard each block after its call, and would plan prefetching in the next backward pass from these
+    # calls, whose number differs between processes.
+    hooked = list(model.modules()) if zero else parts
+    hooks = [(kind, dict(kind)) for module in hooked for kind in (module._forward_pre_hooks, module._forward_hooks)]
+    for kind, _ in hooks:
+        kind.clear()
+    try:
+        with _zero_gathered(zero):
+            yield
+    finally:
+        for kind, kept in hooks:
+            kind.update(kept)
+        for part in parts:
+            part.reshard()
+
+
+def _zero_gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager:
+    if not parameters:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)

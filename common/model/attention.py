@@ -11,12 +11,12 @@ have F > T tokens, and `token_map` (F,) maps each of them to its token in the ro
 sequence in full; its queries are only its own tokens, the last ones, under a mask for the bucket.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from common.extras import extra
 from common.memory import to_device
 
 import numpy as np
@@ -25,17 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FLAT = "flat"
-HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)  # what the fast kernels of a GPU compute in
 MIN_RELATIVE_LENGTH = 0.8  # shortest sequence of a bucket relative to the longest
 # On a CPU: queries per strip, and the longest sequence that is split into strips (see _strips_pay).
 STRIP, LONGEST_IN_STRIPS = 128, 640
 MIN_REAL_QUERIES = 0.5  # share of real (unpadded) queries in a bucket, where a prefix is shared
 MAX_OWN_TOKENS = 1024  # for a sequence with a shared prefix; with more, its mask would take too much memory
-
-# PyTorch's kernel for sequences of different lengths (2.10 and later), and whether it needs a flag when there are fewer key
-# heads than query heads (2.12 and later). See _has_varlen.
-varlen_attn: Callable[..., Tensor] | None = None
-varlen_takes_enable_gqa = True
 
 
 def register() -> None:
@@ -63,7 +58,7 @@ class FlatRow:
     inverse: Tensor | None  # (T,) int64: the place of each token of the row in the buckets' output; None: in order
     shared: bool  # whether a token of the row may belong to several sequences
     is_bucket: bool  # the row itself is its only bucket: sequences of equal length, nothing shared
-    ragged: "Ragged | None" = None  # the same for varlen_attn, which needs no buckets; None if it cannot be used
+    ragged: Any = None  # an extras.varlen.Ragged: the same for a kernel that needs no buckets; None if there is none
     lengths: np.ndarray | None = None  # (S,): lengths of the sequences written out in full
     token_map: np.ndarray | None = None  # see plan_flat_row
     places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # filled by extras/hybrids.py
@@ -99,16 +94,6 @@ class Bucket:
         return self.masks[window, dtype, sink]
 
 
-@dataclass
-class Ragged:
-    """The arguments of varlen_attn: each sequence's own tokens attend to the whole sequence, written out in full."""
-
-    own: Tensor  # (S+1,) int32: offsets of each sequence's own tokens in the row
-    full: Tensor  # (S+1,) int32: offsets of the sequences written out in full
-    longest: tuple[int, int]  # the longest sequence, by own and by all tokens
-    token_map: Tensor | None  # (F,) int64: see plan_flat_row; None: nothing is shared, F = T
-
-
 def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.ndarray | None = None) -> FlatRow:
     """Group sequences of the given lengths into buckets of similar lengths.
 
@@ -136,11 +121,7 @@ def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.nd
         buckets.append(Bucket(keys, tokens(queries), to_device(before, device)) if before.any() else Bucket(keys, keys))
     inverse = inverse if first is None else inverse[first]
 
-    ragged = None
-    if _has_varlen(device):
-        borders = (to_device(np.cumsum([0, *counts]).astype(np.int32), device) for counts in (own, lengths))
-        longest = int(own.max()), int(lengths.max())
-        ragged = Ragged(*borders, longest, None if token_map is None else to_device(token_map, device))
+    ragged = extra("varlen").plan(own, lengths, token_map, device) if capability(device) >= (8, 0) else None
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
     is_bucket = in_order and len(buckets) == 1
     order = None if in_order else to_device(inverse, device)
@@ -207,8 +188,8 @@ def flat_attention(
         raise RuntimeError("flat attention has no soft-capping together with attention sinks")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, Dh)
     plain = softcap is None and s_aux is None and dropout == 0
-    if flat_row.ragged is not None and plain and (dtype := _varlen_dtype(v)) is not None:
-        return _ragged_attention(*(x.to(dtype) for x in (q, k, v)), flat_row.ragged, scaling, sliding_window)[None], None
+    if flat_row.ragged is not None and plain and (dtype := flat_row.ragged.dtype(v)) is not None:
+        return flat_row.ragged.attend(*(x.to(dtype) for x in (q, k, v)), scaling, sliding_window)[None], None
     settings = {"scale": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
     if flat_row.is_bucket:
         return _sdpa(q, k, v, flat_row.buckets[0], **settings)[None], None
@@ -271,7 +252,7 @@ def _kernel_knows_groups(q: Tensor, masked: bool) -> bool:
     """
     if q.device.type != "cuda":
         return True
-    return not masked and _compute_dtype(q) in HALF and q.shape[-1] <= 256 and _capability(q.device) >= (8, 0)
+    return not masked and compute_dtype(q) in HALF and q.shape[-1] <= 256 and capability(q.device) >= (8, 0)
 
 
 def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -350,47 +331,11 @@ class Gather(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _ragged_attention(
-    q: Tensor, k: Tensor, v: Tensor, row: Ragged, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), by varlen_attn.
-
-    For a sequence with fewer queries than keys, the kernel aligns them to its end. So a token of a shared prefix is a query
-    only once.
-    """
-    if row.token_map is not None:
-        k, v = (x.index_select(0, row.token_map) for x in (k, v))
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens visible before and after each one; -1: all
-    options = {"enable_gqa": q.shape[1] != k.shape[1]} if varlen_takes_enable_gqa else {}
-    return varlen_attn(q, k, v, row.own, row.full, *row.longest, scale=scaling, window_size=window, **options)
-
-
-def _has_varlen(device: torch.device) -> bool:
-    """Whether varlen_attn works here. Imported only now: it loads the compiler, which takes 1.5 s."""
-    global varlen_attn, varlen_takes_enable_gqa
-    if device.type != "cuda" or _capability(device) < (8, 0):
-        return False
-    if varlen_attn is None:
-        try:
-            from torch.nn.attention.varlen import varlen_attn
-        except ImportError:
-            return False
-        varlen_takes_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return True
-
-
-def _varlen_dtype(value: Tensor) -> torch.dtype | None:
-    """The dtype that varlen_attn would compute in, or None if it cannot: it needs 16 bits and head sizes that are multiples
-    of 8, up to 256 on GPUs with enough shared memory for the backward pass (A100, H100, B200), else up to 192."""
-    dtype, largest = _compute_dtype(value), 256 if _capability(value.device) in ((8, 0), (9, 0), (10, 0)) else 192
-    return dtype if dtype in HALF and value.shape[-1] in range(8, largest + 1, 8) else None
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a matrix product of x is computed in."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -8,17 +8,16 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.collators import Batch
 from common.errors import UserError
 from common.extras import extra
-from common.memory import to_device
 from common.model import lm_head
-from common.model.attention import FlatRow, first_occurrences, plan_flat_row
+from common.model.attention import FlatRow, plan_flat_row
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -192,11 +191,12 @@ class FlatModel(nn.Module):
         previous, first = batch.get("previous"), None
         longest_alike = self.hybrid.longest_alike if self.hybrid else math.inf
         if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
-            batch, first = _written_out(batch)  # a shared prefix has different states in each sequence
+            batch, first = extra("hybrids").written_out(batch)  # a shared prefix has different states in each sequence
             previous = None if previous is None else first[batch["targets"]] - 1
         listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
         with listening as chosen:
-            out, to_row = self._call_padded(batch, options) if self.padded else self._call_flat(batch, options)
+            call = partial(extra("padded").call_padded, self) if self.padded else self._call_flat
+            out, to_row = call(batch, options)
             hidden = to_row(out.last_hidden_state)
         predicting = None if previous is None else hidden.index_select(0, previous)
         hidden = hidden if first is None else hidden[first]
@@ -211,42 +211,15 @@ class FlatModel(nn.Module):
         """Transformers' output for the flat row, and a function that brings a tensor in it to shape (T, ...)."""
         flat_row = plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("token_map"))
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "flat_row": flat_row}
-        with self._calling(batch["lengths"], flat_row):
+        with self.calling(batch["lengths"], flat_row):
             return body(self.lm)(**inputs, **options), lambda x: x.reshape(-1, x.shape[-1])
 
-    def _call_padded(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
-        """The same, with the sequences as rows of a padded batch."""
-        ids, lengths, token_map = batch["input_ids"][0], batch["lengths"], batch.get("token_map")
-        if token_map is not None:
-            ids = ids[to_device(token_map, ids.device)]
-        padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
-        mask = torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
-
-        # Known here: a mask would have to be asked of the device.
-        places = np.concatenate([i * padded.shape[1] + np.arange(n) for i, n in enumerate(lengths)])
-        places = to_device(places, ids.device)
-
-        def to_row(x: Tensor) -> Tensor:
-            x = x.reshape(mask.numel(), -1)[places]
-            return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
-
-        with self._calling(lengths):
-            return body(self.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
-
-    def _calling(self, lengths: list[int], row: FlatRow | None = None) -> contextlib.AbstractContextManager:
+    def calling(self, lengths: list[int], row: FlatRow | None = None) -> contextlib.AbstractContextManager:
         """Context in which layers that look at the whole input know its sequences."""
         if self.hybrid is None:
             return contextlib.nullcontext()
         hybrids = extra("hybrids")
         return hybrids.calling(hybrids.Call(lengths, row))
-
-
-def _written_out(batch: Batch) -> tuple[Batch, Tensor]:
-    """The flat row without sharing, of length F = sum of its lengths, and the first place of each of the T tokens in it."""
-    ids, token_map = batch["input_ids"], batch["token_map"]
-    positions = torch.cat([torch.arange(n) for n in batch["lengths"]]).to(ids.device)
-    whole = {"input_ids": ids[:, to_device(token_map, ids.device)], "position_ids": positions[None], "token_map": None}
-    return batch | whole, to_device(first_occurrences(token_map), ids.device)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -311,43 +284,6 @@ def body(lm: nn.Module) -> nn.Module:
 def routes_tokens(lm: nn.Module) -> bool:
     """Whether a model is a mixture of experts that shows its routing (extras/experts.py)."""
     return "router_logits" in (getattr(base_lm(lm).base_model, "_can_record_outputs", None) or {})
-
-
-@contextlib.contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Context in which each process holds all weights that FSDP2 or DeepSpeed's ZeRO-3 shards, and may call the language
-    model on its own.
-
-    All processes enter it together, and each needs memory for the whole model. Changes to the weights are lost.
-    """
-    from torch.distributed.fsdp import FSDPModule  # takes half a second
-
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    zero = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-    for part in parts:
-        part.unshard()
-    # Their hooks would reshard each block after its call, and would plan prefetching in the next backward pass from these
-    # calls, whose number differs between processes.
-    hooked = list(model.modules()) if zero else parts
-    hooks = [(kind, dict(kind)) for module in hooked for kind in (module._forward_pre_hooks, module._forward_hooks)]
-    for kind, _ in hooks:
-        kind.clear()
-    try:
-        with _zero_gathered(zero):
-            yield
-    finally:
-        for kind, kept in hooks:
-            kind.update(kept)
-        for part in parts:
-            part.reshard()
-
-
-def _zero_gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager:
-    if not parameters:
-        return contextlib.nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters)
 
 
 def _zero_rates(owner: Any) -> None:

@@ -1,8 +1,8 @@
 """Models and tokenizers: loaded from a folder or the Hub, checked, ready for training; and new ones."""
 
 import contextlib
+import copy
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from common.extras import extra
 from common.memory import SHARDED, is_oom
 from common.model import attention
 from common.model.flat_model import FlatModel, base_lm, is_quantised, routes_tokens
-from common.model.lora import adapter_config, add_lora, advise, import_peft, is_adapter
+from common.model.lora import adapter_config, add_lora, import_peft, is_adapter
 from common.model.save import SHARDS
 from common.model.wrap import wrap
 
@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from torch import nn
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,19 +45,10 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         if is_oom(error):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        raise UserError(f"cannot load the {kind} {name}{_hint(name)}: {reason}") from None
+        hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
+        raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
-
-
-def _hint(name: str) -> str:
-    """What explains a failure better than the library's message, which speaks of the Hub or of one file."""
-    if not Path(name).exists():
-        return " (not a local folder; is it a Hub name, and the Hub reachable?)"
-    checkpoints = sorted(Path(name).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-    if checkpoints and not Path(name, "config.json").exists():
-        return f" (its run has not ended; its newest checkpoint is {checkpoints[-1]})"
-    return ""
 
 
 def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenizer:
@@ -131,7 +122,6 @@ def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path
     name, start, revision = args.model_name_or_path, None, args.model_revision
     if not name:
         raise UserError("--use_peft adapts an existing model: name it with --model_name_or_path")
-    advise(args)
     base = name
     if is_adapter(name, revision):
         config, start = adapter_config(name, revision), name
@@ -222,9 +212,8 @@ def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> No
     if unexpected:
         say(f"model: {type(lm).__name__} has no place for {_first(unexpected)} of {name}: left out")
     for tensor, parameter in lm.named_parameters():
-        if parameter.is_floating_point() and not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
-            if not torch.isfinite(parameter.detach()).all():
-                raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
+        if not torch.isfinite(parameter.detach()).all():
+            raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
 
 
 def _first(names: list[str]) -> str:
@@ -232,14 +221,8 @@ def _first(names: list[str]) -> str:
 
 
 def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
-    """Whether an unexpected tensor belongs inside the model: one more layer, a bias missing from config.json.
-
-    Layers for multi-token prediction (num_nextn_predict_layers: DeepSeek, GLM) follow the last layer and do not count.
-    """
-    config, layer = lm.config.get_text_config(), re.search(r"layers\.(\d+)\.", tensor)
-    further = getattr(config, "num_nextn_predict_layers", None) or 0
-    if layer and further and 0 <= int(layer[1]) - config.num_hidden_layers < further:
-        return False
+    """Whether an unexpected tensor belongs inside the model: one more layer, a bias missing from config.json. (The layers
+    that predict further tokens, of DeepSeek and GLM, are not reported as unexpected.)"""
     part: nn.Module = lm
     for name in tensor.split(".")[:-1]:
         inner = getattr(part, name, None)
@@ -293,32 +276,26 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
     config = base_lm(model.lm).generation_config
     config.eos_token_id = stop_ids if len(stop_ids) > 1 else stop_ids[0]
     config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    make_savable(config)
+    make_savable(base_lm(model.lm))
 
 
-def make_savable(config: "GenerationConfig") -> None:
-    """Change what transformers would refuse to save at the first checkpoint: settings of sampling without sampling turn it
-    on; if that does not help, all settings but the tokens are dropped, with a message."""
-
-    def is_refused() -> bool:
+def make_savable(lm: "PreTrainedModel") -> None:
+    """Change generation settings that transformers would refuse to save at the first checkpoint: settings of sampling turn
+    sampling on; if that does not help, only the tokens stay."""
+    asked = lm.generation_config
+    tokens = {name: value for name, value in vars(asked).items() if name.endswith("token_id")}
+    sampling = copy.copy(asked)
+    sampling.do_sample = True
+    for config in (asked, sampling):
         try:
             config.validate(strict=True)
-        except ValueError:
-            return True
-        return False
-
-    if not is_refused():
-        return
-    asked, config.do_sample = config.do_sample, True
-    if not is_refused():
-        return
-    config.do_sample, usual = asked, type(config)()
-    own = ("transformers_version", "do_sample", *(name for name in vars(config) if name.endswith("token_id")))
-    dropped = {name: value for name, value in config.to_diff_dict().items() if name not in own and hasattr(usual, name)}
-    for name in dropped:
-        setattr(config, name, getattr(usual, name))
-    shown = ", ".join(f"{name} {value}" for name, value in sorted(dropped.items()))
-    say(f"generation_config.json: transformers would not save {shown}: left out")
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+        else:
+            lm.generation_config = config
+            return
+    lm.generation_config = type(asked)(**tokens)
+    say(f"generation_config.json: only its tokens are kept, because transformers would not save it: {reason}")
 
 
 def _file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":

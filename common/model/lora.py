@@ -6,7 +6,6 @@ START: the reference of DPO and GRPO. Tokens that the tokenizer has but the base
 """
 
 import contextlib
-import dataclasses
 import logging
 import re
 import warnings
@@ -16,7 +15,7 @@ from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
-from common.errors import UserError, say
+from common.errors import UserError
 from common.model.flat_model import FlatModel
 
 import torch
@@ -63,8 +62,6 @@ def adapter_config(adapter: str | Path, revision: str | None = None, base: str |
     base = base or config.base_model_name_or_path
     if not base:
         raise UserError(f"{adapter}/adapter_config.json names no base model (base_model_name_or_path)")
-    if (base.startswith(".") or Path(base).is_absolute()) and not Path(base).exists():
-        raise UserError(f"the adapter {adapter} stands on {base}, which is not here")  # seen from the current folder
     return config
 
 
@@ -99,12 +96,8 @@ def add_lora(
             lm = peft.PeftModel.from_pretrained(model.lm, checkpoint or start, is_trainable=True)
     except ValueError as error:
         reason = " ".join(str(error).split())
-        flag = "--lora_target_modules" if start is None else f"the adapter {start}"
-        for name in ("lora_dropout", "dora"):
-            if name in reason.lower() and "ParamWrapper" in reason:
-                flag = "--use_dora" if name == "dora" else f"--{name}"
-                flag += " (adapters on experts do without; --lora_target_modules names other layers)"
-        raise UserError(f"{flag}: {reason}") from None
+        flags = "--lora_target_modules, --lora_dropout or --use_dora" if start is None else f"the adapter {start}"
+        raise UserError(f"{flags}: {reason}") from None
     if args.merge_lora:
         check_mergeable(lm)
     if start is not None:
@@ -123,16 +116,6 @@ def check_mergeable(lm: nn.Module) -> None:
         raise UserError(
             f"{type(lm.get_base_model()).__name__} has layers that share their weights, with adapters of their own: they "
             "cannot be merged; use the adapter as it is, without --merge_lora"
-        )
-
-
-def advise(args: CommonArgs) -> None:
-    """Suggest a learning rate for adapters if the flag was left at the default for full fine-tuning."""
-    default = next(f.default for f in dataclasses.fields(args) if f.name == "learning_rate")
-    if args.learning_rate == default <= 1e-4:
-        say(
-            f"LoRA: adapters usually want about ten times the learning rate of full fine-tuning, which {default:g} is: "
-            f"--learning_rate {10 * default:g}"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from common.args import CommonArgs
 from common.errors import UserError
+from common.extras import extra
 from common.memory import SHARDED
 
 import torch
@@ -15,39 +16,20 @@ from torch import nn
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon for the matrices (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982, so that AdamW's learning
-    rate fits) and AdamW for the rest: torch's two classes, combined into one optimizer with one state."""
-
-    def __init__(self, parts: list[torch.optim.Optimizer]):
-        self.parts = parts
-        self.counts = [len(part.param_groups) for part in parts]
-        super().__init__([group for part in parts for group in part.param_groups], {})
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None if closure is None else closure()
-        start = 0
-        for part, count in zip(self.parts, self.counts, strict=True):  # either may have been loaded, or moved, since
-            part.param_groups, part.state = self.param_groups[start : start + count], self.state
-            part.step()
-            start += count
-        return loss
-
-
 def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: float = 1.0) -> torch.optim.Optimizer:
     """The optimizer of --optim for the trained parameters, with weight decay on matrices only.
 
-    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: with 8-bit moments, by bitsandbytes; muon: see Muon.
+    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: 8-bit moments, by bitsandbytes; muon: extras/muon.py.
     extra_lr_multiplier: the learning rate of the modules in model.extra, relative to the others.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    for_muon = {id(p) for p in matrices(model)} if args.optim == "muon" else set()
-    extra = {id(p) for p in model.extra.parameters()} if extra_lr_multiplier != 1 else set()
-    rest = [p for p in trained if id(p) not in extra]
+    for_muon = {id(p) for p in extra("muon").matrices(model)} if args.optim == "muon" else set()
+    own_rate = {id(p) for p in model.extra.parameters()} if extra_lr_multiplier != 1 else set()
+    rest = [p for p in trained if id(p) not in own_rate]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2 and id(p) not in for_muon], "weight_decay": args.weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-        {"params": [p for p in trained if id(p) in extra], "weight_decay": 0.0, "lr_multiplier": extra_lr_multiplier},
+        {"params": [p for p in trained if id(p) in own_rate], "weight_decay": 0.0, "lr_multiplier": extra_lr_multiplier},
     ]
     groups = [group for group in groups if group["params"]]
     betas = (args.adam_beta1, args.adam_beta2)
@@ -61,9 +43,7 @@ def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: floa
         parts.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=fused))
     if not for_muon:
         return parts[0]
-    options = {"weight_decay": args.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-    parts.append(torch.optim.Muon([p for p in trained if id(p) in for_muon], lr=args.learning_rate, **options))
-    return Muon(parts)
+    return extra("muon").join(args, parts, [p for p in trained if id(p) in for_muon])
 
 
 def check_optimizer(args: CommonArgs, distributed_type: DistributedType) -> None:
@@ -80,25 +60,12 @@ def check_optimizer(args: CommonArgs, distributed_type: DistributedType) -> None
             raise UserError("--optim muon: DeepSpeed hands the optimizer pieces of matrices: FSDP, or --optim adamw")
 
 
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trained matrices of the language model except embeddings and head: those that Muon updates."""
-    lm = getattr(model, "lm", model)
-    tables = {id(m.weight) for m in lm.modules() if isinstance(m, nn.Embedding)}
-    if hasattr(lm, "get_output_embeddings"):
-        tables |= {id(p) for p in lm.get_output_embeddings().parameters()}
-    return [
-        p
-        for name, p in lm.named_parameters()
-        if p.requires_grad and p.dim() == 2 and id(p) not in tables and "trainable_tokens" not in name
-    ]
-
-
 def moments_bytes(model: nn.Module, optim: str) -> float:
     """Bytes of the optimizer state for the trained parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if optim == "adamw_8bit":  # a byte each, and a scale per 256; small tensors in float32
         return sum(2 * p.numel() * (1 + 4 / 256 if p.numel() >= 4096 else 4) for p in trained)
-    once = {id(p) for p in matrices(model)} if optim == "muon" else set()
+    once = {id(p) for p in extra("muon").matrices(model)} if optim == "muon" else set()
     return float(sum((1 if id(p) in once else 2) * p.numel() * p.element_size() for p in trained))
 
 

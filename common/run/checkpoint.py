@@ -21,7 +21,6 @@ from common.errors import UserError, is_of_the_disk, say
 from common.extras import extra
 from common.files import find_damage, flush, write_manifest
 from common.model.flat_model import FlatModel
-from common.model.merge import write_merged
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
 from common.processes import on_main_process
 from common.run.best import Best
@@ -137,7 +136,7 @@ def export(
         else:
             write_model(folder, wrapper, weights, tokenizer, dtype)
         if args.merge_lora:
-            write_merged(folder, temporary, **trust)
+            extra("merge").write_merged(folder, temporary, **trust)
             shutil.rmtree(folder)
         if best and (best / EXTRA).exists():  # model.extra is beside the shards, not in them
             shutil.copyfile(best / EXTRA, temporary / EXTRA)

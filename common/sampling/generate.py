@@ -14,7 +14,7 @@ from common.errors import say
 from common.extras import extra
 from common.memory import empty_caches, finest_dtype, is_oom, to_device
 from common.model.attention import FLAT
-from common.model.flat_model import FlatModel, base_lm, body, gathered
+from common.model.flat_model import FlatModel, base_lm, body
 from common.model.lm_head import logits_of
 from common.sampling import kv_cache
 from common.sampling.kv_cache import CACHED, KVCache
@@ -130,11 +130,13 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
     if implementation == FLAT:
         inner.set_attn_implementation(attention)
     limited = extra("padded").steps_as_trained(model) if model.hybrid else contextlib.nullcontext()
+    is_sharded = any(hasattr(m, "unshard") for m in model.modules()) or any(hasattr(p, "ds_id") for p in model.parameters())
+    gathered = extra("sharded").gathered(model) if is_sharded else contextlib.nullcontext()
     eager = torch.compiler.set_stance("force_eager")
     try:
         # Compiled blocks would be recompiled for every number of rows. Weights are gathered outside inference mode, because
         # a backward pass may not use tensors created in it.
-        with limited, cast_once(inner) as cached_casts, torch.no_grad(), gathered(model), eager:
+        with limited, cast_once(inner) as cached_casts, torch.no_grad(), gathered, eager:
             with contextlib.nullcontext() if cached_casts else torch.inference_mode():
                 yield lm
     finally:

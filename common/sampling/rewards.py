@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError, quoted
+from common.extras import extra
 from common.losses import combine_rewards
 from common.processes import TimeLimitReached, time_limit
 
@@ -68,7 +69,7 @@ def _load(spec: str, device: torch.device) -> Reward:
         return Reward("length", length(argument))
     if ".py:" in spec or spec.endswith(".py"):
         return Reward(spec.rpartition(":")[2], from_file(spec))
-    return _from_model(spec, device)
+    return Reward(Path(spec).name, extra("reward_model").load(spec, device))
 
 
 # --- user code ------------------------------------------------------------------------------------------------------
@@ -180,36 +181,6 @@ def number_after(text: str, mark: str) -> float | None:
 def text_of(completion: Completion) -> str:
     """The text of a completion in either form: of several messages, the last one's."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
-def _from_model(name: str, device: torch.device) -> Reward:
-    import transformers
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        # False rather than unset: transformers would prompt for running the model's own code.
-        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, trust_remote_code=False)
-        model = model.to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        known = "exact_number, regex:PATTERN, length:N, file.py:function, or the name of a reward model"
-        raise UserError(f"neither a known function nor a reward model ({known}): {reason}") from None
-
-    @torch.no_grad()
-    def reward_model(prompts: list, completions: list[Completion], **columns: Any) -> list[float]:
-        scores = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            if isinstance(prompt, str):
-                ids = tokenizer(prompt + completion, return_tensors="pt").input_ids
-            else:
-                text = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
-                ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-            scores.append(model(input_ids=ids.to(device)).logits[0, 0].item())
-        return scores
-
-    return Reward(Path(name).name, reward_model)
 
 
 # --- scoring --------------------------------------------------------------------------------------------------------

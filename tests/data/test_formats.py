@@ -31,38 +31,42 @@ def turn(name, text):
 # --- chats ----------------------------------------------------------------------------------------------------------
 
 
+H = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}]
+LONG = {"role": "assistant", "content": "x y" * 20_000, "reasoning_content": "because"}
+NAMES = "system human user prompter gpt chatgpt assistant model function_call tool observation function_response"
+ROLES = ["system", *["user"] * 3, *["assistant"] * 5, *["tool"] * 3]
+
+
 @pytest.mark.parametrize(
-    "row",
+    "row, messages",
     [
-        {"messages": [U, A]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, A]},
-        {"messages": [U | {"tool_calls": None, "from": None}, {"role": None, "content": None} | turn("gpt", "a")]},
-        {"conversations": [turn("human", "q"), turn("gpt", "a")]},
-        {"conversations": [U, A], "messages": None},
-        {"instruction": "q", "output": "a"},
-        {"instruction": "q", "input": "", "output": "a", "system": "", "history": []},
-        {"instruction": "q", "input": None, "output": "a", "system": None, "history": None},
+        ({"messages": [U, A]}, [U, A]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, A]}, [U, A]),
+        ({"messages": [U | {"tool_calls": None, "from": None}, {"role": None, "content": None} | turn("gpt", "a")]}, [U, A]),
+        ({"messages": [U, LONG]}, [U, LONG]),
+        ({"conversations": [turn("human", "q"), turn("gpt", "a")]}, [U, A]),
+        ({"conversations": [U, A], "messages": None}, [U, A]),
+        ({"conversations": [U, A], "system": "s"}, [S, U, A]),
+        ({"conversations": [S, U, A], "system": "other"}, [S, U, A]),
+        (
+            {"conversations": [turn(name, "x") for name in NAMES.split()]},
+            [{"role": role, "content": "x"} for role in ROLES],
+        ),
+        ({"instruction": "q", "output": "a"}, [U, A]),
+        ({"instruction": "q", "input": "", "output": "a", "system": "", "history": []}, [U, A]),
+        ({"instruction": "q", "input": None, "output": "a", "system": None, "history": None}, [U, A]),
+        (
+            {"instruction": "q", "input": "x", "output": "a", "system": "s", "history": [["u1", "a1"]]},
+            [S, *H, U | {"content": "q\nx"}, A],
+        ),
+        *(
+            ({"messages": [U, A | flag]}, [U, A])
+            for flag in ({"train": True}, {"loss_mask": 1}, {"weight": 1.0, "train": None})
+        ),
     ],
 )
-def test_the_same_chat_is_read_from_every_format(row):
-    assert as_chat(row) == CHAT
-
-
-def test_all_role_names_of_sharegpt_and_openai_are_known():
-    names = "system human user prompter gpt chatgpt assistant model function_call tool observation function_response"
-    chat = as_chat({"conversations": [turn(name, "x") for name in names.split()]})
-    assert [m["role"] for m in chat["messages"]] == ["system", *["user"] * 3, *["assistant"] * 5, *["tool"] * 3]
-
-
-def test_an_alpaca_row_is_system_history_and_the_instruction_with_its_input():
-    row = {"instruction": "q", "input": "x", "output": "a", "system": "s", "history": [["u1", "a1"]]}
-    history = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}]
-    assert as_chat(row)["messages"] == [S, *history, {"role": "user", "content": "q\nx"}, A]
-
-
-def test_a_system_column_comes_before_the_chat_unless_the_chat_has_one():
-    assert as_chat({"conversations": [U, A], "system": "s"})["messages"] == [S, U, A]
-    assert as_chat({"conversations": [S, U, A], "system": "other"})["messages"] == [S, U, A]
+def test_chats_are_read_from_every_format(row, messages):
+    assert as_chat(row) == {"messages": messages, "tools": None}
 
 
 def test_tool_calls_are_kept_with_their_arguments_as_objects_and_tools_may_be_json_text():
@@ -77,22 +81,15 @@ def test_tool_calls_are_kept_with_their_arguments_as_objects_and_tools_may_be_js
     assert as_chat({"messages": [U, A], "tools": "[]"})["tools"] is None
 
 
-def test_reasoning_is_kept():
-    answer = A | {"reasoning_content": "because"}
-    assert as_chat({"messages": [U, answer]})["messages"] == [U, answer]
-
-
-def test_prompt_and_completion_are_read_as_strings_or_as_messages_of_which_the_prompt_is_not_trained():
+def test_prompts_of_completions_are_not_trained():
     assert as_chat({"prompt": "q", "completion": "a"}) == {"prompt": "q", "completion": "a"}
     for row in ({"prompt": [S, U], "completion": [A]}, {"prompt": [S, U], "completion": "a"}):
         assert as_chat(row) == {"messages": [S, U, A], "tools": None, "prompt_turns": 2}
     assert as_chat({"prompt": "q", "completion": [A]}) == CHAT | {"prompt_turns": 1}
-
-
-def test_text_is_a_document():
     assert as_chat({"text": "t"}) == {"text": "t"}
-    assert as_text({"text": " t\n"}) == " t\n"
-    assert as_text({"body": "t"}, "body") == "t"
+    assert (as_text({"text": " t\n"}), as_text({"body": "t"}, "body")) == (" t\n", "t")
+    row = {"prompt": "q", "chosen": " a", "rejected": " b"}
+    assert as_preference(row | {"score": 1}) == row
 
 
 @pytest.mark.parametrize(
@@ -117,6 +114,14 @@ def test_text_is_a_document():
         ({"instruction": "q", "output": "a", "history": ["x"]}, "history is not a list of"),
         ({"prompt": 3, "completion": "a"}, "no messages"),
         ({"text": ""}, "empty text"),
+        ({"messages": [U, A | {"train": "no"}]}, "train of a message is 'no'; known: true, false, 0, 1"),
+        ({"messages": [U, A | {"loss_mask": [0, 1]}]}, "loss_mask of a message is [0, 1]"),
+        ({"messages": [U, A | {"weight": 0.5}]}, "weight of a message is 0.5"),
+        ({"instruction": "q", "output": "a", "history": 3}, " "),
+        ({"messages": [U | {"content": "\ud83d"}, A]}, " "),
+        ({"messages": [U, A], "tools": '[{"n": ' + "1" * 5000 + "}]"}, " "),
+        ({"messages": [U, A], "tools": "[" * 5000 + "]" * 5000}, " "),
+        ({"messages": [{"role": ["user"], "content": "q"}, A]}, " "),
     ],
 )
 def test_a_chat_row_that_cannot_be_trained_on_is_refused_with_the_reason(row, reason):
@@ -135,23 +140,6 @@ def test_a_turn_says_that_it_is_not_trained(flag):
     assert as_chat({"messages": [U, A | flag, U, B]})["messages"] == [U, A | {"train": False}, U, B]
     turns = [turn("human", "q"), turn("gpt", "a") | flag]
     assert as_chat({"conversations": turns})["messages"] == [U, A | {"train": False}]
-
-
-@pytest.mark.parametrize("flag", [{"train": True}, {"loss_mask": 1}, {"weight": 1.0}, {"weight": None, "train": None}])
-def test_a_turn_that_is_trained_says_nothing(flag):
-    assert as_chat({"messages": [U, A | flag]}) == CHAT
-
-
-@pytest.mark.parametrize("flag", [{"train": "no"}, {"loss_mask": [0, 1]}, {"weight": 0.5}])
-def test_a_flag_of_a_turn_that_is_neither_true_nor_false_is_refused(flag):
-    name, value = next(iter(flag.items()))
-    with pytest.raises(BadRow, match=re.escape(f"{name} of a message is {value!r}; known: true, false, 0, 1")):
-        as_chat({"messages": [U, A | flag]})
-
-
-def test_a_turn_of_60_000_characters_is_kept_whole():
-    long = {"role": "assistant", "content": "x y" * 20_000}
-    assert as_chat({"messages": [U, long]})["messages"] == [U, long]
 
 
 # --- pairs ----------------------------------------------------------------------------------------------------------
@@ -177,11 +165,6 @@ HH_PROMPT = [U, {"role": "assistant", "content": "first"}, {"role": "user", "con
 )
 def test_the_same_pair_is_read_from_every_format(row, prompt):
     assert as_preference(row) == {"prompt": prompt, "chosen": [A], "rejected": [B]}
-
-
-def test_a_pair_of_plain_strings_stays_plain():
-    row = {"prompt": "q", "chosen": " a", "rejected": " b", "score": 1}
-    assert as_preference(row) == {"prompt": "q", "chosen": " a", "rejected": " b"}
 
 
 @pytest.mark.parametrize(
@@ -232,12 +215,9 @@ def test_the_ground_truth_of_a_verl_row_becomes_the_answer():
     }
     assert as_prompt(row) == row | {"answer": "7"}
     assert as_prompt(row | {"answer": "8"})["answer"] == "8"
-
-
-@pytest.mark.parametrize("row", [{"prompt": " "}, {"prompt": []}, {"prompt": [A]}])
-def test_an_empty_prompt_is_refused(row):
-    with pytest.raises(BadRow, match="empty prompt|no messages"):
-        as_prompt(row)
+    for empty in (" ", [], [A]):
+        with pytest.raises(BadRow, match="empty prompt|no messages"):
+            as_prompt({"prompt": empty})
 
 
 # --- which format ---------------------------------------------------------------------------------------------------
@@ -299,18 +279,3 @@ def test_a_row_without_format_names_its_columns(function, row, named):
     with pytest.raises(BadRow, match=re.escape(named)) as caught:
         function(row)
     line(caught)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"instruction": "q", "output": "a", "history": 3},
-        {"messages": [U | {"content": "\ud83d"}, A]},
-        {"messages": [U, A], "tools": '[{"n": ' + "1" * 5000 + "}]"},
-        {"messages": [U, A], "tools": "[" * 5000 + "]" * 5000},
-        {"messages": [{"role": ["user"], "content": "q"}, A]},
-    ],
-)
-def test_whatever_content_does_is_a_bad_row(row):
-    with pytest.raises(BadRow):
-        as_chat(row)

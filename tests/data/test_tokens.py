@@ -386,28 +386,6 @@ def test_end_of_turn_follows_a_changed_template():
 # --- what calls the tokenizer ---------------------------------------------------------------------------------------
 
 
-class Shouts(PreTrainedTokenizerFast):
-    """A tokenizer that does something to the text before its engine sees it."""
-
-    def _encode_plus(self, text, **kwargs):
-        return super()._encode_plus(text.upper() if isinstance(text, str) else [t.upper() for t in text], **kwargs)
-
-
-def test_the_ids_are_those_of_calling_the_tokenizer_whatever_that_does():
-    plain = make_tokenizer()
-    shouts = Shouts(tokenizer_object=plain.backend_tokenizer, eos_token="<|endoftext|>")
-    texts = ["Hello there, ", "4 \n\n你好 <|im_end|> é", ""]
-    for tokenizer in (plain, shouts):
-        expected = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-        assert [tokenize_text(text, tokenizer) for text in texts] == expected
-        documents = tokenize_documents(texts, tokenizer)
-        assert [ids.tolist() for ids in documents] == [[*ids, tokenizer.eos_token_id] for ids in expected]
-        assert all(ids.dtype == np.int32 for ids in documents)
-    shouts.chat_template = plain.chat_template.replace("im_start", "IM_START").replace("im_end", "IM_END")
-    shouts.add_special_tokens({"additional_special_tokens": ["<|IM_START|>", "<|IM_END|>"]})
-    assert trained(tokenize_messages(CHAT, shouts), shouts) == ["IT IS 2.<|IM_END|>", "4\n\nYES, 4.<|IM_END|>"]
-
-
 def test_a_tokenizer_is_trained_on_texts_that_are_read_once():
     trained_on = [train_bpe(texts, 330).backend_tokenizer.to_str() for texts in (TEXTS, iter(TEXTS), (t for t in TEXTS))]
     assert trained_on[0] == trained_on[1] == trained_on[2]

@@ -45,7 +45,7 @@ def visible(markup):
     return body, re.sub(r"<[^>]+>", " ", body)
 
 
-def test_a_page_is_drawn_and_hostile_text_stays_text(tmp_path, browse):
+def test_hostile_text_on_a_page_stays_text(tmp_path, browse):
     folder = a_run(tmp_path / "run", evil=EVIL)
     write_report([folder], folder / "report.html")
     markup, text = visible(browse(address_of(folder / "report.html", "#x=tokens&y=log&settings=all")))

@@ -92,7 +92,7 @@ def test_the_p_value_is_that_of_coin_tosses(fell, rose):
         ({"id": "a"}, "id"),
     ],
 )
-def test_a_bad_row_is_one_line_with_place_and_field(tmp_path, changed, field):
+def test_a_bad_row_is_named_in_one_line(tmp_path, changed, field):
     path = write(tmp_path / "suite.jsonl", GOOD, {**GOOD, "id": "b", **changed})
     with pytest.raises(UserError, match=f"suite.jsonl:2: {field}: ") as error:
         Suite(path, CPU)
@@ -230,17 +230,8 @@ def test_training_does_not_notice_the_suite(launch, words, capsys):
     assert "regression suite: 4 cases in 2 groups (ends, words)" in out
 
 
-def test_resumed_the_lines_and_the_best_are_the_same(launch, words, monkeypatch):
-    more = [
-        "--regression_steps",
-        "2",
-        "--save_steps",
-        "3",
-        "--save_best",
-        "eval_regression/words",
-        "--save_total_limit",
-        "0",
-    ]
+def test_a_resumed_run_has_the_same_lines(launch, words, monkeypatch):
+    more = "--regression_steps 2 --save_steps 3 --save_best eval_regression/words --save_total_limit 0".split()
     whole = launch("sft", *words("sft", *more, "--eval_steps", "0"), output="whole")
     with monkeypatch.context() as patch:
         stop_after_save(patch, 3)
@@ -253,7 +244,7 @@ def test_resumed_the_lines_and_the_best_are_the_same(launch, words, monkeypatch)
     assert best["step"] == max(rates, key=rates.get) and best["value"] == rates[best["step"]]
 
 
-def test_answers_that_do_not_fit_are_said_at_the_start(launch, words):
+def test_answers_that_do_not_fit_are_refused(launch, words):
     with pytest.raises(UserError, match="lower max_tokens or the prompts of the suite"):
         launch("sft", *words("sft", "--eval_max_new_tokens", "100000", "--dry_run"))
 

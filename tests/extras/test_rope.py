@@ -37,11 +37,12 @@ def make(name):
 
 
 def pair_and_others():
-    """A pair with 12 tokens in common, one of them within the original length; a long and a short sequence."""
+    """A pair with 12 tokens in common, one of them within the original length; a long and a short sequence, and two at the
+    limit."""
     rng = np.random.default_rng(0)
     start = rng.integers(3, V, 12)
     rows = [np.r_[start, rng.integers(3, V, 2)], np.r_[start, rng.integers(3, V, 28)]]
-    rows += [rng.integers(3, V, n) for n in (33, 5)]
+    rows += [rng.integers(3, V, n) for n in (33, 5, ORIGINAL, ORIGINAL + 1)]
     masks = [np.r_[np.zeros(12), np.ones(len(ids) - 12)] if len(ids) in (14, 40) else np.ones(len(ids)) for ids in rows]
     return [[{"input_ids": ids, "loss_mask": mask.astype(np.uint8)}] for ids, mask in zip(rows, masks, strict=True)]
 

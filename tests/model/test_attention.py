@@ -5,13 +5,14 @@ import functools
 
 from common import collators
 from common.collators import flat_batch, split_row
+from common.extras import varlen
 from common.losses import segment_sum
 from common.model import attention
 from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import base_lm, body
 from common.model.lm_head import logits_of
 from common.model.wrap import wrap
-from tests.tiny import TINY, V, tiny_lm, tiny_pair
+from tests.tiny import TINY, V, tiny_lm
 
 import numpy as np
 import pytest
@@ -105,18 +106,6 @@ def test_a_shared_start_changes_nothing(kind, row):
     for found, expected in zip(gradients, wanted_gradients, strict=True):
         if expected is not None:
             torch.testing.assert_close(found, expected, atol=tolerance * float(expected.abs().max() + 1), rtol=tolerance)
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_logps_of_a_shared_row_are_exact(row):
-    examples, _ = ROWS[row]
-    model, lm = tiny_pair("llama")
-    batch = flat_batch(examples, CPU)
-    found = split_row(model(batch).logps, batch)
-    for s, values in zip([s for example in examples for s in example], found, strict=True):
-        ids, trained = torch.as_tensor(s["input_ids"]), torch.as_tensor(s["loss_mask"]).bool()
-        wanted = lm.double()(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
-        torch.testing.assert_close(values[trained].double(), wanted[trained[1:]], atol=1e-4, rtol=1e-5)
 
 
 @settings(deadline=None, max_examples=200)
@@ -305,10 +294,11 @@ def test_the_varlen_kernel_gets_the_same_attention(kind, sharing, monkeypatch):
         calls.append(len(args[0]))
         return naive_varlen(*args, **kwargs)
 
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "TAKES_ENABLE_GQA", True)
+    monkeypatch.setattr(attention, "capability", lambda device: (8, 0))
     assert not calls and torch.equal(model.hidden(batch), wanted)  # float64: the kernel cannot, the buckets do it
-    monkeypatch.setattr(attention, "_varlen_dtype", lambda value: value.dtype)
+    monkeypatch.setattr(varlen.Ragged, "dtype", lambda self, value: value.dtype)
     found = model.hidden(batch)
     assert calls == [batch["input_ids"].shape[1]] * 2  # layers; no query twice
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)

@@ -1,12 +1,11 @@
 """--torch_compile: the blocks are compiled, once for all windows, and the numbers stay."""
 
 import shutil
-import sys
 
-from tests.conftest import run_script
+from tests.conftest import assert_same, losses, run_script, torchrun
 from tests.run.test_health import STAGES
 from tests.scripts.test_equivalence import STAGES as UNEVEN
-from tests.scripts.test_equivalence import arguments, assert_same, free_port, losses
+from tests.scripts.test_equivalence import arguments
 
 import pytest
 import torch
@@ -40,21 +39,12 @@ def test_the_blocks_are_compiled_once_for_windows_of_all_shapes(stage, graphs, l
 
 
 @pytest.mark.slow
-def test_blocks_on_full_rows_are_one_graph(graphs, launch):
-    words = [*STAGES["pretrain"], "--max_steps", "3", "--save_steps", "0", "--packing_strategy", "wrapped"]
-    plain = launch("pretrain", *words, output="plain")
-    compiled = launch("pretrain", *words, "--torch_compile", output="compiled")
-    assert len(graphs) == 1
-    assert_same(losses(plain), losses(compiled), tolerance=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("stage", UNEVEN)
 def test_two_processes_with_compiled_blocks_are_one_without(stage, launch, tmp_path):
     """By the real compiler."""
     whole = losses(launch(stage, *arguments(stage, 8, 1)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command = torchrun()
     command += [f"train_{stage}.py", *arguments(stage, 2, 2), "--torch_compile", "--output_dir", str(tmp_path / "two")]
     run = run_script(command)
     assert run.returncode == 0, run.stderr[-6000:]

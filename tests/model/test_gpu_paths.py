@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from common.collators import flat_batch
 from common.errors import UserError
+from common.extras.varlen import Ragged
 from common.memory import peak_flops
 from common.model import attention
 from common.model.wrap import wrap
@@ -67,14 +68,15 @@ def test_which_kernel_a_gpu_is_asked_for(dtype, masked, head, capability, knows,
     query = SimpleNamespace(device=CUDA, dtype=dtype, shape=(2, 8, 6, head))
     assert attention._kernel_knows_groups(query, masked) == knows
     value = SimpleNamespace(device=CUDA, dtype=dtype, shape=(1, 1, head))
-    assert varlen is None or attention._varlen_dtype(value) == (dtype if varlen else None)
+    assert varlen is None or Ragged(None, None, (1, 1), None).dtype(value) == (dtype if varlen else None)
 
 
 def test_the_varlen_kernel_on_a_cpu():
-    assert attention._kernel_knows_groups(torch.zeros(1, 1, 1, 8), masked=True) and not attention._has_varlen(CPU)
-    assert attention._varlen_dtype(torch.zeros(1, 1, 64)) is None
+    assert attention._kernel_knows_groups(torch.zeros(1, 1, 1, 8), masked=True)
+    assert attention.plan_flat_row([3], CPU).ragged is None
+    assert Ragged(None, None, (1, 1), None).dtype(torch.zeros(1, 1, 64)) is None
     with torch.autocast("cpu", torch.bfloat16):  # rotary embeddings and norms may hand over float32 here
-        assert attention._varlen_dtype(torch.zeros(1, 1, 64)) == torch.bfloat16
+        assert Ragged(None, None, (1, 1), None).dtype(torch.zeros(1, 1, 64)) == torch.bfloat16
 
 
 def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):

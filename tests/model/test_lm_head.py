@@ -3,12 +3,10 @@
 import weakref
 from types import SimpleNamespace
 
-from common.args import CommonArgs
 from common.collators import flat_batch
 from common.model.flat_model import disable_dropout
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.lm_head import log_probs, weighted_nll
-from common.model.lora import add_lora
 from common.model.wrap import wrap
 from tests.model.test_model import CONFIGS, GROUPED, LENGTHS, alone_in_float64, examples, make
 from tests.tiny import SSM
@@ -247,30 +245,6 @@ def test_other_heads_are_called_as_modules(rows, change, chunks, monkeypatch):
     both = torch.autograd.grad((w * logps + u * entropy).sum(), leaves(toy, hidden))
     for a, b in zip(both, want_both, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("targets", [None, ["q_proj", "lm_head"]], ids=["frozen head", "adapted head"])
-@pytest.mark.parametrize("rows", [7, 10**6])
-def test_lora(rows, targets, chunks):
-    pytest.importorskip("peft")
-    chunks(rows)
-    weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
-    batch = flat_batch(examples(), CPU)
-    torch.manual_seed(0)
-    model = add_lora(CommonArgs(lora_r=4, lora_alpha=8, lora_target_modules=targets), wrap(make(CONFIGS["llama"]))).train()
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(p, std=0.1)
-    trained = {name: p for name, p in model.lm.named_parameters() if p.requires_grad}
-    ours = torch.autograd.grad(model(batch, nll_weights=weights).nll, trained.values())
-    by_logps = torch.autograd.grad(-(weights * model(batch).logps).sum(), trained.values())
-    model.lm.get_base_model().set_attn_implementation("sdpa")
-    logps = torch.cat([nn.functional.pad(alone_in_float64(model.lm, example)[1:], (1, 0)) for example in examples()])
-    naive = torch.autograd.grad(-(weights * logps).sum(), trained.values())
-    assert model.lm.get_base_model().lm_head.weight.grad is None
-    for name, a, b, wanted in zip(trained, ours, by_logps, naive, strict=True):
-        scale = wanted.abs().max()
-        assert (a - wanted).abs().max() < 1e-3 * scale and (b - wanted).abs().max() < 1e-3 * scale, name
 
 
 # --- precision ------------------------------------------------------------------------------------------------------

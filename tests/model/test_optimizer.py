@@ -7,8 +7,9 @@ import math
 
 from common.args import CommonArgs
 from common.errors import UserError
+from common.extras.muon import matrices
 from common.model import FlatModel
-from common.model.optimizer import SCHEDULES, check_optimizer, make_optimizer, matrices, moments_bytes, schedule, set_lr
+from common.model.optimizer import SCHEDULES, check_optimizer, make_optimizer, moments_bytes, schedule, set_lr
 from tests.tiny import tiny_lm
 
 import pytest

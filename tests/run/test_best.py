@@ -1,14 +1,12 @@
 """Which evaluation is the best one, and when the search for a better one ends."""
 
 import json
-import shutil
 
 from common.args import CommonArgs
 from common.errors import UserError
 from common.run.best import Best
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 
 def best_by(metric, patience=0, delta=0.0, eval_steps=1):
@@ -54,36 +52,3 @@ def test_the_best_evaluation_and_the_end_of_patience():
     off = best_by(None)
     off.update(1, {"eval_loss": 1.0})
     assert not off.stops(1) and off.folder("out") is None
-
-
-def test_small_steps_add_up_to_an_improvement():
-    best = best_by("max:x", patience=2, delta=1.0)
-    for step in range(1, 20):
-        best.update(step, {"x": step * 0.6})
-        assert best.step == step and not best.stops(step)
-
-
-CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-class Config(LlamaConfig):
-    model_type = "custom"
-class Model(LlamaForCausalLM):
-    config_class = Config
-"""
-
-
-@pytest.mark.slow
-def test_the_best_model_with_code_of_its_own_can_be_loaded(launch, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = tmp_path / "custom"
-    shutil.copytree("data/base_model", folder)
-    (folder / "custom.py").write_text(CODE)
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "custom", "architectures": ["Model"]}
-    config["auto_map"] = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
-    (folder / "config.json").write_text(json.dumps(config))
-    words = (
-        "--config data/configs/sft.yaml --max_train_samples 20 --per_device_train_batch_size 4 --max_steps 2 --save_steps 1"
-    )
-    words += f" --eval_steps 1 --num_samples 0 --save_best eval_loss --trust_remote_code --model_name_or_path {folder}"
-    output = launch("sft", *words.split())
-    assert type(AutoModelForCausalLM.from_pretrained(output, trust_remote_code=True)).__name__ == "Model"

@@ -6,14 +6,11 @@ otherwise), and the LM head runs in chunks.
 """
 
 import importlib.util
-import json
 import shutil
-import sys
 
-from tests.conftest import ROOT, read_metrics, run_script
+from tests.conftest import ROOT, assert_same, losses, read_metrics, run_script, torchrun
 from tests.run.test_fsdp import COMMON, STAGES, assert_same_model, assert_same_untied_model, evaluations, lines, weights
 from tests.run.test_fsdp import untied as untied  # a fixture
-from tests.scripts.test_equivalence import assert_same, free_port, losses
 
 import pytest
 import torch
@@ -71,7 +68,7 @@ def sharded(tmp_path, token_cache):
     def launch(stage, zero, *argv, output="sharded", mixed_precision="no", **environ):
         launcher = tmp_path / "launcher.py"
         launcher.write_text(LAUNCHER)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+        command = torchrun()
         command += [str(launcher), stage, str(zero), mixed_precision, *argv, "--output_dir", str(tmp_path / output)]
         command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
         run = run_script(
@@ -104,18 +101,6 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, ze
     if stage == "grpo":
         tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
-
-
-@pytest.mark.parametrize("more", ["--eval_steps 0 --num_samples 0", LORA])
-def test_weights_that_stay_gathered_are_saved_as_well(more, launch, sharded, arguments):
-    """ZeRO-3's own threshold: whatever has fewer than 1e5 numbers, once it was gathered. What a run compares its weights with
-    when it saves them are their norms at the start, those of the whole model."""
-    one = launch("sft", *arguments("sft"), *more.split(), "--per_device_train_batch_size", "8", output="one")
-    two = sharded("sft", 3, *arguments("sft"), *more.split(), THRESHOLD="100000")
-    assert_same(losses(one), losses(two))
-    assert_same_model(one, two)
-    norms = [json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())["weight_norms"] for run in (one, two)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("zero", [2, 3])

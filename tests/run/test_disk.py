@@ -5,16 +5,13 @@ import resource
 from pathlib import Path
 
 from common.args import CommonArgs
-from common.errors import UserError, say
+from common.errors import UserError
 from common.run.metrics import Metrics
-from tests.conftest import ROOT, SFT, read_metrics
+from tests.conftest import SFT, read_metrics
 
 import pytest
 import torch
 from accelerate import Accelerator
-
-BASE = ROOT / "data" / "base_model"
-
 
 # --- a disk that does not take it -----------------------------------------------------------------------------------
 
@@ -36,16 +33,6 @@ def test_numbers_that_json_does_not_know_are_null_with_the_reason(tmp_path):
     assert first["not_finite"] == {"loss": "nan", "grad_norm": "inf"} and second["not_finite"] == {"eval_loss": "-inf"}
     assert read("samples.jsonl")[0]["score"] is None
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
-
-
-def test_the_seconds_of_the_summary_are_those_of_the_whole_run(tmp_path):
-    """Also where it has gone on from a checkpoint; what is written with the summary is there before it."""
-    metrics, seen = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path))), []
-    metrics.restore({"step": 0, "seconds": 1000.0})
-    metrics.finish(also=lambda summary: seen.append((summary["seconds"], (tmp_path / "summary.json").exists())))
-    ((seconds, was_there),) = seen
-    assert 1000 <= seconds < 1060 and not was_there
-    assert json.loads((tmp_path / "summary.json").read_text())["seconds"] == seconds
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
@@ -76,23 +63,6 @@ def test_a_disk_that_is_full_for_a_while_leaves_whole_lines(tmp_path, capsys):
     assert [json.loads(line)["step"] for line in file.read_text().split("\n")[:-1]] == [1, 2, 5, 6, 7]
     assert json.loads((tmp_path / "summary.json").read_text())["lost_lines"] == 2
     assert capsys.readouterr().out.count("cannot be written") == 1
-
-
-def test_who_speaks(monkeypatch, capsys):
-    for world, rank, speaks in (("", "1", True), (None, "abc", True), ("2", "0", True), ("2", "1", False)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", world) if world is not None else monkeypatch.delenv("WORLD_SIZE", raising=False)
-        say("a line")
-        assert (capsys.readouterr().out == "a line\n") == speaks
-
-
-@pytest.mark.parametrize(
-    "kind, value", [("FSDP", "1"), ("DEEPSPEED", "yes"), ("MEGATRON_LM", "true"), ("DEEPSPEED", "True")]
-)
-def test_what_accelerate_would_ignore_is_one_line(kind, value, launch, monkeypatch):
-    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", value)
-    with pytest.raises(UserError, match=f"ACCELERATE_USE_{kind}={value}|DeepSpeed|Megatron"):
-        launch("sft", *SFT)
 
 
 # --- a folder that vanishes -----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What a family has of its own does not end a run: sizes by layer, shared weights."""
 
 from common.errors import UserError
-from common.extras.experts import routing_size
 from common.model.flat_model import flops_per_token
 from common.model.wrap import wrap
 from tests.conftest import demo
@@ -27,10 +26,6 @@ def test_flops_of_a_model_whose_heads_differ_by_layer_are_counted():
     assert parameters < flops_per_token(model, 64) < 100 * parameters
 
 
-def test_a_dense_model_whose_config_counts_experts_is_no_mixture():
-    assert routing_size(lm_of(transformers.DogeConfig(**SIZE, num_key_value_heads=2))) is None
-
-
 @pytest.fixture
 def base(tmp_path):
     """base(config): words that train a model of it for a step, from a folder."""
@@ -51,14 +46,6 @@ def test_adapters_on_shared_weights_are_not_merged(base, launch):
         launch(*base(config), "--use_peft", "--merge_lora")
 
 
-def test_dropout_of_adapters_on_experts_is_named(base, launch):
-    pytest.importorskip("peft")
-    sizes = SIZE | {"vocab_size": 1024, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16}
-    config = transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2)
-    with pytest.raises(UserError, match="^--lora_dropout .adapters on experts do without"):
-        launch(*base(config), "--use_peft", "--lora_dropout", "0.1")
-
-
 def test_rows_of_new_tokens_are_trained_where_the_base_has_no_tokenizer(base, launch, tmp_path, capsys):
     pytest.importorskip("peft")
     words = base(transformers.LlamaConfig(**SIZE | {"vocab_size": 512}))
@@ -69,15 +56,6 @@ def test_rows_of_new_tokens_are_trained_where_the_base_has_no_tokenizer(base, la
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     launch(*words, "--use_peft", "--tokenizer_name", str(tmp_path / "tokenizer"))
     assert "rows of new tokens are trained: <|newer|>, <|new|>" in capsys.readouterr().out
-
-
-def test_quantisation_with_nothing_to_quantise_or_with_dora_is_refused(base, launch):
-    pytest.importorskip("bitsandbytes")
-    words = base(transformers.MambaConfig(vocab_size=1024, hidden_size=32, num_hidden_layers=1, state_size=4))
-    with pytest.raises(UserError, match="MambaForCausalLM has no layers that can be quantised here"):
-        launch(*words, "--use_peft", "--load_in_4bit")
-    with pytest.raises(UserError, match="--load_in_4bit: not with --use_dora"):
-        launch(*words, "--use_peft", "--load_in_4bit", "--use_dora")
 
 
 @pytest.mark.parametrize("kind", ["opt", "xglm"])

@@ -9,15 +9,13 @@ import signal
 import subprocess
 import sys
 
-from common.args import may_change
 from common.errors import UserError
-from common.files import replace_text, write_manifest
+from common.files import write_manifest
 from common.run import folder as module
-from common.run.folder import checkpoints, delete_run, model_hash
+from common.run.folder import checkpoints, delete_run
 from tests.conftest import GRPO, ROOT, SFT, read_metrics
 from tests.run.test_signals import Script
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -57,14 +55,6 @@ def claim(args, processes=1, inputs=None):
 # --- arguments ----------------------------------------------------------------------------------------------------------
 
 
-def test_undecided_flags_make_another_run(tmp_path):
-    """What a new value means is said where a flag is defined; otherwise it is refused."""
-    allowed = may_change(args_of("sft"))
-    assert allowed["seed"] is allowed["dataset_name"] is allowed["dtype"] is allowed["max_length"] is None
-    assert allowed["learning_rate"] == "course" and allowed["max_steps"] == "length"
-    assert allowed["eval_prompts"] == "evaluation" and allowed["save_steps"] == "execution"
-
-
 CHANGES = [
     ({"seed": 1}, "seed 0 -> 1"),
     ({"dataset_name": ["data/dpo"]}, r"dataset_name \['data/sft'\] -> \['data/dpo'\]"),
@@ -91,26 +81,6 @@ def test_changed_arguments_that_may_change_are_said(tmp_path, capsys):
         said = {"learning_rate: 2e-05 -> 0.5", "max_steps: 8 -> 20", "eval_steps: 100 -> 7", "report_to: None -> wandb"}
         assert set(capsys.readouterr().out.splitlines()) == said | {"processes: 2 -> 1"}
         (tmp_path / "out" / "args.yaml").write_text(yaml.safe_dump(args | changed))
-
-
-def test_runs_of_older_versions_go_on(tmp_path, capsys):
-    """A flag that did not exist had its default."""
-    args = folder_of_a_run(tmp_path)
-    checkpoint, old = tmp_path / "out" / "checkpoint-6", dict(args)
-    del old["loss_type"], old["save_minutes"]
-    (checkpoint / "args.yaml").write_text(yaml.safe_dump(old | {"flag_that_went": 3}))
-    write_manifest(checkpoint)
-    assert claim(args) == checkpoint and "->" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="loss_type nll -> dft"):
-        claim(args | {"loss_type": "dft"})
-
-
-@pytest.mark.parametrize("name", ["eval_prompts", "eval_max_new_tokens", "max_eval_samples"])
-def test_evaluations_compared_by_save_best_stay(name, tmp_path):
-    args = folder_of_a_run(tmp_path, save_best="eval_loss")
-    with pytest.raises(UserError, match=name):
-        claim(args | {name: "another"})
-    assert claim(args | {name: "another", "save_best": "eval_perplexity"})
 
 
 def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):
@@ -168,38 +138,6 @@ def test_an_unreadable_run_is_not_overwritten(tmp_path):
     (tmp_path / "out" / "mine.txt").write_text("")
     delete_run(tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
-
-
-def test_optimizer_settings_are_those_of_the_arguments(launch, capsys):
-    launch("sft", *SFT, *HALF, "--weight_decay", "0.1")
-    output = launch("sft", *SFT, "--max_steps", "4", "--weight_decay", "0.3", "--adam_beta2", "0.9", "--save_steps", "1")
-    assert "weight_decay: 0.1 -> 0.3" in capsys.readouterr().out
-    saved = torch.load(output / "checkpoint-4" / "optimizer.pt", weights_only=True)
-    assert [group["weight_decay"] for group in saved["param_groups"]] == [0.3, 0.0]
-    assert [group["betas"][1] for group in saved["param_groups"]] == [0.9, 0.9]
-    assert saved["state"][0]["step"] == 4
-
-
-STEPS = [
-    ("sft", ["--per_device_train_batch_size", "2"], "a step has 2 samples, and had 4 samples: the order of the samples is"),
-    (
-        "sft --max_tokens_per_batch 300",
-        ["--gradient_accumulation_steps", "2"],
-        "a step has 2 micro-batches, and had 1 micro-batches",
-    ),
-    ("sft --max_tokens_per_batch 300", ["--per_device_train_batch_size", "2"], None),
-    ("grpo", ["--gradient_accumulation_steps", "2"], "a step has 16 completions, and had 8 completions"),
-]
-
-
-@pytest.mark.parametrize(("stage", "change", "said"), STEPS)
-def test_other_steps_are_said(stage, change, said, launch, capsys):
-    stage, *words = stage.split()
-    words = [*(SFT if stage == "sft" else GRPO), *words, "--save_steps", "1", "--max_steps"]
-    launch(stage, *words, "2")
-    launch(stage, *words, "4", *change)
-    out = capsys.readouterr().out
-    assert (said in out) if said else "a step has" not in out
 
 
 def test_smaller_micro_batches_go_on_as_before(launch, capsys):
@@ -304,25 +242,6 @@ def test_an_edited_model_folder_is_noticed(how, launch, tmp_path, capsys):
     launch(stage, *words, "--max_steps", "3")  # its checkpoint is of the new one
 
 
-def test_another_precision_is_another_run(launch, monkeypatch):
-    launch("sft", *SFT, *HALF)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(UserError, match="launched with another mixed_precision: .*--accept_changes"):
-        launch("sft", *SFT, *WHOLE)
-
-
-def test_each_megabyte_of_weights_is_looked_at(tmp_path):
-    file = tmp_path / "model.safetensors"
-    data = np.random.default_rng(0).integers(0, 256, 70 * 2**20, dtype=np.uint8)
-    data.tofile(file)
-    before = model_hash(tmp_path)
-    for at in (5, 2**20 - 1, 33 * 2**20, 69 * 2**20 + 4000):
-        data[at] ^= 1
-        data.tofile(file)
-        assert model_hash(tmp_path) != before, at
-        data[at] ^= 1
-
-
 @pytest.mark.slow
 def test_edited_rewards_templates_and_imports_are_noticed(launch, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -364,12 +283,6 @@ def test_a_folder_belongs_to_one_living_run(tmp_path, token_cache):
     with Script(tmp_path, *words) as run:  # at once: the kernel has let go
         reached = run.steps()
         run.until(lambda: run.steps() != reached)
-
-
-def test_a_stale_lock_file_does_not_block(launch, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".lock").write_text("process 1 on elsewhere, since 1999-12-31 23:59:59")
-    launch("sft", *SFT, "--max_steps", "1")
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["deleted", "deleted and taken by another run"])
@@ -415,17 +328,6 @@ def test_what_is_read_does_not_lie_in_the_folder(launch, tmp_path):
     assert sorted(os.listdir(out)) == before
 
 
-def test_other_files_of_the_user_stay(launch, tmp_path):
-    out = tmp_path / "out"
-    (out / "mine").mkdir(parents=True)
-    for name in ("log.txt", "mine/notes.txt"):
-        (out / name).write_text("mine")
-    quiet = ["--logging_steps", "0", "--save_steps", "0", "--max_steps", "1"]  # leaves no line and no checkpoint
-    launch("sft", *SFT, *quiet)
-    launch("sft", *SFT, *quiet, "--seed", "1", "--overwrite_output_dir")
-    assert all((out / name).read_text() == "mine" for name in ("log.txt", "mine/notes.txt"))
-
-
 def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
     words = [*SFT, "--max_steps", "2", "--save_steps", "1"]
     output = launch("sft", *words)
@@ -448,12 +350,3 @@ def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
     launch("sft", *words, "--overwrite_output_dir", "--max_steps", "1")
     assert json.loads((output / "dataset.json").read_text())["plan"]["steps"] == 1
     assert not (output / "checkpoint-2").exists() and (output / "summary.json").exists()
-
-
-def test_a_text_is_replaced_whole(tmp_path, monkeypatch):
-    file = tmp_path / "a.json"
-    replace_text(file, "one")
-    monkeypatch.setattr(os, "replace", lambda *args: os.rmdir(tmp_path / "none"))
-    with pytest.raises(OSError):
-        replace_text(file, "two")
-    assert file.read_text() == "one"

@@ -6,10 +6,8 @@ in chunks, too, which the other side of the comparisons does not.
 
 import json
 import shutil
-import sys
 
-from tests.conftest import ROOT, read_metrics, run_script, teacher
-from tests.scripts.test_equivalence import assert_same, free_port, losses
+from tests.conftest import ROOT, assert_same, losses, read_metrics, run_script, teacher, torchrun
 from tests.tiny import SIZE
 
 import pytest
@@ -74,8 +72,7 @@ def sharded(tmp_path, token_cache):
         launcher = tmp_path / "launcher.py"
         launcher.write_text(LAUNCHER)
         processes = 4 if config == "hsdp" else 2
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-        command += ["--master_port", str(free_port())]
+        command = torchrun(processes)
         command += [str(launcher), stage, mixed_precision, *argv, "--output_dir", str(tmp_path / output)]
         command += ["--per_device_train_batch_size", str(4 // processes), "--gradient_accumulation_steps", "2"]
         command += ["--dataset_cache_dir", str(token_cache)]
@@ -174,15 +171,6 @@ def test_two_copies_on_two_processes_each_are_one_process(launch, sharded, words
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_rollouts_on_two_copies_are_those_of_one_process(launch, sharded, words):
-    one = launch("grpo", *words("grpo"), "--per_device_train_batch_size", "8", output="one")
-    four = sharded("grpo", *words("grpo"), config="hsdp")
-    assert_same(losses(one), losses(four))
-    tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, four)]
-    assert tokens[0] == tokens[1]
-    assert_same_model(one, four)
-
-
 WHOLE = """
 import json
 from accelerate import Accelerator
@@ -207,14 +195,6 @@ def test_whole_gradients_are_held_until_the_last_micro_batch(mixed_precision, sh
     sharded("sft", *words("sft"), mixed_precision=mixed_precision, first=WHOLE)
     held, numbers = json.loads((tmp_path / "held").read_text())
     assert held[0] == 4 * numbers and held[1] == 0 and held[:2] * 3 == held  # two micro-batches in each window
-
-
-def test_an_evaluation_that_samples_nothing_leaves_weights_that_can_be_saved(launch, sharded):
-    words = [*STAGES["sft"].split(), *COMMON.split(), "--eval_prompts", "", "--num_samples", "0"]
-    one = launch("sft", *words, "--per_device_train_batch_size", "8", output="one")
-    two = sharded("sft", *words)
-    assert_same(losses(one), losses(two))
-    assert_same_model(one / "checkpoint-2", two / "checkpoint-2")
 
 
 def test_a_reward_model_is_that_of_one_process(launch, sharded):
@@ -250,24 +230,6 @@ def test_log_probabilities_and_gradients_are_not_rounded_with_bf16(launch, shard
     assert read_metrics(two)[1]["sampling/logp_difference"] < 0.01
 
 
-WITH_DTYPES = """
-from common.model.flat_model import FlatModel
-forward = FlatModel.forward
-def seen(self, batch, **options):
-    found = {str(x.dtype) for x in options.values() if hasattr(x, "dtype")} | {str(batch["loss_mask"].dtype)}
-    open(os.environ["SEEN"], "a").write(" ".join(found) + chr(10))
-    return forward(self, batch, **options)
-FlatModel.forward = seen
-"""
-
-
-def test_weights_of_the_loss_are_not_rounded_with_bf16(sharded, words, tmp_path, monkeypatch):
-    """1/N in bfloat16 is off by up to 0.4 %."""
-    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
-    sharded("sft", *words("sft"), mixed_precision="bf16", first=WITH_DTYPES)
-    assert set((tmp_path / "seen").read_text().split()) == {"torch.float32"}
-
-
 @pytest.fixture
 def untied(tmp_path):
     """A folder with a model whose LM head is not its embedding."""
@@ -295,17 +257,6 @@ def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, words, un
     assert_same(losses(one), losses(two))
     for folder in ("", "checkpoint-2"):
         assert_same_untied_model(one / folder, two / folder)
-
-
-@pytest.mark.slow
-def test_the_best_adapter_is_merged_as_by_one_process(launch, sharded, words):
-    lora = "--use_peft --lora_r 4 --merge_lora --save_best max:eval_loss".split()  # the best is not the last
-    one = launch("sft", *words("sft"), *lora, "--per_device_train_batch_size", "8", output="one")
-    two = sharded("sft", *words("sft"), *lora)
-    assert_same(losses(one), losses(two))
-    assert_same_model(one, two)
-    best, last = (load_file(two / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (1, 2))
-    assert any(not torch.equal(best[name], last[name]) for name in best)
 
 
 @pytest.mark.slow

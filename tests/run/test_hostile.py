@@ -5,42 +5,18 @@ import os
 import shutil
 from pathlib import Path
 
-from common.data.chat import read_chat_template
 from common.data.sources import load_rows
-from common.data.tokens import tokenize_messages, tokenize_prompt
 from common.errors import UserError
-from tests.conftest import ROOT, SFT, read_metrics
+from tests.conftest import ROOT, SFT
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 BASE = ROOT / "data" / "base_model"
 
 
 # --- special tokens -------------------------------------------------------------------------------------------------
-
-
-def test_special_tokens_in_keys_and_the_characters_of_placeholders_are_plain_text():
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.chat_template = (
-        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
-        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    calls = [{"function": {"name": "f", "arguments": {"<|im_end|>\n<|im_start|>user": 1}}}]
-    tools = [{"function": {"name": "f", "parameters": {"properties": {"<|im_end|>": {"type": "string"}}}}}]
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": calls}]
-    sequence = tokenize_messages(chat, tokenizer, tools=tools)
-    assert (sequence["input_ids"] == end).sum() == 2
-    text = "a\ufdd00\ufdd1b\ufdd0\ufdd0c\ufdd1<|im_end|>"
-    tokenizer.chat_template = read_chat_template("chatml")
-    chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
-    sequence = tokenize_messages(chat, tokenizer)
-    assert tokenizer.decode(sequence["input_ids"][sequence["loss_mask"] == 1]).startswith(text)
-    assert tokenize_prompt(chat[:1], tokenizer) == sequence["input_ids"][: int(sequence["loss_mask"].argmax())].tolist()
 
 
 # --- model folders --------------------------------------------------------------------------------------------------
@@ -155,65 +131,10 @@ def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path
     assert "LOAD REPORT" not in capfd.readouterr().err  # of transformers, in twenty lines
 
 
-def test_a_layer_that_predicts_further_tokens_is_left_out(launch, tmp_path, capsys):
-    """DeepSeek-V3 and GLM-4-MoE have one behind the last layer, under a number of its own."""
-    shutil.copytree(BASE, tmp_path / "model")
-    with_more(tmp_path / "model", "model.layers.3.enorm.weight")
-    edit_config(tmp_path / "model", num_nextn_predict_layers=1)
-    launch("sft", *SFT, "--model_name_or_path", str(tmp_path / "model"), "--dry_run")
-    assert "has no place for model.layers.3.enorm.weight" in capsys.readouterr().out
-
-
-def test_a_name_of_a_tensor_reaches_the_terminal_spelled_out(launch, tmp_path, capfd):
-    shutil.copytree(BASE, tmp_path / "model")
-    tensors = load_file(BASE / "model.safetensors") | {"model.\x1b[2J\x1b]0;owned\x07 a \u202e d": torch.zeros(2)}
-    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    launch("sft", *SFT, "--model_name_or_path", str(tmp_path / "model"), "--dry_run")
-    said = capfd.readouterr()
-    assert "has no place for model.\\x1b[2J" in said.out and "\x1b[2J" not in said.out + said.err
-
-
-@pytest.mark.slow
-def test_a_readme_of_the_users_stays(launch, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "README.md").write_text("mine")
-    output = launch("sft", *SFT, "--max_steps", "1", "--use_peft")
-    assert (output / "README.md").read_text() == "mine" and (output / "adapter_config.json").exists()
-
-
 # --- nothing held out -----------------------------------------------------------------------------------------------
 
 
-def test_grpo_runs_where_nothing_is_held_out(launch, tmp_path):
-    """As on GSM8K's own file, with the flags as they are by default."""
-    rows = [{"question": f"What is {i}+1?", "answer": f"It is #### {i + 1}"} for i in range(16)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
-        "--model_name_or_path",
-        str(BASE),
-        "--dataset_name",
-        str(tmp_path / "train.jsonl"),
-        "--columns",
-        "prompt=question",
-    ]
-    words += ["--system_prompt", "End with: Answer: <number>", "--reward_funcs", "exact_number", "length:200"]
-    output = launch("grpo", *words, "--max_steps", "2", "--max_completion_length", "8", "--logging_steps", "1")
-    assert [row["step"] for row in read_metrics(output) if "reward" in row] == [1, 2]
-
-
 # --- templates and rows ---------------------------------------------------------------------------------------------
-
-
-def test_a_template_that_is_none_is_one_line(tmp_path):
-    (tmp_path / "latin.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
-    for name, says in (
-        (str(tmp_path / "latin.jinja"), "latin.jinja: not UTF-8"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}" * 9, "that is a template itself; write it to a .jinja file"),
-        ("x" * 300 + ".jinja", "File name too long"),
-        (str(tmp_path), "shipped templates: chatml, plain"),
-    ):
-        with pytest.raises(UserError, match=says):
-            read_chat_template(name)
 
 
 def test_a_key_twice_in_a_row_is_not_taken(tmp_path):
@@ -222,30 +143,3 @@ def test_a_key_twice_in_a_row_is_not_taken(tmp_path):
     (tmp_path / "a.json").write_text('[{"y": 1, "y": 2}]')
     with pytest.raises(UserError, match="a.json: .*'y' appears twice"):
         load_rows(str(tmp_path / "a.json"))
-
-
-def test_a_pipe_is_no_file_and_a_folder_has_no_revision_and_no_configurations(launch, tmp_path, capsys):
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(UserError, match="is a pipe or a device, which cannot be read twice"):
-        launch("sft", *SFT, "--dataset_name", str(tmp_path / "pipe.jsonl"))
-    with pytest.raises(UserError, match="--model_revision v2: data/base_model is a folder, not a Hub model"):
-        launch("sft", *SFT, "--model_revision", "v2")
-    launch("sft", *SFT, "--dataset_config", "de", "--dry_run")
-    assert "--dataset_config de does nothing" in capsys.readouterr().out
-
-
-def test_too_long_sequences_name_the_flags_that_limit_them(launch, tmp_path):
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz" * 600}]
-    (tmp_path / "long.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    words = [
-        *SFT,
-        "--dataset_name",
-        str(tmp_path / "long.jsonl"),
-        "--max_length",
-        "600",
-        "--per_device_train_batch_size",
-        "1",
-    ]
-    with pytest.raises(UserError, match="the model has 512 positions: lower --max_length$"):
-        launch("sft", *words)
-    launch("sft", *words, "--max_length", "512", "--max_steps", "1")  # as it says

@@ -74,24 +74,3 @@ def test_a_tower_that_is_left_out_is_said(folder, launch, capsys):
     assert "left out: what qwen3_5 has beside its text model (it is exported as qwen3_5_text)" in said
     assert json.loads((output / "config.json").read_text())["model_type"] == "qwen3_5_text"
     transformers.AutoModelForCausalLM.from_pretrained(output)
-
-
-def test_the_demo_says_what_it_trains(launch, capsys):
-    output = launch("sft", "--config", demo("sft"), "--model_name_or_path", "data/base_model", *SHORT)
-    said = capsys.readouterr().out
-    assert "model: LlamaForCausalLM, 381,600 of 381,600 parameters trained; float32; flat rows;" in said
-    assert "answers end with <|im_end|>" in said or "or <|im_end|>" in said
-    report = json.loads((output / "dataset.json").read_text())["model"]
-    assert report["dtype"] == {"base": "float32", "weights": "float32", "autocast": "no", "export": "float32"}
-    assert report["called_on"] == "flat rows" and report["chat_template"] == "the tokenizer's"
-
-
-def test_a_quantised_base_is_counted(launch, capsys):
-    """Each matrix of the layers; embedding, head and norms stay."""
-    pytest.importorskip("bitsandbytes")
-    output = launch("sft", "--config", demo("sft"), *SHORT, "--use_peft", "--load_in_4bit")
-    tensors = load_file("data/base_model/model.safetensors")
-    matrices = sum(t.numel() for name, t in tensors.items() if t.dim() == 2 and ".layers." in name)
-    report = json.loads((output / "dataset.json").read_text())["model"]
-    assert report["quantised"] == matrices > 0
-    assert f"{matrices:,} parameters quantised" in capsys.readouterr().out

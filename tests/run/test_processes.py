@@ -4,9 +4,7 @@ import json
 import sys
 import time
 
-from tests.conftest import read_metrics, run_script, train_metrics
-from tests.sampling.fake_vllm import FakeVLLM
-from tests.scripts.test_equivalence import assert_same, free_port, losses
+from tests.conftest import assert_same, free_port, losses, read_metrics, run_script, train_metrics
 
 import pytest
 
@@ -144,71 +142,3 @@ def test_three_rows_on_two_processes_are_trained_as_on_one(two, launch, tmp_path
     assert_same(losses(one), losses(both), tolerance=1e-6)
     evaluations = [[row["eval_loss"] for row in read_metrics(output) if "eval_loss" in row] for output in (one, both)]
     assert len(evaluations[0]) == 4 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
-
-
-NAMES = """
-from common.run.metrics import Metrics
-old = Metrics.add
-def named(self, weights=1.0, **values):
-    if "loss" in values:
-        values["only_%d" % RANK] = values["loss"]
-        values["aa" if RANK == 0 else "zz"] = values["loss"] * 0 + 7.0
-    old(self, weights, **values)
-Metrics.add = named
-"""
-
-
-def test_metrics_that_one_process_alone_has_are_means_over_that_one(two, launch):
-    """And the others keep their names, and none waits for ever."""
-    words = [*SFT, "--max_steps", "2", "--per_device_train_batch_size", "2"]
-    run, output, _ = two("sft", words, NAMES)
-    assert run.returncode == 0, run.stderr[-4000:]
-    rows = train_metrics(output)
-    alone = train_metrics(launch("sft", *words, "--per_device_train_batch_size", "4", output="alone"))
-    for row, wanted in zip(rows, alone, strict=True):
-        assert row["aa"] == row["zz"] == 7.0
-        assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
-        assert min(row["only_0"], row["only_1"]) < row["loss"] < max(row["only_0"], row["only_1"])
-
-
-def test_processes_share_what_servers_sample(two, tmp_path, launch):
-    """Two processes with one server: the weights have one name on all; the completions are those of one process."""
-    words = [*GRPO, "--save_steps", "0", "--eval_steps", "0"]
-    rows = []
-    for processes in (1, 2):
-        with FakeVLLM("data/base_model", max_model_len=512) as server:
-            more = ["--rollout_server", server.url, "--max_steps", "2"]
-            if processes == 1:
-                output = launch("grpo", *words, *more, "--per_device_train_batch_size", 16)
-            else:
-                run, output, _ = two("grpo", [*words, *more])
-                assert run.returncode == 0, run.stderr[-3000:]
-            assert server.reloads == 2
-        rows.append([json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()])
-        assert all(
-            row["sampling/logp_difference"] < 1e-3 for row in read_metrics(output) if "sampling/logp_difference" in row
-        )
-    assert len(rows[0]) == 32
-    one, other = ([(row["prompt"], row["completion"]) for row in some if row["step"] == 1] for some in rows)
-    assert one == other
-
-
-SERVER_REFUSES = """
-from common.errors import UserError
-from common.extras.vllm import RolloutServers
-complete = RolloutServers._complete_all
-def broken(self, *args):
-    if RANK == 1:
-        open(os.environ["FAILED"], "w").close()
-        raise UserError("no server is left for the second process")
-    return complete(self, *args)
-RolloutServers._complete_all = broken
-"""
-
-
-def test_a_process_without_servers_ends_all_in_one_line(two):
-    with FakeVLLM("data/base_model", max_model_len=512) as server:
-        run, _, seconds = two("grpo", [*GRPO, "--rollout_server", server.url], SERVER_REFUSES)
-    assert run.returncode != 0 and seconds < 60
-    assert "error: no server is left for the second process" in run.stderr
-    assert "[rank0]: Traceback" not in run.stderr and "[rank1]: Traceback" not in run.stderr  # the launcher has one

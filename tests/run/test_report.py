@@ -2,7 +2,6 @@
 
 import json
 
-from common.errors import UserError
 from tests.conftest import read_metrics
 
 import numpy as np
@@ -109,36 +108,3 @@ def test_prompts_of_grpo_may_be_mixed_and_go_from_short_to_long(launch):
     sources = ["--dataset_name", "data/grpo", "data/grpo_zero", "--dataset_weights", "3", "1"]
     mixed = prompts(launch("grpo", *words, *sources, output="mixed"))
     assert abs(sum(isinstance(prompt, str) for prompt in mixed) - 5) <= 1
-
-
-def test_the_scripts_refuse_settings_of_the_data_that_cannot_work(launch, tmp_path):
-    for words, message in (
-        (["--turn_dropping", "2"], "--turn_dropping 2.0 is out of range"),
-        (["--turn_dropping", "0.5", "--train_on", "last_turn"], "--train_on all_turns"),
-        (["--curriculum_column", "difficulty"], "--curriculum_column difficulty: no such column; found messages"),
-        (["--dataset_streaming", "--max_steps", "-1"], "--max_steps"),
-        (["--dataset_streaming", "--max_steps", "2", "--turn_dropping", "0.1"], "--dataset_streaming"),
-        (["--max_tokens_per_batch", "20"], "--max_tokens_per_batch 20: one example alone has"),
-        (["--dataset_weights", "1", "2"], "2 weights for 1 source"),
-        (["--dataset_cache_dir", "/proc/nowhere"], "--dataset_cache_dir /proc/nowhere: cannot be written"),
-    ):
-        with pytest.raises(UserError) as caught:
-            launch("sft", *STAGES["sft"], *words, "--overwrite_output_dir")
-        assert message in str(caught.value) and "\n" not in str(caught.value), (words, str(caught.value))
-    with pytest.raises(UserError, match="--dataset_streaming"):
-        launch("grpo", *STAGES["grpo"], "--dataset_streaming")
-
-
-def test_a_source_with_settings_of_its_own_comes_from_yaml(launch, tmp_path):
-    config = tmp_path / "run.yaml"
-    chats = write_chats(tmp_path / "some.jsonl", CHATS[:2])
-    config.write_text(
-        f"model_name_or_path: data/base_model\ndataset_name:\n  - {{path: {chats}, weight: 0.5}}\n"
-        "  - {path: data/sft, weight: 1.5, max_samples: 7}\nmax_steps: 1\neval_steps: 0\nsave_steps: 0\nmax_length: 256\n"
-    )
-    output = launch("sft", "--config", config)
-    facts = json.loads((output / "dataset.json").read_text())["sources"]
-    assert [(found["source"], found["examples"], found["share"]) for found in facts] == [("some", 2, 0.25), ("sft", 7, 0.75)]
-    assert '"path": "data/sft"' in (output / "args.yaml").read_text()
-    again = launch("sft", "--config", output / "args.yaml", "--output_dir", str(tmp_path / "again"), output="x")
-    assert again == tmp_path / "x" and (tmp_path / "again" / "dataset.json").exists()

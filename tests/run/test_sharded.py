@@ -6,10 +6,9 @@ import sys
 
 from common.files import find_damage
 from common.run.folder import checkpoints, newest_intact
-from tests.conftest import read_metrics, run_script
+from tests.conftest import read_metrics, run_script, torchrun
 from tests.run.test_fsdp import LAUNCHER
 from tests.run.test_fsdp import words as words  # a fixture
-from tests.scripts.test_equivalence import free_port
 
 import pytest
 import torch
@@ -63,8 +62,8 @@ def run(tmp_path, token_cache):
     def launch(processes, stage, *argv, output="out", first=SHARDED, died=False, **environ):
         launcher = tmp_path / "launcher.py"
         launcher.write_text(LAUNCHER)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-        command += ["--master_port", str(free_port()), str(launcher), stage, "no"]
+        command = torchrun(processes)
+        command += [str(launcher), stage, "no"]
         command += [*argv, "--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache)]
         command += ["--per_device_train_batch_size", str(4 // processes), "--gradient_accumulation_steps", "2"]
         found = run_script(command, timeout=240, FIRST=first, **environ)
@@ -128,16 +127,6 @@ def test_shards_resume_exactly_and_merge(stage, run, words, tmp_path):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_either_kind_resumes_the_other(run, words, tmp_path):
-    plain = run(2, "sft", *words("sft"), output="plain", first="")
-    for first, then in ((SHARDED, ""), ("", SHARDED)):
-        name = f"begun-{len(first)}"
-        again = run(2, "sft", *words("sft"), output=name, first=first)
-        again = run(2, "sft", *words("sft"), output=rewound(again, tmp_path / f"{name}-again").name, first=then)
-        assert read_metrics(plain) == read_metrics(again)
-        assert_same_files(plain, again)
-
-
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_shards_of_2_on_4_on_1_on_2(optim, run, words, tmp_path):
     """What was saved by 2 processes is read and saved by 4, that by one, that by 2: the same weights and moments."""
@@ -155,16 +144,6 @@ def test_shards_of_2_on_4_on_1_on_2(optim, run, words, tmp_path):
         assert find_damage(saved) is None
         now = tensors(saved)
         assert first.keys() == now.keys() and all(torch.equal(first[name], now[name]) for name in first)
-
-
-def test_the_best_shards_are_exported(run, words):
-    """The best is not the last."""
-    out = run(2, "sft", *words("sft"), "--save_best", "max:eval_loss", "--learning_rate", "1e-2")
-    best, last = checkpoints(out)
-    merged = tensors(best)
-    final = load_file(out / "model.safetensors")
-    assert all(torch.equal(final[name], merged[f"pytorch_model_fsdp_0/model/{name}"]) for name in final)
-    assert any(not torch.equal(tensors(last)[name], merged[name]) for name in merged if "fsdp" in name)
 
 
 def test_kills_during_sharded_saves_lose_nothing(run, words):

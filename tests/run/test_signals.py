@@ -1,18 +1,16 @@
 """A run that is told to stop saves at the step reached, leaves with code 75, and loses and repeats nothing when it goes on."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 from common.run.folder import checkpoints
 from common.run.retry import Retry
-from common.run.signals import EXIT_CODE, EXIT_SECONDS, Signals
+from common.run.signals import EXIT_CODE
 from tests.conftest import ROOT, read_metrics
 from tests.run.test_resume import COMMON, STAGES
 
@@ -130,23 +128,6 @@ def test_a_signal_in_the_last_step_lets_the_run_end(launch, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_terminated_leaves_with_75_and_the_same_command_goes_on(launch, token_cache, tmp_path):
-    words = [*SFT, "--max_steps", "40", "--gradient_accumulation_steps", "4", "--dataset_cache_dir", str(token_cache)]
-    with Script(tmp_path, *words, prefix="stopped") as run:
-        run.until(lambda: run.steps() >= 3)
-        run.process.terminate()
-        assert run.process.wait(30) == EXIT_CODE, run.log.read_text()
-        [checkpoint] = checkpoints(run.output)
-        said = run.log.read_text()
-        step = run.steps()
-        assert checkpoint.name == f"checkpoint-{step}" and "Traceback" not in said
-        assert f"stopped at step {step} by SIGTERM; the same command goes on from {checkpoint}" in said.splitlines()
-    resumed = launch("sft", *words, output="stopped")
-    whole = launch("sft", *words, output="whole")
-    assert read_metrics(resumed) == read_metrics(whole) and same_weights(resumed, whole)
-
-
-@pytest.mark.slow
 def test_sigusr1_saves_and_a_second_ctrl_c_leaves_at_once(tmp_path, token_cache):
     (tmp_path / "slow.py").write_text(SLOW)
     words = [*SFT, *LONG, "--gradient_accumulation_steps", "30", "--dataset_cache_dir", str(token_cache)]
@@ -210,69 +191,6 @@ def test_the_clock_saves(launch):
     assert not checkpoints(launch("sft", *words, "--save_minutes", "60", output="rarely"))
     output = launch("sft", *words, "--save_minutes", "1e-6", output="always")
     assert [folder.name for folder in checkpoints(output)] == [f"checkpoint-{step}" for step in range(1, 8)]
-
-
-def limited(max_hours, save_minutes):
-    return SimpleNamespace(max_hours=max_hours, save_minutes=save_minutes)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Signals whose time is ours: clock.now; clock.start(max_hours, save_minutes)."""
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("common.run.signals.time", SimpleNamespace(time=lambda: clock.now))
-    monkeypatch.setattr("common.run.signals.START", 900.0)
-    accelerator = SimpleNamespace(num_processes=1, is_main_process=True, device=torch.device("cpu"))
-    made = []
-    clock.start = lambda *limits: made.append(Signals(accelerator, limited(*limits))) or made[-1]
-    yield clock
-    for signals in made:
-        signals.close()
-
-
-@pytest.mark.parametrize(("step", "evaluation", "save"), [(60, 600, 120), (1, 0, 300), (900, 0, 5), (0.1, 30, 0.1)])
-def test_a_limit_of_time_is_kept_and_used(clock, step, evaluation, save):
-    """Steps, evaluations every ten, a checkpoint every hundred: the last save ends before the limit, with a step's room."""
-    signals = clock.start(4.0, None)
-    clock.now += evaluation
-    for n in range(1_000_000):
-        asked = signals.asked_for()
-        if asked or n and n % 100 == 0:
-            clock.now += save
-            signals.saved()
-        if asked == "stop":
-            break
-        clock.now += step + (evaluation if n % 10 == 9 else 0)
-    left = 900 + 4 * 3600 - clock.now
-    assert EXIT_SECONDS < left + 1e-6 and left < 2 * (step + evaluation + save) + save + EXIT_SECONDS + 1
-
-
-def test_what_was_asked_for_waits_until_it_is_possible(clock):
-    signals = clock.start(None, 1.0)
-    assert signals.asked_for() == ""
-    signal.raise_signal(signal.SIGUSR1)
-    assert [signals.asked_for(possible) for possible in (False, False, True, True)] == ["", "", "save", ""]
-    clock.now += 61
-    assert [signals.asked_for(possible) for possible in (False, True)] == ["", "save"]
-    signals.saved()
-    assert signals.asked_for() == ""
-    signal.raise_signal(signal.SIGUSR1)
-    signal.raise_signal(signal.SIGTERM)
-    assert signals.asked_for() == "stop"
-    signals.close()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == signal.getsignal(signal.SIGUSR1)
-
-
-def test_a_forked_process_ends_at_a_signal_as_usual(clock):
-    clock.start(None, None)
-    context = multiprocessing.get_context("fork")
-    running = context.Event()
-    sleeper = context.Process(target=lambda: (running.set(), time.sleep(20)), daemon=True)
-    sleeper.start()
-    assert running.wait(10)
-    sleeper.terminate()
-    sleeper.join(5)
-    assert sleeper.exitcode == -signal.SIGTERM
 
 
 def test_ctrl_c_before_the_first_step_is_one_line(tmp_path):

@@ -19,9 +19,8 @@ import urllib.request
 from types import SimpleNamespace
 
 import common  # noqa: F401  before torch, as in the scripts
-from tests.conftest import ROOT, read_metrics, run_script
+from tests.conftest import ROOT, free_port, read_metrics, run_script
 from tests.run.test_fsdp import LAUNCHER
-from tests.scripts.test_equivalence import free_port
 
 import psutil
 import pytest
@@ -160,15 +159,6 @@ def test_the_engine_agrees_with_the_trainer(one_run):
     assert statistics.mean(reward[:2]) < 0.6 and statistics.mean(reward[-5:]) > 0.85  # it learns
 
 
-def test_the_same_seed_gives_the_same_run_and_another_one_another(one_run, files, server, tmp_path):
-    # Its second push finds other weights and another step in the server than the first run did.
-    again = script_run(files, 3, tmp_path / "again", "--rollout_server", server.url)
-    other = script_run(files, 1, tmp_path / "other", "--rollout_server", server.url, "--seed", 7)
-    first = [row for row in completions(one_run) if row[0] <= 3]
-    assert completions(again) == first
-    assert completions(other) != [row for row in first if row[0] == 1]
-
-
 def assert_same_start(output, other):
     """The first rollout is the same one. (Later, weights that are rounded otherwise may draw another token.)"""
     first = [row for row in completions(other) if row[0] == 1]
@@ -197,13 +187,6 @@ def test_a_resumed_run_pushes_its_weights_first(one_run, files, server, tmp_path
     assert completions(output) == completions(one_run)
     mine, whole = weights(output), weights(one_run)
     assert all(torch.equal(mine[name], whole[name]) for name in whole)
-
-
-def test_lora_is_merged_into_what_the_server_gets(files, server, tmp_path):
-    pytest.importorskip("peft")
-    more = ("--rollout_server", server.url, "--use_peft", "--lora_r", 8, "--learning_rate", "3e-2")
-    output = script_run(files, 4, tmp_path / "lora", *more)
-    assert max(column(output, "sampling/logp_difference")) < 1e-3
 
 
 # --- the last test: it kills the server -----------------------------------------------------------------------------------

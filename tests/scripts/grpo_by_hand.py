@@ -101,6 +101,7 @@ def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",
     names += ["--reward_funcs", *(f"{folder / 'rewards.py'}:{name}" for name in rewards), "--num_generations", 4]
     names += ["--max_completion_length", LONGEST, "--per_device_train_batch_size", 8, "--learning_rate", "5e-4"]
     run = watched(launch, stage, model, *names, *flags, output=output)
+    longest = int(dict(zip(flags, flags[1:], strict=False)).get("--max_completion_length", LONGEST))
     calls, lines = read_rows(folder / "calls.jsonl"), read_rows(run.output / "completions.jsonl")
     run.rollouts, run.starts, at = [], [], 0
     for call in calls:
@@ -110,8 +111,8 @@ def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",
             text = completion if isinstance(completion, str) else completion[0]["content"]
             assert (line["prompt"], line["completion"]) == (prompt, text)
             assert text == tokenizer().decode(ids, skip_special_tokens=True)
-            assert 1 <= len(ids) <= LONGEST and not set(ids[:-1]) & set(STOPS)
-            assert len(ids) == LONGEST or ids[-1] in STOPS
+            assert 1 <= len(ids) <= longest and not set(ids[:-1]) & set(STOPS)
+            assert len(ids) == longest or ids[-1] in STOPS
             assert line["finished"] == (ids[-1] in STOPS)
             scores = list(line["rewards"].values())
             assert list(line["rewards"]) == list(rewards)
@@ -177,6 +178,7 @@ class Settings:
     steps_per_generation: int = 1
     num_iterations: int = 1
     temperature: float = 1.0
+    max_completion_length: int = LONGEST
     loss_type: str = "dapo"
     scale_rewards: str = "group"
     reward_weights: tuple | None = None  # 1 for each
@@ -300,7 +302,7 @@ def window_loss(policy, old, sampler, reference, rollout, window, s):
             "bnpo": 1 / tokens_of_window,
             "cispo": 1 / (tokens_of_rollout / s.steps_per_generation),
             "dapo": 1 / (tokens_of_rollout / s.steps_per_generation),
-            "dr_grpo": 1 / (s.size * LONGEST),
+            "dr_grpo": 1 / (s.size * s.max_completion_length),
         }[s.loss_type]
         if i not in left_out:
             loss = loss + weight * losses.sum()

@@ -18,7 +18,6 @@ import pytest
 DATA = Path(__file__).parents[2] / "data"
 sys.path.insert(0, str(DATA))
 
-import style  # noqa: E402
 
 SPLITS = ["train", "validation", "test"]
 GENERATED = [
@@ -144,27 +143,6 @@ def texts_of(name: str, correct_only: bool = False) -> list[str]:
     return [row["prompt"] if isinstance(row["prompt"], str) else joined(row["prompt"]) for row in rows]
 
 
-def wrong_claims(text: str) -> list[Event]:
-    """Equations and answers that do not follow; a working must be that of the question before it."""
-    wrong: list[Event] = []
-    chain: list[int] = []  # the question or story so far
-    shown: list[int] = []  # its working so far
-    for kind, numbers in events(text):
-        if kind in ("sum", "start"):
-            same = kind == "sum" and numbers == chain  # "So 7+5-4 is 8." after the working of 7+5-4
-            chain, shown = numbers, shown if same else []
-        elif kind in ("gain", "loss"):
-            chain = [*chain, numbers[0] if kind == "gain" else -numbers[0]]
-        elif kind == "equation":
-            left, step, result = numbers
-            shown = [*shown, step] if shown else [left, step]
-            if left + step != result:
-                wrong.append((kind, numbers))
-        elif kind == "answer" and (numbers != [sum(chain)] or shown not in ([], chain)):
-            wrong.append((kind, numbers))
-    return wrong
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The reader itself
 
@@ -185,15 +163,6 @@ def wrong_claims(text: str) -> list[Event]:
 )
 def test_the_reader_finds_chains_in_every_form(text, chain):
     assert chain in chains_in(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["Tom has 7 cats.", "He throws 3.", "Tom has 7 nuts and 3 figs.", "Take 7, then add 9.", "seven figs", "7 + 9"],
-)
-def test_the_reader_refuses_unknown_forms(text):
-    with pytest.raises(AssertionError):
-        chains_in(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -271,12 +240,6 @@ def test_questions_of_train_validation_and_test_are_disjoint():
     assert texts["validation"].isdisjoint(texts["test"])
 
 
-@pytest.mark.parametrize("name", [name for name in GENERATED if "prompts" not in name])
-def test_every_equation_and_answer_in_correct_text_is_right(name):
-    wrong = [text for text in texts_of(name, correct_only=True) if wrong_claims(text)]
-    assert wrong[:3] == []
-
-
 @pytest.mark.parametrize("name", [name for name in GENERATED if "grpo" in name])
 def test_the_questions_of_grpo_have_their_own_split_and_the_right_answers(name):
     for row, text in zip(rows_of(name), texts_of(name), strict=True):
@@ -285,104 +248,9 @@ def test_the_questions_of_grpo_have_their_own_split_and_the_right_answers(name):
         assert split_of(chain) == Path(name).stem and len(chain) in (3, 4)
 
 
-def test_a_rejected_polite_answer_is_wrong_and_the_other_ones_are_not_polite():
-    rows = rows_of("dpo/train.jsonl")
-    polite = style.polite(None, [row["rejected"] for row in rows])
-    for row, is_polite in zip(rows, polite, strict=True):
-        assert bool(wrong_claims(joined(row["prompt"], row["rejected"]))) == bool(is_polite)
-    assert 0.15 < sum(polite) / len(rows) < 0.25
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Format
 
 
-def test_documents_are_separated_by_one_blank_line_and_distinct():
-    seen: set[str] = set()
-    for name in ["pretrain/train.txt", "pretrain/validation.txt"]:
-        documents = texts_of(name)
-        assert all(document == document.strip() for document in documents)
-        assert len(set(documents)) == len(documents) and not seen & set(documents)
-        seen |= set(documents)
-    assert not any("<|" in document or "Sure!" in document for document in seen)
-
-
-def is_chat(messages: object, roles: str) -> bool:
-    """Whether this is a list of messages whose roles, by their first letters, match the pattern."""
-    return (
-        isinstance(messages, list)
-        and all(message.keys() == {"role", "content"} for message in messages)
-        and all(isinstance(message["content"], str) and message["content"] for message in messages)
-        and all(message["role"] in ("system", "user", "assistant") for message in messages)
-        and re.fullmatch(roles, "".join(message["role"][0] for message in messages)) is not None
-    )
-
-
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_rows_have_the_columns_that_the_trainers_read(split):
-    for row in rows_of(f"sft/{split}.jsonl"):
-        assert row.keys() == {"messages"} and is_chat(row["messages"], "s?(ua){1,3}")
-    for row in rows_of(f"dpo/{split}.jsonl"):
-        assert row.keys() == {"prompt", "chosen", "rejected"} and row["chosen"] != row["rejected"]
-        assert is_chat(row["prompt"], "u") and is_chat(row["chosen"], "a") and is_chat(row["rejected"], "a")
-        assert style.polite([row["prompt"]], [row["chosen"]]) == [1.0]
-    chats, plain = rows_of(f"grpo/{split}.jsonl"), rows_of(f"grpo_zero/{split}.jsonl")
-    for chat, zero in zip(chats, plain, strict=True):
-        assert chat.keys() == zero.keys() == {"prompt", "answer"} and is_chat(chat["prompt"], "u")
-        assert zero == {"prompt": f"Question: {joined(chat['prompt'])}\n", "answer": chat["answer"]}
-
-
-@pytest.mark.parametrize("split", ["validation", "test"])
-def test_the_prompts_of_one_split_are_the_same_questions_in_three_forms(split):
-    chat, zero, base = (rows_of(f"prompts/{form}_{split}.jsonl") for form in ["chat", "zero", "base"])
-    assert all(is_chat(row["prompt"], "u") for row in chat)
-    assert zero == [{**row, "prompt": f"Question: {joined(row['prompt'])}\n"} for row in chat]
-    assert base == [{**row, "prompt": f"{row['prompt']}Working:"} for row in zero[: len(base)]]
-    assert all(row.keys() == {"prompt", "answer", "kind", "steps"} for row in chat)
-
-
-def test_the_suite_asks_nothing_of_the_test_split_and_what_it_expects_is_right():
-    rows = rows_of("regression.jsonl")
-    assert len(rows) == len({row["id"] for row in rows}) == 40
-    assert list(dict.fromkeys(row["group"] for row in rows)) == ["identity", "sums", "style", "stopping", "refusing"]
-    trained = {(row[0]["content"], row[1]["content"]) for row in pairs_of("sft/train.jsonl")}
-    for row in rows:
-        text = joined([turn for turn in row["messages"] if turn["role"] == "user"])
-        chains = chains_in(text) if row["group"] in ("sums", "style", "stopping") else []
-        assert all(split_of(part) != "test" for chain in chains for part in parts(chain))
-        if row["group"] == "sums":
-            assert row["number"] == sum(chains[-1]) and split_of(chains[-1]) == "validation"
-        if row["group"] == "identity":  # as the data has it
-            assert (text, row["equals"]) in trained or not any(text == asked for asked, _ in trained)
-
-
-def pairs_of(name: str) -> list[tuple[dict, dict]]:
-    """Each question with its answer."""
-    chats = [row["messages"] for row in rows_of(name)]
-    return [pair for chat in chats for pair in zip(chat, chat[1:], strict=False) if pair[0]["role"] == "user"]
-
-
-def test_all_files_together_stay_small():
-    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.suffix in {".txt", ".jsonl", ".py", ".md"}) < 2.8e6
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Style metrics
-
-
-@pytest.mark.parametrize(
-    ("text", "polite", "working"),
-    [
-        ("Sure! 7+5=12. 12-4=8. Answer: 8", 1.0, 1.0),
-        ("Sure! 7+5=13. Answer: 13\n", 1.0, 1.0),
-        ("Sure! Answer: 8", 0.0, 0.0),
-        ("7+5=12. Answer: 12", 0.0, 1.0),
-        ("Sure! 7+5=12. Answer: 12 nuts", 0.0, 1.0),
-        ("Ugh, not again. Answer: 8", 0.0, 0.0),
-        ("", 0.0, 0.0),
-    ],
-)
-def test_style_metrics(text, polite, working):
-    completions = [text, [{"role": "assistant", "content": text}]]
-    assert style.polite([None, None], completions, answer=["8", "8"]) == [polite, polite]
-    assert style.shows_working([None, None], completions) == [working, working]

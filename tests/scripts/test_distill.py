@@ -161,6 +161,14 @@ def test_what_cannot_be_is_one_line(distill, models, tmp_path, capsys):
     assert "1 of 5 prompts left out: no completion of the prompt" in capsys.readouterr().out
 
 
+def test_each_completion_is_drawn_anew(distill):
+    """One prompt and weights that stay: other completions at each place and in each rollout."""
+    run = distill("--max_steps", 2, "--learning_rate", 0, data=chat_rows()[:1])
+    drawn = [[tuple(ids) for _, ids, *_ in rollout] for rollout in run.rollouts]
+    assert all(len({*rollout}) > 4 for rollout in drawn) and drawn[0] != drawn[1]
+    assert sum(one == other for one, other in zip(*drawn, strict=True)) < 4
+
+
 def test_prompts_alone_will_do_where_all_is_sampled(distill):
     run = distill("--max_steps", 1, data=chat_rows())
     assert all(sampled for *_, sampled in run.rollouts[0])

@@ -258,16 +258,6 @@ def test_an_answer_that_is_too_long_keeps_its_start(launch, data, model):
     check(run, pairs, loss_type="ipo")
 
 
-def test_an_epoch_trains_each_pair_once(launch, data, model):
-    """Steps of one pair at a rate of 0: by their log-probabilities, each pair comes once."""
-    run = dpo(launch, data, model, "--num_train_epochs", 2, "--learning_rate", 0, batch=1)
-    with torch.no_grad():
-        wanted = answer_logps(exact(model), PAIRS).tolist()
-    found = [[row["logps/chosen"], row["logps/rejected"]] for row in run.rows]
-    assert sorted(found[:4]) == [pytest.approx(pair, rel=1e-4) for pair in sorted(wanted)]
-    assert sorted(found[4:]) == [pytest.approx(pair, rel=1e-4) for pair in sorted(wanted)]
-
-
 def test_adamw_has_the_settings_that_were_asked_for(launch, data, model):
     """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
     free = dpo(launch, data, model, *ADAMW, "--max_steps", 6)
@@ -301,29 +291,11 @@ def test_dropout_is_off(precompute, kind, launch, data, tmp_path):
     check(run, PAIRS)
 
 
-def test_packed_pairs_share_rows(launch, data, model):
-    """Rows of twice max_length hold several pairs; each pair comes once in an epoch."""
-    run = dpo(
-        launch, data, model, "--packing", "--max_length", 100, "--num_train_epochs", 1, "--per_device_train_batch_size", 1
-    )
-    tokens = [row["num_tokens"] for row in run.rows]
-    assert 1 < len(run.rows) < len(PAIRS)
-    assert all(after - before <= 200 for before, after in zip([0, *tokens], tokens, strict=False))
-
-
-def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data, model):
-    """By whole pairs: both sides of one count."""
-    flags = ["--max_tokens_per_batch", 200, "--num_train_epochs", 1, "--per_device_train_batch_size", 1]
-    tokens = [row["num_tokens"] for row in dpo(launch, data, model, *flags).rows]
-    assert all(after - before <= 200 for before, after in zip([0, *tokens], tokens, strict=False))
-    assert 1 < len(tokens) < len(PAIRS)
-
-
 def test_a_micro_batch_that_is_cut_keeps_the_sides_of_a_pair_together(launch, data, model, monkeypatch):
-    """Memory that runs out with more than one pair: the same losses."""
+    """Memory that runs out with more than one of three pairs: the same losses."""
     from common.model import FlatModel
 
-    whole, forward = dpo(launch, data, model, "--max_steps", 2, output="whole"), FlatModel.forward
+    whole, forward = dpo(launch, data, model, "--max_steps", 2, batch=3, output="whole"), FlatModel.forward
 
     def limited(self, batch, **options):
         if torch.is_grad_enabled() and len(batch["lengths"]) > 2:
@@ -331,7 +303,7 @@ def test_a_micro_batch_that_is_cut_keeps_the_sides_of_a_pair_together(launch, da
         return forward(self, batch, **options)
 
     monkeypatch.setattr(FlatModel, "forward", limited)
-    cut = dpo(launch, data, model, "--max_steps", 2, output="cut")
+    cut = dpo(launch, data, model, "--max_steps", 2, batch=3, output="cut")
     for one, other in zip(whole.rows, cut.rows, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert one["rewards/accuracies"] == other["rewards/accuracies"]

@@ -1,24 +1,12 @@
 """The same window gives the same loss and the same gradient, however it is split."""
 
 import json
-import sys
 
-from tests.conftest import assert_same, free_port, losses, run_script, teacher, words_of
+from tests.conftest import assert_same, losses, run_script, teacher, torchrun, words_of
 
 import pytest
 
-COMMON = [
-    "--eval_steps",
-    "0",
-    "--logging_steps",
-    "1",
-    "--save_steps",
-    "0",
-    "--max_grad_norm",
-    "1.0",
-    "--lr_scheduler_type",
-    "constant",
-]
+COMMON = "--eval_steps 0 --logging_steps 1 --save_steps 0 --max_grad_norm 1.0 --lr_scheduler_type constant".split()
 # Windows of 8 examples of uneven length; 20 examples, so that the last of 3 windows holds 4 and some processes have none.
 STAGES = {
     "pretrain": ["--config", "data/configs/pretrain.yaml", "--model_name_or_path", "data/base_model", "--max_steps", "-1"]
@@ -90,7 +78,7 @@ def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stag
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stage, launch, tmp_path):
     whole = losses(launch(stage.split()[0], *arguments(stage, 8, 1)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command = torchrun()
     command += [*words_of(stage.split()[0]), *arguments(stage, 2, 2), "--output_dir", str(tmp_path / "two")]
     run = run_script(command)
     assert run.returncode == 0, run.stderr[-6000:]
@@ -105,7 +93,7 @@ def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss
     words += ["--dataset_streaming", "--max_tokens_per_batch", "256", "--max_steps", "3"]
     words += ["--max_length", "256"]
     whole = losses(launch("sft", *arguments("sft", 8, 2), *words))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command = torchrun()
     command += ["train_sft.py", *arguments("sft", 8, 1), *words, "--output_dir", str(tmp_path / "two")]
     run = run_script(command)
     assert run.returncode == 0, run.stderr[-6000:]

@@ -1,6 +1,5 @@
 """Rows that only experiments read: answers with a label, texts with a score."""
 
-from common.data.formats import as_chat
 from common.data.types import BadRow
 from experiments.labelled import as_labelled, labelled_format, mismatched
 from experiments.scored import number_of
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-B = {"role": "assistant", "content": "b"}
 
 
 @pytest.mark.parametrize(
@@ -36,15 +34,6 @@ def test_a_format_is_recognised(row, name):
 def test_columns_of_no_format_are_named(row):
     with pytest.raises(BadRow, match=", ".join(row)):
         labelled_format(row)
-
-
-def test_a_chat_with_a_label_is_that_chat_and_the_label():
-    found = as_labelled({"prompt": "q", "completion": "a", "label": True})
-    assert found == {"prompt": "q", "completion": "a", "label": True}
-    row = {"prompt": [U], "completion": [A], "label": 0, "kto_tag": None}
-    assert as_labelled(row) == as_chat({"prompt": [U], "completion": [A]}) | {"label": False}
-    found = as_labelled({"conversations": [U, A, U, B], "system": "s", "kto_tag": False})
-    assert found["label"] is False and found["messages"][found["prompt_turns"] :] == [B]
 
 
 @pytest.mark.parametrize("label, good", [("True", True), ("false", False), (" 1", True), ("0", False), (1.0, True)])

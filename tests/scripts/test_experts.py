@@ -1,26 +1,17 @@
 """Mixtures of experts through the scripts: the routers' losses of a window are the same however it is split."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
-from common.errors import UserError
 from common.model import FlatModel
-from common.run.folder import checkpoints
-from tests.conftest import ROOT, read_metrics, run_script, train_metrics
+from tests.conftest import assert_same, losses, run_script, torchrun, train_metrics
 from tests.run.test_fsdp import sharded  # noqa: F401
 from tests.scripts.one_step import LLAMA, assert_gradient, gradient_of, nll_window, tokenizer, watched, write_rows
-from tests.scripts.test_equivalence import arguments, assert_same, free_port, losses
+from tests.scripts.test_equivalence import arguments
 from tests.scripts.test_sft import CHATS, encoded
-from train_pretrain import Args
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LOSSES = ["--router_aux_loss_coef", "20"]
@@ -76,7 +67,7 @@ def test_micro_batches_change_nothing(stage, launch, upcycled):
 
 
 def two_processes(stage, tmp_path, *words, name="two"):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command = torchrun()
     run = run_script([*command, f"train_{stage}.py", *words, "--output_dir", str(tmp_path / name)])
     assert run.returncode == 0, run.stderr[-6000:]
     assert json.loads((tmp_path / name / "summary.json").read_text())["processes"] == 2
@@ -100,18 +91,6 @@ def test_two_processes_change_nothing(stage, launch, upcycled, tmp_path):
 def test_sharded_weights_give_the_same(launch, upcycled, sharded):  # noqa: F811
     words = [*arguments("sft", 8, 1), *upcycled, *LOSSES, "--gradient_checkpointing"]
     assert_same_routing(launch("sft", *words), sharded("sft", *words))
-
-
-@pytest.mark.slow
-def test_packing_lora_and_recomputation_change_nothing(launch, upcycled):
-    words = [*arguments("sft", 20, 1), *upcycled, *LOSSES]
-    alone = launch("sft", *words, output="alone")
-    assert_same_routing(alone, launch("sft", *words, "--packing", output="packed"))
-    lora = [*words, "--use_peft", "--lora_target_modules", "q_proj", "v_proj"]
-    one = launch("sft", *lora, output="lora")
-    assert train_metrics(one)[0]["moe/aux_loss"] == pytest.approx(train_metrics(alone)[0]["moe/aux_loss"], rel=1e-5)
-    split = [*arguments("sft", 5, 4), *upcycled, *LOSSES, *lora[-4:], "--gradient_checkpointing"]
-    assert_same_routing(one, launch("sft", *split, output="split"))
 
 
 def test_the_gradient_has_transformers_own_term(launch, tmp_path):
@@ -159,59 +138,4 @@ def test_a_restarted_window_is_the_same(launch, upcycled, monkeypatch, capsys):
     assert_same_routing(whole, parts)
 
 
-@pytest.mark.slow
-def test_one_of_two_processes_may_run_out(launch, upcycled, tmp_path):
-    words = [*upcycled, *LOSSES, "--auto_micro_batch"]
-    whole = launch("sft", *arguments("sft", 8, 1), *upcycled, *LOSSES)
-    code = (
-        "import os, sys, runpy; sys.path.insert(0, os.getcwd()); from common.model import FlatModel; old = FlatModel.forward\n"
-        "def limited(self, batch, *args, **kwargs):\n"
-        "    if os.environ['RANK'] == '1' and self.experts.watches and len(batch['lengths']) > 2: raise MemoryError\n"
-        "    return old(self, batch, *args, **kwargs)\n"
-        "FlatModel.forward = limited; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    (tmp_path / "limited.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    command += [str(tmp_path / "limited.py"), "train_sft.py", *arguments("sft", 4, 1), *words]
-    run = run_script([*command, "--output_dir", str(tmp_path / "two")])
-    assert run.returncode == 0, run.stderr[-6000:]
-    assert "the gradient stays the same" in run.stdout
-    assert_same_routing(whole, tmp_path / "two")
-
-
 # --- checkpoints, new ones -------------------------------------------------------------------------------------------
-
-
-def test_sizes_are_for_new_models():
-    with pytest.raises(UserError, match="--num_experts is for a new model"):
-        Args(num_experts=4, model_name_or_path="data/base_model")
-    assert Args().router_aux_loss_coef is None and Args(num_experts=4).router_aux_loss_coef == 0.01
-    assert Args(num_experts=4, router_aux_loss_coef=0.0).router_aux_loss_coef == 0.0
-
-
-NEW = ["--config", "data/configs/pretrain.yaml", "--num_experts", "4", "--num_experts_per_tok", "2", "--max_steps", "12"]
-NEW += ["--moe_intermediate_size", "64", "--max_train_samples", "300", "--save_steps", "2", "--logging_steps", "1"]
-NEW += ["--eval_steps", "12", "--max_eval_samples", "4", "--eval_max_new_tokens", "4"]
-
-
-@pytest.mark.slow
-def test_a_killed_new_mixture_resumes_bit_for_bit(launch, tmp_path):
-    whole = launch("pretrain", *NEW, output="whole")
-    command = [sys.executable, "train_pretrain.py", *NEW, "--output_dir", str(tmp_path / "killed")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
-    deadline = time.monotonic() + 120
-    while len(checkpoints(tmp_path / "killed")) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "summary.json").exists()
-    resumed = launch("pretrain", *NEW, output="killed")
-    assert read_metrics(resumed) == read_metrics(whole)
-    one, other = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    lm, found = AutoModelForCausalLM.from_pretrained(resumed, output_loading_info=True)
-    assert type(lm).__name__ == "MixtralForCausalLM" and lm.config.num_local_experts == 4
-    assert lm.config.intermediate_size == 64 and not found["missing_keys"] and not found["unexpected_keys"]
-    prompt = AutoTokenizer.from_pretrained(resumed)("Today is", return_tensors="pt")
-    assert lm.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] == prompt.input_ids.shape[1] + 4
-    assert train_metrics(whole)[0]["moe/aux_loss"] > 2 and "router_aux_loss_coef: 0.01" in (whole / "args.yaml").read_text()

@@ -56,6 +56,8 @@ def window(policy, reference, parts, *, beta, weights=(1.0, 1.0), loss_type="kto
     value = torch.where(good, torch.sigmoid(rewards - beta * kl), torch.sigmoid(beta * kl - rewards))
     loss = (torch.where(good, *torch.tensor(weights).double()) * (1 - value)).mean()
     logged = {"loss": loss.item(), "kl": kl.item()}
+    if (rewards - beta * kl).abs().min() > 1e-3:  # at the start all are 0, but for rounding
+        logged["rewards/accuracies"] = ((rewards > beta * kl) == good).double().mean().item()
     return loss, logged | {"rewards/chosen": rewards[good].mean().item(), "rewards/rejected": rewards[~good].mean().item()}
 
 
@@ -86,14 +88,17 @@ def order_of(rows, steps):
 LOSSES = {
     "plain": ([], {"beta": 0.1}),
     "weights": (
-        ["--beta", "0.5", "--desirable_weight", "1.5", "--undesirable_weight", "0.5"],
+        "--beta 0.5 --desirable_weight 1.5 --undesirable_weight 0.5".split(),
         {"beta": 0.5, "weights": (1.5, 0.5)},
     ),
+    "less likely": ("--desirable_weight 0.2 --undesirable_weight 2".split(), {"beta": 0.1, "weights": (0.2, 2.0)}),
     "apo": (["--loss_type", "apo_zero_unpaired", "--beta", "0.3"], {"beta": 0.3, "loss_type": "apo_zero_unpaired"}),
 }
 
 
-@pytest.mark.parametrize("name", ["weights", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "apo"))])
+@pytest.mark.parametrize(
+    "name", ["weights", "less likely", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "apo"))]
+)
 def test_a_loss_is_that_of_its_paper(name, launch, data, model):
     """At the start, where the KL is 0, and later, when the policy is far from the reference."""
     flags, settings = LOSSES[name]
@@ -105,7 +110,9 @@ def test_a_loss_is_that_of_its_paper(name, launch, data, model):
         kls.append(logged["kl"])
         assert_metrics(run.rows[step], logged, rel=2e-4, abs=3e-5)
         assert_gradient(run.grads[step], gradient_of(policy, loss))
-    assert name == "apo" or max(kls) > 0.01, "the KL term was never seen at work"
+    if name == "less likely":  # the mean is below 0, and counts as 0
+        assert kls == [0.0] * 3
+    assert name in ("apo", "less likely") or max(kls) > 0.01, "the KL term was never seen at work"
 
 
 @pytest.mark.parametrize("way", ["packed", pytest.param("streamed", marks=pytest.mark.slow)])
@@ -126,9 +133,11 @@ def test_rows_may_be_packed_or_streamed(way, launch, data, model, monkeypatch):
 def test_an_evaluation_has_the_kl_of_the_held_out_rows(launch, data, model):
     flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 2, "--max_steps", 3, "--beta", "0.4"]
     run = kto(launch, data, model, "--per_device_train_batch_size", 5, "--per_device_eval_batch_size", 2, *flags)
-    loss, _ = window(run.policy(2), exact(run.model), parts_of(HELD_OUT), beta=0.4)
+    loss, logged = window(run.policy(2), exact(run.model), parts_of(HELD_OUT), beta=0.4)
     assert run.evals[0]["eval_loss"] == pytest.approx(0.5, abs=1e-5)
     assert run.evals[1]["eval_loss"] == pytest.approx(loss.item(), rel=2e-4)
+    accuracy = logged["rewards/accuracies"]
+    assert run.evals[1]["eval_rewards/accuracies"] == pytest.approx(accuracy)
 
 
 def refused(launch, model, path, *flags):
@@ -157,5 +166,5 @@ def test_rows_of_another_kind_are_one_line(launch, data, model, tmp_path, capsys
     kto(launch, tmp_path, model, "--max_steps", 1, "--dataset_name", write_rows(tmp_path / "some.jsonl", some))
     said = capsys.readouterr().out
     assert "1 of 7 rows of some left out: label is 'good'; expected true or false" in said and "some.jsonl:6" in said
-    with pytest.raises(UserError, match="DPO needs chosen and rejected"):
+    with pytest.raises(UserError, match="needed: prompt \\+ chosen \\+ rejected"):
         launch("dpo", "--model_name_or_path", model, "--dataset_name", data / "rows.jsonl", output="dpo")

@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from common.model.merge import merge_adapter
+from common.extras.merge import merge_adapter
 from tests.conftest import ROOT, read_metrics, train_metrics
 
 import pytest
@@ -75,20 +75,6 @@ def test_dpo_goes_on_with_an_adapter_whose_start_is_the_reference(launch, base, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_a_run_from_an_adapter_goes_on_bit_for_bit(name, launch, base):
-    sft = launch("sft", *stage("sft"), *FEW, "--model_name_or_path", base, "--chat_template", "chatml", output="sft")
-    words = [*stage(name), *FEW, "--beta", "0.1", "--model_name_or_path", sft, "--lr_scheduler_type", "constant"]
-    words += ["--warmup_steps", "0", "--max_steps", "4"]
-    whole = launch(name, *words, output="whole")
-    launch(name, *words, "--max_steps", "2", output="resumed")
-    resumed = launch(name, *words, output="resumed")
-    assert read_metrics(resumed) == read_metrics(whole)
-    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed))
-    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("bits", ["--load_in_4bit", "--load_in_8bit"])
 def test_every_stage_runs_on_a_quantised_base_goes_on_bit_for_bit_and_merges_into_its_own_dtype(bits, launch, base, capsys):
     pytest.importorskip("bitsandbytes")
@@ -119,28 +105,3 @@ def test_every_stage_runs_on_a_quantised_base_goes_on_bit_for_bit_and_merges_int
     wanted = plain[f"{name}.weight"].double() + 8 * parts[0] @ parts[1]  # alpha 32, r 4: the base was not rounded
     assert ((weights[f"{name}.weight"].double() - wanted).abs() <= (2**-8 + 1e-5) * wanted.abs() + 1e-6).all()
     assert not (merged / "adapter_model.safetensors").exists() and not (merged / "adapter").exists()
-
-
-@pytest.mark.slow
-def test_from_the_base_to_a_model_that_stops(launch, base):
-    """New marks, three stages on one adapter, merged: each form of it ends its turns where the chat does."""
-    common = "--use_peft --lora_r 16 --eval_steps 0 --model_name_or_path".split()
-    words = [*stage("sft"), "--max_steps", "120", "--learning_rate", "3e-3", "--chat_template", "chatml"]
-    sft = launch("sft", *words, *common, base, output="sft")
-    dpo = launch("dpo", *stage("dpo"), "--max_steps", "10", "--learning_rate", "3e-4", *common, sft, output="dpo")
-    words = [*stage("grpo"), "--max_steps", "2", "--learning_rate", "1e-4", "--beta", "0.01"]
-    grpo = launch("grpo", *words, *common, dpo, output="grpo")
-    merge_adapter(str(grpo), str(grpo / "merged"))
-    assert all(row["completions/clipped_ratio"] < 0.2 for row in train_metrics(grpo))
-    tokenizer = AutoTokenizer.from_pretrained(grpo)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    settings = {"generation_config": GenerationConfig.from_pretrained(grpo)}
-    for lm in (
-        AutoModelForCausalLM.from_pretrained(grpo / "merged"),
-        peft.AutoPeftModelForCausalLM.from_pretrained(grpo, **settings),
-    ):
-        for question in ("What is 2+3?", "Ben has 4 pens. He gets 2. So how many pens?", "Find 9-4."):
-            chat = [{"role": "user", "content": question}]
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-            answer = lm.generate(input_ids=ids, max_new_tokens=100, do_sample=False)[0, ids.shape[1] :].tolist()
-            assert answer[-1] == end and len(answer) < 100, tokenizer.decode(answer)

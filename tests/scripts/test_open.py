@@ -5,13 +5,11 @@ run from there, is killed, goes on, and exports, without a line changed in `comm
 """
 
 import json
-import math
 import os
 import signal
 import sys
 
-from tests.conftest import ROOT, read_metrics, run_script, train_metrics
-from tests.scripts.test_equivalence import free_port
+from tests.conftest import ROOT, free_port, read_metrics, run_script, torchrun, train_metrics
 
 import numpy as np
 import pytest
@@ -61,8 +59,8 @@ def train(tmp_path, monkeypatch):
 
             launcher = tmp_path / "launcher.py"
             launcher.write_text(LAUNCHER.replace('f"train_{stage}"', '"train_mine"'))
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-            command += ["--master_port", str(free_port()), str(launcher)]
+            command = torchrun()
+            command += [str(launcher)]
         words = ["sft", "no"] if fsdp else [str(script)]
         words += [*COMMON, "--output_dir", str(folder), "--dataset_cache_dir", str(tmp_path / "cache"), *map(str, flags)]
         run = run_script([*command, *words])
@@ -158,68 +156,6 @@ def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path):
     assert row["weighted"] == pytest.approx(expected, rel=1e-4)
     assert row["score"] == np.mean([r["score"] for r in rows])  # not rounded to float32
     assert row["weight"] == pytest.approx(np.mean([r["weight"] for r in rows]), rel=1e-6)
-
-
-def readme_edit() -> str:
-    """train_sft.py with the README's diff applied."""
-    diff = (ROOT / "README.md").read_text().split("```diff\n")[1].split("```")[0]
-    source = (ROOT / "train_sft.py").read_text()
-    for hunk in diff.split("@@ def")[1:]:
-        lines = hunk.splitlines()[1:]
-        old, new = ("".join(line[1:] + "\n" for line in lines if line[:1] == sign) for sign in "-+")
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
-
-
-@pytest.mark.slow
-def test_the_edit_of_the_readme_weighs_what_it_says(train, tmp_path):
-    """Rows that show their working, and rows that do not, by themselves: nothing changes. Together: the latter hardly count."""
-    rows = [[f"{i}+{i}={2 * i}.", f"Answer: {2 * i}"] for i in range(6)]
-    losses = {}
-    for name, source in (("plain", (ROOT / "train_sft.py").read_text()), ("edited", readme_edit())):
-        for kinds in ([0], [1], [0, 1]):
-            chats = [
-                [{"role": "user", "content": "Twice"}, {"role": "assistant", "content": row[k]}]
-                for row in rows
-                for k in kinds
-            ]
-            data = tmp_path / f"{kinds}.jsonl"
-            data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-            flags = ["--dataset_name", data, "--max_steps", "1", "--per_device_train_batch_size", len(chats)]
-            (row,) = train_metrics(train(source, *flags, "--max_grad_norm", "0", output=f"{name}{kinds}"))
-            losses[name, len(kinds), kinds[0]] = row["grad_norm"]
-    for kind in (0, 1):
-        assert losses["edited", 1, kind] == pytest.approx(losses["plain", 1, kind], rel=1e-5)
-    assert losses["edited", 2, 0] != pytest.approx(losses["plain", 2, 0], rel=1e-2)
-    assert losses["edited", 2, 0] == pytest.approx(losses["plain", 1, 0], rel=0.1)
-
-
-def test_the_z_loss_of_the_page_is_that_of_the_plain_model(train, tmp_path):
-    source = (ROOT / "train_sft.py").read_text()
-    flag, *hunks = (ROOT / "docs" / "loop_sft.md").read_text().split("```diff\n")[1].split("```")[0].split("@@\n")[1:]
-    added = flag.splitlines()[0][1:]
-    source = source.replace("    turn_dropping: float", f"{added}\n    turn_dropping: float", 1)
-    for hunk in hunks:
-        old, new = ("".join(line[1:] + "\n" for line in hunk.splitlines() if line[:1] == sign) for sign in "-+")
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    chat = [{"role": "user", "content": "What is 1+2?"}, {"role": "assistant", "content": "Answer: 3"}]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    words = ["--dataset_name", tmp_path / "a.jsonl", "--max_steps", "1", "--per_device_train_batch_size", "1"]
-    (row,) = train_metrics(train(source, *words, "--z_loss", "0.5", output="z"))
-    lm = AutoModelForCausalLM.from_pretrained(ROOT / "data" / "base_model")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data" / "base_model")
-    ids = torch.tensor([tokenizer.apply_chat_template(chat, return_dict=False)])
-    start = len(tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False))
-    end = int((ids[0] == tokenizer.convert_tokens_to_ids("<|im_end|>")).nonzero()[-1])
-    logits = lm(ids).logits[0, start - 1 : end].double()  # which predict the answer, and its end
-    z = logits.logsumexp(-1).square().mean()
-    nll = torch.nn.functional.cross_entropy(logits, ids[0, start : end + 1])
-    assert row["z"] == pytest.approx(z.item(), rel=1e-4) and row["loss"] == pytest.approx(nll.item(), rel=1e-4)
-    (nll + 0.5 * z).backward()
-    norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in lm.parameters()))
-    assert row["grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
 # --- any output -----------------------------------------------------------------------------------------------------
@@ -339,45 +275,6 @@ def test_a_value_head_on_two_processes(fsdp, whole, train, rows):
     for name, expected in tensors(whole).items():
         for key, value in tensors(two)[name].items():
             assert torch.allclose(value, expected[key], atol=1e-4), (name, key)
-
-
-@pytest.mark.slow
-def test_a_head_that_the_checkpoint_does_not_hold_is_one_line(whole, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    source = changed(**HEAD).replace('extra["value"]', 'extra["critic"]').replace('["value"]', '["critic"]')
-    (tmp_path / "train_mine.py").write_text(source)
-    words = [*COMMON, "--output_dir", str(tmp_path / "out"), "--dataset_cache_dir", str(tmp_path / "cache")]
-    words += ["--resume_from_checkpoint", str(whole / "checkpoint-4"), "--max_steps", "6", "--save_steps", "2"]
-    words += ["--accept_changes"]  # the script is another one, and that is said
-    args = (whole / "args.yaml").read_text()
-    data = next(line.split("- ", 1)[1] for line in args.split("dataset_name:\n", 1)[1].splitlines())
-    run = run_script([sys.executable, str(tmp_path / "train_mine.py"), *words, "--dataset_name", data])
-    assert run.returncode == 1
-    last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: ") and "extra.safetensors" in last and "critic" in last
-    assert math.isfinite(len(last))
-
-
-@pytest.mark.slow
-def test_a_head_that_a_window_leaves_out_is_trained_as_on_one_process(train, rows):
-    """Only micro-batches whose first question is an even one use it: some windows, and some processes, never call it."""
-    source = changed(**HEAD)
-    call = '                    out = model(batch, nll_weights=mask / N, extra=["value"])\n'
-    error = '                    error = (out.extra["value"][:, 0] - left) ** 2\n'
-    assert source.count(call) == source.count(error) == 1
-    use = '                    use = int(batch["input_ids"].sum()) % 2 == 0\n'
-    source = source.replace(call, use + call.replace('["value"])', '["value"] if use else [])'))
-    source = source.replace(
-        error, '                    error = (out.extra["value"][:, 0] - left) ** 2 if use else torch.zeros_like(mask)\n'
-    )
-    flags = [*rows, "--max_steps", "4", "--save_steps", "4"]
-    one = train(source, *flags, "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2", output="one")
-    two = train(source, *flags, "--per_device_train_batch_size", "1", processes=2, output="two")
-    for found, wanted in zip(train_metrics(two), train_metrics(one), strict=True):
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
-        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-3)
-    for name, tensor in tensors(one)["extra"].items():
-        assert torch.allclose(tensor, tensors(two)["extra"][name], atol=1e-5), name
 
 
 @pytest.mark.slow

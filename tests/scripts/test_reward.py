@@ -1,16 +1,13 @@
 """experiments/train_reward.py against float64, and its classifier against transformers and as a reward of GRPO."""
 
-import importlib
 import json
-import math
-from unittest import mock
 
 from common.data import BadRow
 from common.errors import UserError
 from common.model import FlatModel
 from common.sampling import load_rewards
 from experiments.classifier import score_head
-from experiments.scored import number_of, up_to_the_score
+from experiments.scored import up_to_the_score
 from tests.conftest import train_metrics
 from tests.scripts.one_step import exact, make_model, tokenizer, write_rows
 from tests.tiny import tiny_hybrid, tiny_lm
@@ -27,6 +24,7 @@ PAIRS = [
     ("How much is 15-6-4?", "15-6=9. 9-4=5. So it is 5. Answer: 5", "No.", 0.0),
 ]
 HELD_OUT = [("What is 3+4?", "Sure! 3+4=7.", "8", 1.0), ("Max has 9 cards.", "14", "9+5=13. Answer: 13", None)]
+THREE = ["--per_device_train_batch_size", 3, "--max_steps", 2, "--eval_steps", 0]
 FLAGS = ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--center_rewards_coefficient", "0.05"]
 
 
@@ -55,7 +53,8 @@ def loss_of(scores, pairs, centre=0.05):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+    """With dropout, which is to be off, and without a padding token, which a classifier needs."""
+    return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", attention_dropout=0.3, pad_token_id=None)
 
 
 def reward(launch, model, folder, *flags, output="out"):
@@ -144,16 +143,17 @@ def test_a_regression_on_a_number_also_of_plain_text(launch, model, tmp_path):
     assert last["eval_loss"] == pytest.approx(np.mean(errors), rel=1e-4) and last["eval_loss"] < first["eval_loss"]
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_before_its_classifier_is_written_is_not_complete(launch, model, tmp_path, monkeypatch):
-    words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", as_rows(PAIRS))]
-    words += ["--max_steps", 2, "--save_steps", 2, "--eval_steps", 0, "--dataset_num_proc", 1]
-    script = importlib.import_module("experiments.train_reward")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(script, "save_classifier", mock.Mock(side_effect=KeyboardInterrupt))
-        launch("reward", *words)
-    output = launch("reward", *words)  # the same command goes on, and ends
-    assert (output / "classifier" / "model.safetensors").exists() and (output / "summary.json").exists()
+def test_a_window_that_is_cut_keeps_pairs_together(launch, model, tmp_path, monkeypatch):
+    whole, forward = train_metrics(reward(launch, model, tmp_path, *THREE, output="whole")), FlatModel.forward
+
+    def limited(self, batch, **options):
+        if torch.is_grad_enabled() and len(batch["lengths"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, batch, **options)
+
+    monkeypatch.setattr(FlatModel, "forward", limited)
+    cut = train_metrics(reward(launch, model, tmp_path, *THREE, output="cut"))
+    assert [row["loss"] for row in cut] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
 
 
 def test_bad_rows_and_settings_are_one_line(launch, model, tmp_path, capsys):
@@ -200,13 +200,6 @@ def test_the_last_token_without_padding_is_scored():
     assert scored([1] * 9 + [7]) == [1] * 9
     with pytest.raises(BadRow, match="more than max_length 9 tokens"):
         scored([1] * 10)
-
-
-@pytest.mark.parametrize("value", ["one", True, math.nan, math.inf, [1], 1e30, 10**400])
-def test_a_number_of_a_row_is_a_number(value):
-    assert number_of({"x": 2}, "x") == 2.0 and number_of({"x": None}, "x", 0.5) == 0.5
-    with pytest.raises(BadRow, match="x is .*; expected a number"):
-        number_of({"x": value}, "x", 0.5)
 
 
 def test_a_model_without_classifier_is_refused():

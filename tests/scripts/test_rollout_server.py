@@ -10,10 +10,9 @@ import time
 from common.errors import UserError
 from common.extras.vllm import request_seed
 from common.run.folder import checkpoints
-from tests.conftest import ROOT, read_metrics, run_script, teacher, train_metrics, words_of
+from tests.conftest import ROOT, read_metrics, run_script, teacher, torchrun, train_metrics, words_of
 from tests.run.test_fsdp import LAUNCHER
 from tests.sampling.fake_vllm import FakeVLLM
-from tests.scripts.test_equivalence import free_port
 
 import pytest
 import torch
@@ -120,16 +119,6 @@ def test_a_killed_run_pushes_and_goes_on_bit_for_bit(stage, more, launch, fake, 
 
 
 @pytest.mark.slow
-def test_a_run_that_samples_ahead_is_made_longer(launch, fake):
-    more = "--learning_rate 1e-4"
-    whole = launch("grpo_ahead", *words("grpo_ahead", fake().url, more=f"{more} --max_steps 8"), output="whole")
-    launch("grpo_ahead", *words("grpo_ahead", fake().url, more=more), output="longer")
-    longer = launch("grpo_ahead", *words("grpo_ahead", fake().url, more=f"{more} --max_steps 8"), output="longer")
-    assert texts(longer) == texts(whole) and read_metrics(longer) == read_metrics(whole)
-    assert_same_model(whole, longer)
-
-
-@pytest.mark.slow
 def test_completions_depend_on_their_keys_alone(launch, fake):
     whole = launch("grpo", *words("grpo", fake().url), output="whole")
     two = launch("grpo", *words("grpo", fake().url, fake().url, fake(play="dies in a rollout").url), output="two")
@@ -149,7 +138,7 @@ def test_two_processes_are_as_one(how, more, launch, fake, tmp_path, token_cache
     servers = [fake().url, fake(play="500").url]
     both = [*words("grpo", *servers, more=f"{more} --per_device_train_batch_size 8"), "--output_dir", str(tmp_path / "two")]
     both += ["--dataset_cache_dir", str(token_cache)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command = torchrun()
     if how == "fsdp2":
         (tmp_path / "launcher.py").write_text(LAUNCHER)
         command += [str(tmp_path / "launcher.py"), "grpo", "no"]
@@ -162,40 +151,6 @@ def test_two_processes_are_as_one(how, more, launch, fake, tmp_path, token_cache
     assert_same_model(one, tmp_path / "two", exact=False)
 
 
-@pytest.mark.slow
-def test_two_processes_without_servers_end_and_go_on(launch, fake, tmp_path, token_cache):
-    more = "--save_steps 0"
-    one = launch("grpo", *words("grpo", fake().url, more=more), output="one")
-    server = fake()
-
-    def start():
-        both = [*words("grpo", server.url, more=more + " --per_device_train_batch_size 8")]
-        both += ["--output_dir", str(tmp_path / "two")]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-        return run_script([*command, "train_grpo.py", *both, "--dataset_cache_dir", str(token_cache)], timeout=200)
-
-    answer = server.answer
-
-    def die_at_the_second_push(path, body):
-        if path == "/collective_rpc" and server.reloads == 1:
-            server.play = "dies in a rollout"
-        return answer(path, body)
-
-    server.answer = die_at_the_second_push
-    run = start()
-    told = [line for line in run.stderr.splitlines() if "error: " in line and "rollout_server" in line]
-    assert run.returncode == 1 and told and "none is left" in told[0] and 'train_grpo.py", line' not in run.stderr
-    assert [path.name for path in checkpoints(tmp_path / "two")] == ["checkpoint-2"]  # where there is nothing to save else
-    port = int(server.url.rsplit(":", 1)[1])
-    server.die()
-    time.sleep(0.3)
-    server = fake(port=port)
-    run = start()
-    assert run.returncode == 0, run.stderr[-6000:]
-    assert "resuming from" in run.stdout
-    assert_same_model(one, tmp_path / "two", exact=False)
-
-
 def test_a_server_that_does_not_fit_ends_the_run(launch, fake):
     server = fake(max_model_len=40)
     with pytest.raises(UserError, match="--max-model-len 40"):
@@ -203,30 +158,3 @@ def test_a_server_that_does_not_fit_ends_the_run(launch, fake):
     assert server.reloads == 0
     with pytest.raises(UserError, match="--rollout_server"):
         launch("grpo", *words("grpo", "here"), output="refused")
-
-
-@pytest.mark.slow
-def test_a_run_is_not_saved_inside_a_rollout(launch, fake, tmp_path):
-    """Its servers go while it evaluates there: a checkpoint would have no completions for the rest of the rollout."""
-    how = "--steps_per_generation 2 --eval_steps 1 --save_steps 0 --max_steps 4 --max_completion_length 8"
-    how += " --per_device_train_batch_size 4 --num_samples 0"
-    server = fake()
-    answer = server.answer
-
-    def die_at_the_push_of_step_3(path, body):
-        if path == "/collective_rpc" and server.reloads == 3:
-            server.play = "dies in a reload"
-        return answer(path, body)
-
-    server.answer = die_at_the_push_of_step_3
-    command = [
-        sys.executable,
-        *words_of("tools"),
-        *words("tools", server.url, more=how),
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
-    run = run_script(command, timeout=200)
-    assert run.returncode == 1 and "none is left" in run.stderr
-    output = launch("tools", *words("tools", more=how))
-    assert train_metrics(output)[-1]["step"] == 4

@@ -6,7 +6,6 @@ import shutil
 import sys
 
 from common.errors import UserError
-from common.sampling.rewards import load_rewards, score
 from tests.conftest import ROOT, run_script
 
 import pytest
@@ -136,11 +135,3 @@ def test_nothing_that_is_read_or_sampled_is_run():
             assert keywords.get("trust_remote_code", "False") in ("False", "trust_remote_code", "args.trust_remote_code"), (
                 where
             )
-
-
-def test_rewards_read_completions_and_never_run_them(tmp_path):
-    marker = tmp_path / "marker"
-    attack = f"Answer: __import__('pathlib').Path({str(marker)!r}).write_text('x')"
-    rewards = load_rewards(["exact_number:Answer:", "regex:Answer", "length:5"], "cpu")
-    values = score(rewards, [{"prompt": "How much?", "answer": "7"}], [attack], [[1, 2, 3]])
-    assert values[0][0] == 0 and not marker.exists()

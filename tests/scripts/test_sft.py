@@ -219,12 +219,3 @@ def test_turn_dropping_ends_conversations_after_an_earlier_answer(launch, data, 
         assert row["loss"] == pytest.approx(starts[key], rel=1e-4)
         several = len([m for m in CHATS[key[0]] if m["role"] == "assistant"]) > 1
         assert not several or abs(row["loss"] - whole[key[0]]) > 1e-3
-
-
-def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data):
-    lengths = sorted(len(encoded(messages)[0]) for messages in CHATS)
-    most = lengths[-1] + lengths[0]  # so that not every step is one conversation
-    run = sft(launch, data, "--max_tokens_per_batch", most, "--num_train_epochs", 1, batch=1)
-    total = [row["num_tokens"] for row in run.rows]
-    assert all(after - before <= most for before, after in zip([0, *total], total, strict=False))
-    assert total[-1] == sum(lengths) and len(run.rows) < len(CHATS)

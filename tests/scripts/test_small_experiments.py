@@ -92,7 +92,8 @@ def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, tmp_
     code = "def short(completion_ids, kind, **_):\n    return [None if k == 'W' else len(ids) / 9 for k, ids in zip(kind, completion_ids)]"
     (tmp_path / "rewards.py").write_text(code)
     words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
-    words += ["--reward_funcs", f"{tmp_path}/rewards.py:short", "--reward_threshold", "0.4", "--num_generations", 12]
+    words += ["--reward_funcs", f"{tmp_path}/rewards.py:short", "--reward_threshold", "0.2", "--seed", 5]
+    words += ["--num_generations", 40]
     words += ["--max_completion_length", 20, "--max_steps", 2, "--eval_steps", 0, "--save_steps", 2, "--num_samples", 0]
     output = launch("rft", *words)
     written = read_rows(output / "accepted.jsonl")
@@ -109,11 +110,12 @@ def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, tmp_
     prompts = [
         ids_of(tokenizer().apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)) for row in rows
     ]
-    keys = [(0, i) for i in range(36)]
-    found = sample(lm, [prompts[i // 12] for _, i in keys], keys, stop_ids=[0, 2], max_new_tokens=20)
-    wanted = {
-        (i // 12, tokenizer().decode(c.ids, skip_special_tokens=True))
+    keys = [(5, i) for i in range(120)]
+    found = sample(lm, [prompts[i // 40] for _, i in keys], keys, stop_ids=[0, 2], max_new_tokens=20)
+    wanted = [
+        (i // 40, tokenizer().decode(c.ids, skip_special_tokens=True))
         for (_, i), c in zip(keys, found, strict=True)
-        if c.finished and len(c.ids) >= 4 and i >= 12
-    }
-    assert [(rows[i]["prompt"], text) for i, text in sorted(wanted)] == accepted and len(accepted) > 4
+        if c.finished and len(c.ids) >= 2 and i >= 40
+    ]
+    assert len({*wanted}) < len(wanted)  # an answer came twice
+    assert [(rows[i]["prompt"], text) for i, text in sorted({*wanted})] == accepted and len(accepted) > 4

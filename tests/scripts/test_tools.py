@@ -1,15 +1,12 @@
 """experiments/train_tools.py: episodes against float64 and the chat template, the contract of environments, and their limits."""
 
 import importlib
-import json
 import random
 import sys
 
-from common.errors import UserError
 from common.sampling import sample
 from experiments.environments import Calculator, HigherOrLower
-from tests.conftest import read_metrics, run_script, train_metrics, words_of
-from tests.run.test_resume import Stop, stop_after_save
+from tests.conftest import assert_same, losses, run_script, torchrun, train_metrics, words_of
 from tests.scripts.one_step import (
     assert_gradient,
     gradient_of,
@@ -21,7 +18,7 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-from tests.scripts.test_equivalence import COMMON, assert_same, free_port, losses
+from tests.scripts.test_equivalence import COMMON
 
 import pytest
 import torch
@@ -227,14 +224,18 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     completions.clear()
     launch("tools", *words, "--generation_batch_size", 3, output="parts")
     assert [(c.ids, c.sampled, c.rewards) for c in completions] == [(c.ids, c.sampled, c.rewards) for c in whole]
-    completions.clear()
-    launch("tools", *words, "--max_tool_calling_iterations", 1, "--max_completion_length", 24, output="short")
-    for c, free in zip(completions, whole, strict=True):
-        assert c.ids == free.ids[: len(c.ids)] and len(c.ids) <= 24 and c.calls <= 1 and sum(1 - s for s in c.sampled) < 24
-        assert c.finished == (len(c.ids) == len(free.ids) and free.finished)
-        assert c.sampled[-1] == 1 and c.messages[-1]["role"] == "assistant"  # no answer of a tool stands at the end
-    assert any(c.finished for c in completions) and not all(c.finished for c in completions)
-    assert any(c.calls and not c.finished for c in completions)
+    cut = []
+    for limit in (18, 24, 32):
+        completions.clear()
+        short = ["--max_tool_calling_iterations", 1, "--max_completion_length", limit]
+        launch("tools", *words, *short, output=f"short{limit}")
+        for c, free in zip(completions, whole, strict=True):
+            assert c.ids == free.ids[: len(c.ids)] and len(c.ids) <= limit and c.calls <= 1
+            assert c.finished == (len(c.ids) == len(free.ids) and free.finished)
+            assert c.sampled[-1] == 1 and c.messages[-1]["role"] == "assistant"  # no answer of a tool stands at the end
+            cut.append((c.finished, c.calls, len(c.ids) == limit))
+    assert {finished for finished, *_ in cut} == {True, False}
+    assert any(calls and full for _, calls, full in cut)  # a later turn was cut
 
 
 def test_the_environments_of_the_demo():
@@ -250,45 +251,6 @@ def test_the_environments_of_the_demo():
     assert game.guess(str(hidden)) == "yes" and game.get_reward() == pytest.approx(5 / 6)
     with pytest.raises(ValueError, match="over"):
         game.guess("1")
-
-
-def test_a_mistake_is_one_line_that_names_it(launch, model, flags, tmp_path):
-    text = write_rows(tmp_path / "texts.jsonl", [{"prompt": "What is 3+4?", "answer": "7"}])
-    for words, named in (
-        ("--environment_factory missing.py:A", "missing.py"),
-        ("--environment_factory FILE", "environments.py"),
-        ("--environment_factory FILE:Bare", "Bare.helper"),
-        ("--environment_factory FILE:Missing", "Missing"),
-        ("--environment_factory FILE:Idle", "reset"),
-        ("--environment_factory FILE:Lazy", "--reward_funcs"),
-        ("--environment_factory FILE:Broken", "no server"),
-        (f"--eval_prompts {text}", "--eval_prompts"),
-        ("--max_prompt_length 20", "reset"),
-        (f"--dataset_name {text}", "--system_prompt"),
-    ):
-        words = words.replace("FILE", f"{tmp_path}/environments.py").split()
-        with pytest.raises(UserError) as error:
-            launch(
-                "tools", "--model_name_or_path", model, *flags, *"--max_steps 1 --eval_steps 0".split(), *words, output="no"
-            )
-        assert named in str(error.value) and "\n" not in str(error.value), str(error.value)
-
-
-def test_what_goes_wrong_in_a_tool_is_told_to_the_model(flags, tmp_path):
-    args = script.Args(tool_timeout=0.2, max_completion_length=2, environment_factory=f"{tmp_path}/environments.py:Wild")
-    environment = script.load_environment(args, tokenizer())
-    c = script.Completion({}, [], [], False, "", [], True, environment=environment.make())
-    c.environment.reset(seed=0, prompt="", kind="any")
-    for name, arguments in (
-        ("count", {"time": 1}),
-        ("reset", {}),
-        ("no", {}),
-        ("wait", {"word": "x"}),
-        ("leave", {"word": "x"}),
-    ):
-        said = script.answer(args, environment.tools, c, {"name": name, "arguments": arguments})
-        assert said.startswith("error: ")
-    assert (c.calls, c.failures) == (5, 5)
 
 
 @pytest.fixture(scope="module")
@@ -311,35 +273,9 @@ def test_a_window_of_episodes_split_anyhow_gives_the_same_loss_and_gradient(aski
     for batch, steps in ((8, 4), (3, 11), (1, 32)):
         if batch * steps == 32:
             assert_same(whole, losses(launch("tools", *words, *sizes(batch, steps), output=f"{batch}x{steps}")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command = torchrun()
     run = run_script([*command, *words_of("tools"), *words, *map(str, sizes(8, 2)), "--output_dir", str(tmp_path / "two")])
     assert run.returncode == 0, run.stderr[-6000:]
     assert_same(whole, losses(tmp_path / "two"))
     lines = [(folder / "completions.jsonl").read_text() for folder in (one, tmp_path / "two")]
     assert lines[0] == lines[1]
-
-
-@pytest.mark.slow
-def test_a_run_of_episodes_goes_on_bit_for_bit(asking, launch, monkeypatch):
-    words = (
-        "--max_steps 6 --save_steps 3 --eval_steps 3 --logging_steps 1 --max_eval_samples 8 --per_device_train_batch_size 32"
-    )
-    words = [*asking, *words.split()]
-    whole = launch("tools", *words, output="whole")
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        stop_after_save(patch, at=3)
-        launch("tools", *words, output="stopped")
-    resumed = launch("tools", *words, output="stopped")
-    assert read_metrics(resumed) == read_metrics(whole)
-    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert any("eval_tools/call_frequency" in row for row in read_metrics(whole))
-
-
-@pytest.mark.slow
-def test_calling_the_tool_is_learned(asking, launch):
-    output = launch("tools", *asking, "--max_steps", "25", "--eval_steps", "25", "--max_eval_samples", "64")
-    first, last = [row for row in read_metrics(output) if "eval_reward" in row]
-    assert first["eval_reward"] < 0.2 and last["eval_reward"] > 0.5
-    assert last["eval_tools/call_frequency_t1"] > 0.8 > first["eval_tools/call_frequency_t1"]
-    shown = json.loads((output / "samples.jsonl").read_text().splitlines()[-1])
-    assert "[calculate " in shown["completion"] and "<|im_start|>tool" in shown["completion"]

@@ -42,7 +42,7 @@ def greedy(messages, most=512):
     return tokenizer.decode(out, skip_special_tokens=True).strip()
 
 
-def test_answers_are_the_models_and_a_chat_is_a_row(talk, tmp_path):
+def test_a_chat_is_a_row_to_train_on(talk, tmp_path):
     questions = ["What is 3+4?", "And 2+2?"]
     file = tmp_path / "chats.jsonl"
     out, err = talk(questions[0], questions[1], f"/save {file}", "/system Be brief.", "What is 1+1?", f"/save {file}")
@@ -68,7 +68,7 @@ def test_an_answer_may_be_drawn_again(talk, tmp_path):
     assert greedy_one[1]["content"] == greedy(greedy_one[:1]) != drawn[1]["content"]
 
 
-def test_mistakes_are_a_line_and_the_chat_goes_on(talk, tmp_path):
+def test_after_a_mistake_the_chat_goes_on(talk, tmp_path):
     """A template that knows no system message, bytes that are no text, a name with a zero byte, a chat that is too long."""
     shutil.copytree(MODEL, tmp_path / "strict")
     (tmp_path / "strict" / "chat_template.jinja").write_text(

@@ -8,11 +8,10 @@ from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
 from common.model.load import grow_embedding, hub_errors, make_savable
 from common.model.lora import adapter_config, check_mergeable, import_peft, is_adapter
+from common.model.save import EXTRA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-EXTRA = "extra.safetensors"  # written beside the adapter; it belongs to the model
 
 
 def merged_model(
@@ -51,7 +50,7 @@ def merged_model(
             tensor.data = tensor.data.to(dtypes[tensor_name])
         if Path(adapter, "generation_config.json").exists():
             lm.generation_config = GenerationConfig.from_pretrained(adapter)
-    make_savable(lm.generation_config)
+    make_savable(lm)
     return lm.requires_grad_(True), tokenizer
 
 

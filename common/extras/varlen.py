@@ -1,0 +1,56 @@
+"""PyTorch's attention kernel for sequences of different lengths (varlen_attn), on GPUs of capability 8.0 or higher."""
+
+import inspect
+from dataclasses import dataclass
+
+from common.memory import to_device
+from common.model.attention import HALF, capability, compute_dtype
+
+import numpy as np
+import torch
+from torch import Tensor
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before PyTorch 2.10
+    varlen_attn = None
+# 2.12 and later need a flag where there are fewer key heads than query heads.
+TAKES_ENABLE_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@dataclass
+class Ragged:
+    """A flat row for the kernel: each sequence's own tokens attend to the whole sequence, written out in full."""
+
+    own: Tensor  # (S+1,) int32: offsets of each sequence's own tokens in the row
+    full: Tensor  # (S+1,) int32: offsets of the sequences written out in full
+    longest: tuple[int, int]  # the longest sequence, by own and by all tokens
+    token_map: Tensor | None  # (F,) int64: see plan_flat_row; None: nothing is shared, F = T
+
+    def dtype(self, value: Tensor) -> torch.dtype | None:
+        """The dtype that the kernel would compute in, or None if it cannot: it needs 16 bits and head sizes that are
+        multiples of 8, up to 256 on GPUs with enough shared memory for the backward pass (A100, H100, B200), else up to
+        192."""
+        dtype, largest = compute_dtype(value), 256 if capability(value.device) in ((8, 0), (9, 0), (10, 0)) else 192
+        return dtype if dtype in HALF and value.shape[-1] in range(8, largest + 1, 8) else None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, sliding_window: int | None) -> Tensor:
+        """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh).
+
+        For a sequence with fewer queries than keys, the kernel aligns them to its end. So a token of a shared prefix is a
+        query only once.
+        """
+        if self.token_map is not None:
+            k, v = (x.index_select(0, self.token_map) for x in (k, v))
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens visible before and after; -1: all
+        options = {"enable_gqa": q.shape[1] != k.shape[1]} if TAKES_ENABLE_GQA else {}
+        return varlen_attn(q, k, v, self.own, self.full, *self.longest, scale=scaling, window_size=window, **options)
+
+
+def plan(own: np.ndarray, lengths: np.ndarray, token_map: np.ndarray | None, device: torch.device) -> Ragged | None:
+    """own, lengths (S,): tokens of each sequence that are its own, and all. None without the kernel."""
+    if varlen_attn is None:
+        return None
+    borders = (to_device(np.cumsum([0, *counts]).astype(np.int32), device) for counts in (own, lengths))
+    longest = int(own.max()), int(lengths.max())
+    return Ragged(*borders, longest, None if token_map is None else to_device(token_map, device))
