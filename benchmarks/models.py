@@ -307,11 +307,8 @@ def main() -> None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results as a page: families that are like all others in a list, the others in a table."""
-    usual = [
-        found for found in results if found["how"] == "flat" and found["greedy"] == "0 of 4" and found["sampled"] < 1e-4
-    ]
-    worst = {name: max(found[name] for found in usual) for name in ("logits", "gradients", "sampled")}
+    """The results as a page: families without a difference in two lists, the others in a table."""
+    fine = [found for found in results if found.get("greedy") == "0 of 4" and found["sampled"] < 1e-4]
     lines = [
         "# Models",
         "",
@@ -323,14 +320,22 @@ def table(results: list[dict[str, Any]]) -> str:
         "without its cache; *sampled*: largest difference of the log-probability that sampling gives for a token from that in the whole",
         "text. Weights are large, so that differences show.",
         "",
-        f"Flat, {len(usual)} of {len(results)} families, at most {worst['logits']:.0e} (logits), {worst['gradients']:.0e} (gradients) and "
-        f"{worst['sampled']:.0e} (sampled), all greedy completions the same: {', '.join(found['family'] for found in usual)}.",
-        "",
+    ]
+    for how in ("flat", "padded"):
+        usual = [found for found in fine if found["how"] == how]
+        worst = {name: max(found[name] for found in usual) for name in ("logits", "gradients", "sampled")}
+        lines += [
+            f"{how.capitalize()}, {len(usual)} of {len(results)} families, at most {worst['logits']:.0e} (logits), "
+            f"{worst['gradients']:.0e} (gradients) and {worst['sampled']:.0e} (sampled), all greedy completions the same: "
+            f"{', '.join(found['family'] for found in usual)}.",
+            "",
+        ]
+    lines += [
         "| other families | called on | logits | gradients | greedy | sampled | why not flat |",
         "|---|---|---|---|---|---|---|",
     ]
     for found in results:
-        if found not in usual:
+        if found not in fine:
             numbers = [found.get(name, "") for name in ("logits", "gradients", "greedy", "sampled")]
             shown = [f"{n:.0e}" if isinstance(n, float) else str(n) for n in numbers]
             lines.append(f"| {found['family']} | {found['how']} | {' | '.join(shown)} | {found.get('why', '')} |")

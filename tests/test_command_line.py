@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import math
-import re
 import shutil
 from types import NoneType
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
@@ -169,31 +168,6 @@ def test_a_flag_becomes_a_value_of_its_type(words, name, value):
 )
 def test_a_wrong_flag_is_named(words, named):
     assert named in refused(own, *words.split(" "))
-
-
-IDLE = {
-    "train_sft": [
-        ("--lora_r 64", "", "--use_peft"),
-        ("--lora_target_modules q_proj v_proj", "", "--use_peft"),
-        ("--lr_decay_fraction 0.5", "--lr_scheduler_type wsd", "--lr_scheduler_type wsd"),
-    ],
-    "train_pretrain": [
-        ("--hidden_size 64", "--model_name_or_path y", "--model_name_or_path"),
-        ("--num_heads 2", "--config_name y", "--config_name"),
-        ("--vocab_size 9", "--tokenizer_name y", "--tokenizer_name"),
-    ],
-    "train_dpo": [("--simpo_gamma 1.0", "", "--loss_type simpo")],
-}
-
-
-@pytest.mark.parametrize("script", IDLE)
-def test_a_flag_without_effect_is_told(script, capsys):
-    for flag, beside, cause in IDLE[script]:
-        beside = "" if "wsd" in beside else beside
-        parse(*DATA, *flag.split(), *beside.split(), script=script)
-        assert re.search(f"{re.escape(flag)} has no effect with(out)? {re.escape(cause)}\n", capsys.readouterr().out)
-    parse(script=script)
-    assert "no effect" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -430,15 +430,6 @@ def test_a_merged_export_is_that_of_the_best_adapter(launch):
     assert all(torch.allclose(exported[name], known[name], atol=1e-6) for name in exported)
 
 
-def test_grpo_looks_for_the_best_between_rollouts(launch):
-    words = "--config data/configs/grpo.yaml --model_name_or_path data/base_model --per_device_train_batch_size 16".split()
-    words += "--max_completion_length 4 --num_iterations 2 --eval_prompts data/prompts/chat_validation.jsonl".split()
-    words += "--eval_max_new_tokens 4 --max_steps 4 --save_best max:eval_exact_number".split()
-    with pytest.raises(UserError, match="multiple"):
-        launch("grpo", *words, "--eval_steps", "3")
-    assert names(launch("grpo", *words, "--eval_steps", "2")) == ["checkpoint-2"]
-
-
 def test_a_longer_run_equals_an_uninterrupted_one(launch):
     constant = [*SFT, "--lr_scheduler_type", "constant", "--warmup_steps", "0", "--save_steps", "2"]
     whole = launch("sft", *constant, output="whole")

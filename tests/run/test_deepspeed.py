@@ -9,12 +9,10 @@ import importlib.util
 import shutil
 
 from tests.conftest import ROOT, assert_same, losses, read_metrics, run_script, torchrun
-from tests.run.test_fsdp import COMMON, STAGES, assert_same_model, assert_same_untied_model, evaluations, lines, weights
-from tests.run.test_fsdp import untied as untied  # a fixture
+from tests.run.test_fsdp import COMMON, STAGES, assert_same_model, evaluations, lines, weights
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,7 +48,6 @@ exec(os.environ.get("FIRST", ""))
 launch(script.main, script.Args, f"data/configs/{stage}.yaml")
 """
 SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2 --learning_rate 1e-4"  # another rate at every step
-LORA = "--use_peft --lora_r 4 --merge_lora --save_best max:eval_loss"  # the best is not the last
 
 
 @pytest.fixture
@@ -113,21 +110,3 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(zero, sharded, argum
     assert read_metrics(whole) == read_metrics(again)
     ours, theirs = weights(whole)[0], weights(again)[0]
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_the_best_adapter_is_merged_as_by_one_process(zero, launch, sharded, arguments):
-    one = launch("sft", *arguments("sft"), *LORA.split(), "--per_device_train_batch_size", "8", output="one")
-    two = sharded("sft", zero, *arguments("sft"), *LORA.split())
-    assert_same(losses(one), losses(two))
-    a, b = (load_file(run / "checkpoint-1" / "adapter_model.safetensors") for run in (one, two))
-    assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-5) for name in a)
-    assert_same_model(one, two)
-
-
-def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, arguments, untied):  # noqa: F811
-    argv = [*arguments("sft"), "--model_name_or_path", str(untied)]
-    one, two = launch("sft", *argv, "--per_device_train_batch_size", "8", output="one"), sharded("sft", 3, *argv)
-    assert_same(losses(one), losses(two))
-    for folder in ("", "checkpoint-2"):
-        assert_same_untied_model(one / folder, two / folder)

@@ -14,7 +14,7 @@ from common.files import write_manifest
 from common.run import folder as module
 from common.run.folder import checkpoints, delete_run
 from tests.conftest import GRPO, ROOT, SFT, read_metrics
-from tests.run.test_signals import Script
+from tests.run.script import Script
 
 import pytest
 import torch

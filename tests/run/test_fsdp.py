@@ -1,6 +1,6 @@
 """FSDP2 over two processes gives what one process gives: losses, samples, checkpoints, exports.
 
-Accelerate takes FSDP for GPUs only. The launcher below tells it that the two CPU processes are such, and has the LM head run
+Accelerate takes FSDP for GPUs only. The launcher tells it that the two CPU processes are such, and has the LM head run
 in chunks, too, which the other side of the comparisons does not.
 """
 
@@ -8,6 +8,7 @@ import json
 import shutil
 
 from tests.conftest import ROOT, assert_same, losses, read_metrics, run_script, teacher, torchrun
+from tests.run.fsdp import LAUNCHER
 from tests.tiny import SIZE
 
 import pytest
@@ -17,30 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 pytestmark = pytest.mark.slow
 
-LAUNCHER = """
-import importlib, os, sys
-sys.path.insert(0, os.getcwd())
-from common.command_line import launch
-import common.model.fused_head, yaml
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
-config = yaml.safe_load(open(f"accelerate_configs/{os.environ.get('CONFIG', 'fsdp2')}.yaml"))
-sizes = config.get("parallelism_config", {}) and {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
-assert sizes.keys() == config.get("parallelism_config", {}).keys()
-os.environ |= {name.upper(): str(value) for name, value in (config["fsdp_config"] | sizes).items()}
-os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(bool(sizes)).lower()
-os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": sys.argv[2]}
-os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(sys.argv[1] == "dpo")  # either way; with it Accelerate unties weights
-PartialState(cpu=True)
-PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-common.model.fused_head.HEAD_CHUNK_ELEMENTS["cpu"], common.model.fused_head.HEAD_CHUNK_ROWS["cpu"] = 1, 64
-stage = sys.argv[1]
-folder = "experiments." if os.path.exists("experiments/train_" + stage + ".py") else ""
-script = importlib.import_module(folder + f"train_{stage}")
-sys.argv[1:] = sys.argv[3:]
-exec(os.environ.get("FIRST", ""))
-launch(script.main, script.Args, f"data/configs/{stage}.yaml")
-"""
 COMMON = "--model_name_or_path data/base_model --max_steps 3 --save_steps 2 --eval_steps 1 --logging_steps 1"
 COMMON += " --max_grad_norm 1.0 --lr_scheduler_type constant --max_eval_samples 7 --eval_max_new_tokens 12"
 STAGES = {

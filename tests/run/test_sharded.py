@@ -7,7 +7,7 @@ import sys
 from common.files import find_damage
 from common.run.folder import checkpoints, newest_intact
 from tests.conftest import read_metrics, run_script, torchrun
-from tests.run.test_fsdp import LAUNCHER
+from tests.run.fsdp import LAUNCHER
 from tests.run.test_fsdp import words as words  # a fixture
 
 import pytest

@@ -3,15 +3,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from common.run.folder import checkpoints
 from common.run.retry import Retry
 from common.run.signals import EXIT_CODE
-from tests.conftest import ROOT, read_metrics
+from tests.conftest import read_metrics
+from tests.run.script import Script
 from tests.run.test_resume import COMMON, STAGES
 
 import psutil
@@ -26,48 +25,6 @@ from common.model import FlatModel; forward = FlatModel.forward
 def slow(self, *args, **kwargs): time.sleep(0.1); return forward(self, *args, **kwargs)
 FlatModel.forward = slow; launch(train_sft.main, train_sft.Args, demo="data/configs/sft.yaml")
 """  # three seconds a step of 30 micro-batches, on any machine
-
-
-def usual_signals() -> None:
-    """In a child: not those of a shell's background job, or of nohup, which would be passed on."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
-class Script:
-    """train_sft.py as a process of its own, with what it prints in a file."""
-
-    def __init__(
-        self, folder: Path, *words: str, launcher: tuple[str, ...] = (), prefix: str = "out", script: str = "train_sft.py"
-    ):
-        self.output, log = folder / prefix, folder / f"{prefix}.log"
-        command = [sys.executable, *launcher, script, *words, "--output_dir", str(self.output)]
-        env = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
-        with open(log, "w") as file:
-            options = {"cwd": ROOT, "env": env, "start_new_session": True, "preexec_fn": usual_signals}
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, **options)
-        self.log = log
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-
-    def steps(self) -> int:
-        """Steps logged so far."""
-        file = self.output / "metrics.jsonl"
-        return file.read_text().count("\n") if file.exists() else 0
-
-    def until(self, condition, seconds: float = 100) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline and self.process.poll() is None, self.log.read_text()[-3000:]
-            time.sleep(0.02)
 
 
 def same_weights(one: Path, other: Path) -> bool:

@@ -12,8 +12,8 @@ import time
 from common.errors import printable
 from common.run.signals import EXIT_CODE
 from tests.conftest import ROOT, read_metrics
+from tests.run.script import Script
 from tests.run.test_folder import SFT
-from tests.run.test_signals import Script
 
 import pytest
 

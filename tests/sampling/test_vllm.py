@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import common  # noqa: F401  before torch, as in the scripts
 from tests.conftest import ROOT, free_port, read_metrics, run_script
-from tests.run.test_fsdp import LAUNCHER
+from tests.run.fsdp import LAUNCHER
 
 import psutil
 import pytest

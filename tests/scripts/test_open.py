@@ -55,7 +55,7 @@ def train(tmp_path, monkeypatch):
             command += ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
             command += ["--main_process_port", str(free_port())]
         if fsdp:
-            from tests.run.test_fsdp import LAUNCHER
+            from tests.run.fsdp import LAUNCHER
 
             launcher = tmp_path / "launcher.py"
             launcher.write_text(LAUNCHER.replace('f"train_{stage}"', '"train_mine"'))

@@ -1,6 +1,5 @@
 """experiments/train_ppo.py against float64: what each token earns, what the critic is told, and what both weigh."""
 
-import statistics
 from dataclasses import dataclass
 
 from tests.scripts.grpo_by_hand import LONGEST, REWARDS, STOPS, chat_rows, prompt_ids
@@ -159,13 +158,3 @@ def test_a_step_is_that_of_the_papers(in_reward, launch, model, tmp_path):
         assert run.rows[step]["explained_variance"] == pytest.approx(share, rel=1e-3, abs=1e-4)
     assert run.rows[0]["explained_variance"] == pytest.approx(0, abs=1e-9) and explained[4] != 0
     assert all(row["sampling/logp_difference"] < 1e-4 for row in run.rows)
-
-
-@pytest.mark.slow
-def test_a_critic_learns_what_can_be_expected(launch, tmp_path):
-    """Of a policy that stays, on the demo's prompts: its learning rate is next to nothing, the critic's is not."""
-    words = ["--config", "experiments/configs/ppo.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", 0]
-    words += ["--reward_funcs", "length:20", "--reward_weights", 1, "--learning_rate", 1e-9, "--vf_lr_multiplier", 1e6]
-    output = launch("ppo", *words, "--max_steps", 60, "--lam", 1, "--max_completion_length", 24)
-    found = [row["explained_variance"] for row in read_rows(output / "metrics.jsonl") if "explained_variance" in row]
-    assert found[0] == pytest.approx(0, abs=1e-6) and statistics.mean(found[-5:]) > 0.1, found

@@ -14,7 +14,6 @@ DATA = Path(os.environ.get("PLAINLOOP_DATA", ROOT.parent / "shared" / "data"))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real data is not here")]
 RUN = "--max_steps 2 --logging_steps 1 --eval_steps 0 --save_steps 0 --max_train_samples 30".split()
 SMALL = "--hidden_size 32 --num_layers 2 --num_heads 4 --max_length 128 --per_device_train_batch_size 4".split()
-TOKENIZERS = ["gpt2", "minimind", "phi3_mini"]
 CHATS = [("minimind", ""), ("phi3_mini", ""), ("gpt2", "--chat_template plain"), ("gpt2", "--chat_template chatml")]
 
 
@@ -49,16 +48,6 @@ def files(stage):
     return sorted(path.name for path in (DATA / stage).iterdir()) if DATA.is_dir() else []
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-@pytest.mark.parametrize("file", files("pretrain"))
-def test_every_corpus_is_pretrained_on(tokenizer, file, launch):
-    words = ["--tokenizer_name", DATA / "tokenizers" / tokenizer, "--dataset_name", DATA / "pretrain" / file, *SMALL, *RUN]
-    output = launch("pretrain", *words)
-    check(output)
-    (source,) = json.loads((output / "dataset.json").read_text())["sources"]
-    assert source["rows"] == 30 and source["tokens"] > 60 and not source["dropped"]
-
-
 @pytest.mark.parametrize("tokenizer, template", CHATS)
 @pytest.mark.parametrize("stage, file", [(stage, file) for stage in ("sft", "dpo", "grpo") for file in files(stage)])
 def test_every_file_is_trained_on_with_every_tokenizer(stage, file, tokenizer, template, launch, base):
@@ -82,18 +71,3 @@ def test_every_file_is_trained_on_with_every_tokenizer(stage, file, tokenizer, t
                 launch("grpo", *words)
             words += ["--columns", f"prompt={old}"]
         check(launch("grpo", *words))
-
-
-@pytest.mark.parametrize(
-    "system_prompt", [[], ["--system_prompt", "Reason, then end with: Answer: <number>"]], ids=["text", "chat"]
-)
-def test_grpo_on_gsm8k(system_prompt, launch, base):
-    words = ["--model_name_or_path", base("minimind", launch), "--dataset_name", DATA / "grpo" / "gsm8k_train.jsonl", *RUN]
-    words += "--columns prompt=question --reward_funcs exact_number length:8 --num_generations 4".split()
-    words += "--per_device_train_batch_size 8 --max_completion_length 16".split()
-    output = launch("grpo", *words, *system_prompt)
-    completions = [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
-    prompt = completions[0]["prompt"]
-    assert [m["role"] for m in prompt] == ["system", "user"] if system_prompt else isinstance(prompt, str)
-    assert all(0 <= row["rewards/exact_number/mean"] <= 1 and row["rewards/length/mean"] <= 0 for row in check(output))
-    assert len(completions) == 2 * 8

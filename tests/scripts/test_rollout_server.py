@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.extras.vllm import request_seed
 from common.run.folder import checkpoints
 from tests.conftest import ROOT, read_metrics, run_script, teacher, torchrun, train_metrics, words_of
-from tests.run.test_fsdp import LAUNCHER
+from tests.run.fsdp import LAUNCHER
 from tests.sampling.fake_vllm import FakeVLLM
 
 import pytest
