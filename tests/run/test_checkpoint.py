@@ -162,16 +162,6 @@ def test_a_disk_that_is_really_full(tiny, tmp_path):
         os.system(f"umount {disk}")
 
 
-<<<<<<< HEAD
-def test_a_full_disk_at_the_end_is_an_error(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny.tokenizer, "save_pretrained", rust_disk_full)
-    with pytest.raises(UserError, match="cannot be written.*make room"):
-        export_to(tmp_path, tiny)
-    assert not list(tmp_path.iterdir())
-
-
-=======
->>>>>>> main
 def test_kills_at_any_file_operation(tiny, tmp_path, monkeypatch):
     """Each call that touches the disk is the last one, in turn, before or after it has done its work."""
     output = tmp_path / "out"
