@@ -49,20 +49,14 @@ def memory(device: torch.device) -> Memory:
     if device.type == "mps":
         current = torch.mps.driver_allocated_memory() / GIB  # MPS does not record the peak
         return Memory(current, current, torch.mps.recommended_max_memory() / GIB)
-    used, status = psutil.Process().memory_info(), Path("/proc/self/status")
-    peak = getattr(used, "peak_wset", used.rss)  # Windows; macOS does not tell
+    now, status, limits = psutil.Process().memory_info().rss, Path("/proc/self/status"), [psutil.virtual_memory().total]
+    peak = now  # where the system does not tell
     if status.exists():  # not ru_maxrss, which is inherited from the parent process
-        peak = int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
-    return Memory(used.rss / GIB, max(peak, used.rss) / GIB, machine_limit() / GIB)
-
-
-def machine_limit(files: tuple[str, ...] = CONTAINER) -> float:
-    """Bytes: the machine's memory, or its container's limit."""
-    limits = [psutil.virtual_memory().total]
-    for file in files:
+        peak = max(now, int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024)
+    for file in CONTAINER:
         with contextlib.suppress(OSError, ValueError):  # missing, or "max"
             limits.append(int(Path(file).read_text()))
-    return min(limits)
+    return Memory(now / GIB, peak / GIB, min(limits) / GIB)
 
 
 def tokens_at_once(accelerator: Any, model: nn.Module) -> float:

@@ -24,7 +24,7 @@ from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
 from common.processes import on_main_process
 from common.run.best import Best
-from common.run.folder import WEIGHTS, checkpoints, copy_settings, read_json, step_of
+from common.run.folder import WEIGHTS, checkpoints, copy_settings, read_json, step_of, writing
 
 import torch
 from accelerate import Accelerator
@@ -55,22 +55,18 @@ def save_checkpoint(
     final, temporary = output_dir / f"checkpoint-{step}", output_dir / f".checkpoint-{step}.tmp"
     wrapper, kind = accelerator.unwrap_model(model, keep_torch_compile=False), accelerator.distributed_type
     sharded = extra("sharded") if kind == DistributedType.FSDP else None
-    if sharded and sharded.writes_shards(accelerator, wrapper):
-        modules = sharded.gather_extra(wrapper)
-
-        def write_weights() -> None:
-            sharded.write_frame(temporary, wrapper, modules, tokenizer)
-    else:
-        weights = gather_weights(accelerator, model)
-
-        def write_weights() -> None:
-            write_model(temporary, wrapper, weights, tokenizer)
+    shards = sharded is not None and sharded.writes_shards(accelerator, wrapper)
+    modules = sharded.gather_extra(wrapper) if shards else {}
+    weights = {} if shards else gather_weights(accelerator, model)
 
     def write() -> None:
         for left in output_dir.glob(".checkpoint-*.tmp"):  # left by a save that was killed
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
-        write_weights()
+        if shards:
+            sharded.write_frame(temporary, wrapper, modules, tokenizer)
+        else:
+            write_model(temporary, wrapper, weights, tokenizer)
         if kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
 
@@ -129,6 +125,7 @@ def export(
     copies = best is not None and not (best / SHARDS).is_dir()
     weights = {} if copies else gather_weights(accelerator, model)
 
+    @writing(output_dir)
     def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         folder = temporary / "adapter" if args.merge_lora else temporary
@@ -154,17 +151,14 @@ def export(
         for old in {old for pattern in WEIGHTS for old in output_dir.glob(pattern)}:
             if old.name not in {file.name for file in files}:  # left by an earlier export in another format
                 old.unlink()
-        temporary.rmdir()
         if also is not None:
             also()
 
-    problem = _attempt(accelerator, write)
-    if accelerator.is_main_process:
-        shutil.rmtree(temporary, ignore_errors=True)
-    if problem:
-        saved = checkpoints(output_dir)
-        again = f"the same command goes on from {saved[-1].name}" if saved else "no checkpoint was kept (--save_steps)"
-        raise UserError(f"the final model could not be written to {output_dir} ({problem}): make room; {again}")
+    try:
+        on_main_process(accelerator, write)
+    finally:
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
     if best is not None:
         say(f"the final model is that of {best}, the best one")
 

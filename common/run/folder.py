@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.args import CommonArgs, may_change, save_args
-from common.errors import UserError, say
+from common.errors import UserError, is_of_the_disk, say
 from common.files import file_hash, find_damage
 from common.processes import on_main_process
 
@@ -203,7 +203,9 @@ def writing(folder: Path) -> Iterator[None]:
     """Wraps writes that a run cannot do without. Raises UserError if the disk refuses them."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        if not is_of_the_disk(error):
+            raise
         again = "make room; the same command goes on from the last checkpoint"
         raise UserError(f"--output_dir {folder}: cannot be written ({error}): {again}") from None
 

@@ -30,12 +30,7 @@ SPIKE = 6.0  # standard deviations above the mean of recent losses
 
 
 def full_norm(norm: Any) -> Any:
-    """A gradient norm as a tensor: FSDP2 returns a DTensor sharded over the processes, DeepSpeed a Python float.
-
-    Called on every process.
-    """
-    if isinstance(norm, float):
-        return torch.tensor(norm, dtype=torch.float64)
+    """A gradient norm as a number or a whole tensor: FSDP2's is a DTensor, sharded over the processes. Called on each."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 

@@ -11,7 +11,6 @@ from common.run.metrics import Metrics, full_norm
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 MOST_BAD = 3  # steps in a row, after which the run ends
@@ -46,9 +45,7 @@ class NonFinite:
     def _report(self, loss: float, norm: float, step: int, window: Window) -> None:
         metrics = self.metrics
         metrics.bad_steps.append(step + 1)
-        engine = metrics.accelerator.distributed_type == DistributedType.DEEPSPEED  # its backward pass takes the step
-        done = "DeepSpeed decides by itself whether it takes the step" if engine else "the step was not taken"
-        what = f"{'a finite' if math.isfinite(loss) else 'a NaN or infinite'} loss, gradient norm {norm:g}: {done}"
+        what = f"{'a finite' if math.isfinite(loss) else 'a NaN or infinite'} loss, gradient norm {norm:g}"
         metrics.event("bad", step + 1, what)
         path = metrics.output_dir / "bad_batches" / f"step-{step + 1}.jsonl"
         if metrics.accelerator.is_main_process:

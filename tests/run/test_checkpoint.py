@@ -155,7 +155,7 @@ def test_a_disk_that_is_really_full(tiny, tmp_path):
         assert written and left > 0
         (disk / "other").unlink()
         (disk / "other").write_bytes(b"0" * (shutil.disk_usage(disk).free - 8192))
-        with pytest.raises(UserError, match="final model could not be written.*goes on from checkpoint-2"):
+        with pytest.raises(UserError, match="cannot be written.*goes on from the last checkpoint"):
             export_to(disk, tiny)
         assert not list(disk.glob(".*")) and not (disk / "model.safetensors").exists()
     finally:
@@ -432,7 +432,6 @@ def test_a_longer_run_equals_an_uninterrupted_one(launch):
     (longer / "summary.json").unlink()
     with pytest.raises(UserError, match="checkpoint-8 is at step 8, and this run would end at step 3"):
         launch("sft", *constant, "--max_steps", "3", output="longer")
-    assert len(names(longer)) > 1
-    launch("sft", *constant, "--save_total_limit", "1", output="longer")  # nothing is left but its end
-    assert read_metrics(longer) == read_metrics(whole) and names(longer) == ["checkpoint-8"]
+    launch("sft", *constant, output="longer")  # nothing is left but its end
+    assert read_metrics(longer) == read_metrics(whole)
     assert json.loads((longer / "summary.json").read_text())["final"]["step"] == 8
