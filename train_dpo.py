@@ -23,8 +23,8 @@ request also entropy, hidden states, a function of the logits, the outputs of yo
 load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
-import math
 from dataclasses import dataclass
+import math
 from typing import Literal
 
 from common.args import CommonArgs, arg
@@ -37,8 +37,7 @@ from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, SMOOTHED, dpo_loss, se
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.run import Run
-
-import torch  # after common, which sets how CPU threads wait
+import torch
 
 
 @dataclass

@@ -27,10 +27,10 @@ For each prompt, G completions are sampled from the model; each is compared with
 Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+import math
 from typing import Any, Literal
 
 from common.args import CommonArgs, arg
@@ -43,13 +43,11 @@ from common.extras import extra
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import gather_lists
+from common.processes import Accelerator, gather_lists
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
-
 import numpy as np
-import torch  # after common, which sets how CPU threads wait
-from accelerate import Accelerator
+import torch
 
 Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", and the columns that the rewards read
 

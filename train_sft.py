@@ -20,8 +20,8 @@ modules. With nll_weights, only out.nll has a gradient, and entropy and correct 
 the load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
-import math
 from dataclasses import dataclass
+import math
 from typing import Literal
 
 from common.args import CommonArgs, arg

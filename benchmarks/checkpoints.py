@@ -10,6 +10,7 @@ the system may take back), the most while it lasts, above what it had before; lo
 import argparse
 import json
 import os
+from pathlib import Path
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,16 +63,15 @@ class Watched:
 
 def work(task: str, kind: str, folder: Path, hidden: int, layers: int, rounds: int) -> None:
     """One of the processes: `save` makes a model and saves it, `load` goes on from what was saved."""
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, gather_object
     from common.args import CommonArgs
     from common.model import create_model, llama_config, load_model, load_tokenizer, make_optimizer
     from common.run.best import Best
     from common.run.checkpoint import export, resume, save_checkpoint
-
     import torch
     import torch.distributed.checkpoint
-    from accelerate import Accelerator
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, gather_object
     from torch.distributed.fsdp import StateDictType
 
     PartialState(cpu=True)

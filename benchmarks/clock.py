@@ -2,9 +2,9 @@
 
 import json
 import os
+from pathlib import Path
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 

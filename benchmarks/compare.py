@@ -6,18 +6,18 @@ side is the median over the rounds; a ratio is taken within each round, between 
 """
 
 import argparse
+from collections.abc import Callable
 import hashlib
 import importlib.metadata
 import json
 import os
+from pathlib import Path
 import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent

@@ -8,8 +8,10 @@ figures are medians. Writes benchmarks/data.json and benchmarks/data.md.
 """
 
 import argparse
+from collections.abc import Callable
 import json
 import os
+from pathlib import Path
 import platform
 import random
 import shutil
@@ -18,8 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -27,17 +27,17 @@ os.chdir(ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # both sides use two processes instead
 
-import train_pretrain  # noqa: E402
-import train_sft  # noqa: E402
+import accelerate  # noqa: E402
 from common.args import CommonArgs  # noqa: E402
 from common.collators import Windows  # noqa: E402
 from common.data import Tokenizer, chat_format, chunk, load_data, text_format  # noqa: E402
 from common.model import load_tokenizer  # noqa: E402
-
-import accelerate  # noqa: E402
 import datasets  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+
+import train_pretrain  # noqa: E402
+import train_sft  # noqa: E402
 
 PROCESSES, BATCH, MAX_LENGTH = 2, 8, 1024
 

@@ -9,10 +9,10 @@ prompts (which no default looks at), writes benchmarks/demo.json and prints the 
 import argparse
 import json
 import os
+from pathlib import Path
 import platform
 import subprocess
 import time
-from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAT, ZERO, BASE = (f"data/prompts/{name}_test.jsonl" for name in ("chat", "zero", "base"))

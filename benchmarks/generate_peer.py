@@ -3,21 +3,20 @@
 python benchmarks/generate_peer.py model prompts.jsonl result.json rounds
 """
 
+from collections.abc import Callable
 import json
 import os
+from pathlib import Path
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import accelerate  # noqa: E402
 from common.args import CommonArgs  # noqa: E402
 from common.model import load_model, load_tokenizer  # noqa: E402
 from common.sampling import sample  # noqa: E402
-
-import accelerate  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 

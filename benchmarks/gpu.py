@@ -13,12 +13,12 @@ section. TRACEBACK=1 shows where it failed.
 import argparse
 import json
 import os
+from pathlib import Path
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 SECTIONS = {  # module, function, and seconds at most
@@ -134,10 +134,10 @@ def end_family(process: subprocess.Popen) -> None:
 def work(args: argparse.Namespace, file: Path) -> None:
     import importlib
 
-    import torch
-    import transformers
     from compare import machine
     from gpu_bench import Bench, DeviceIsLost, TimeIsOver  # which sets what torch reads when it is imported
+    import torch
+    import transformers
 
     transformers.logging.set_verbosity_error()
     state = json.loads(file.read_text())

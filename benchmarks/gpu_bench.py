@@ -1,13 +1,13 @@
 """What the sections of gpu.py share: the device, the sizes, and how something is measured."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 import os
+from pathlib import Path
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 from common.args import CommonArgs  # noqa: E402
 from common.memory import empty_caches, peak_flops  # noqa: E402
 from common.model import make_optimizer  # noqa: E402
-
 import torch  # noqa: E402
 import transformers  # noqa: E402
 

@@ -1,9 +1,9 @@
 """The sections of gpu.py that sample: GRPO's sampling beside generate() and continuous batching, and whole steps."""
 
-import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
+import statistics
+import time
 from typing import Any
 
 from gpu_bench import Bench, Row, optimizer_of
@@ -15,7 +15,6 @@ from common.losses import grpo_loss, segment_ids
 from common.model import FlatModel
 from common.model.wrap import wrap
 from common.sampling import sample
-
 import numpy as np
 import torch
 import transformers

@@ -7,7 +7,6 @@ from gpu_data import lognormal
 
 from common.model.attention import flat_attention, plan_flat_row  # isort: skip
 from common.model.lm_head import log_probs, weighted_nll
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -5,9 +5,9 @@ transformers (right-padded batches, the prompt in both answers of a pair, the lo
 train_*.py make.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
+import time
 from typing import Any
 
 from gpu_bench import Bench, Row, optimizer_of, update
@@ -21,7 +21,6 @@ from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.model.load import compile_layers, enable_gradient_checkpointing
 from common.model.wrap import wrap
-
 import numpy as np
 import torch
 

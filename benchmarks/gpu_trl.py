@@ -7,16 +7,16 @@ found where it is installed, or in the wheels of carry_trl.sh, which are put int
 import importlib.util
 import json
 import os
+from pathlib import Path
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-import grpo_task
 from compare import HERE, ROOT, rate
 from gpu_bench import Bench
+import grpo_task
 
 NAMES = ("trl", "datasets", "dill", "multiprocess")
 

@@ -11,12 +11,12 @@ time is fitted as `a · Σ n + b · Σ n²`. Writes growth.json and growth.png b
 """
 
 import argparse
+from collections.abc import Callable
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,7 +32,6 @@ from common.losses import grpo_loss, segment_ids  # noqa: E402
 from common.model import FlatModel, create_model, make_optimizer  # noqa: E402
 from common.run.estimate import Live, nbytes  # noqa: E402
 from common.sampling import sample  # noqa: E402
-
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -9,9 +9,9 @@ stand beside each other instead, and the learning rate is so small (1e-6) that t
 """
 
 import json
+from pathlib import Path
 import shutil
 import statistics
-from pathlib import Path
 
 from compare import HERE, INPUTS, WORK, arguments, compare, ours, peer, ratios, run_process, save, shown, spread, wanted
 

@@ -18,12 +18,12 @@ compared by its spread over seeds: `right after` within the spread of the others
 import argparse
 import json
 import os
+from pathlib import Path
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent

@@ -29,7 +29,6 @@ TRL_CHUNK = 32768  # as in its trainers
 def sides(V: int, T: int, D: int) -> tuple[dict, Any, Any]:
     """Each side as a function to the loss, and the hidden states and the weight that it has gradients for."""
     from common.model.lm_head import log_probs, weighted_nll
-
     import torch
     import torch.nn.functional as F
     import transformers
@@ -74,8 +73,8 @@ def measure(side: str, V: int, T: int, D: int) -> dict:
     import time
 
     sys.path.insert(0, str(ROOT))
-    import torch
     from clock import reset_peak, resident
+    import torch
 
     sides(4096, 1024, 64)[0][side]().backward()  # what is imported and started at the first call is no temporary memory
     functions, hidden, weight = sides(V, T, D)

@@ -10,15 +10,15 @@ would be if the rest took no time, and if, besides, the products ran at the peak
 machine should be otherwise idle. With --only the table is printed, and the saved one kept.
 """
 
+from collections.abc import Iterator
 import gc
 import json
 import os
+from pathlib import Path
 import runpy
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from compare import INPUTS, ROOT, WORK, arguments, our_words, run_process, save, wanted
@@ -76,7 +76,6 @@ def measured(words: list[str], is_profiled: bool) -> dict[str, Any]:
     """Run a script as `python words` would, and look at its steps after the first WARM_UP."""
     sys.argv, sys.path[0] = words, str(ROOT)
     from common.run import Run
-
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -8,18 +8,17 @@ memory. QLoRA is LoRA with the linear layers of the blocks at 4 bits and 8 bits 
 """
 
 import argparse
-import sys
 from pathlib import Path
+import sys
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.model.attention import FLAT, register
 from common.model.flat_model import FlatModel, base_lm
 from common.run.estimate import GIB, estimate, nbytes
-
+from peft import LoraConfig, get_peft_model
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 
 SIZES = {  # hidden, MLP, layers, heads, key/value heads, tied embeddings; of Qwen2.5 and, with 8B, of Llama 3.1
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),

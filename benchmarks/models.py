@@ -8,18 +8,18 @@ RoPE was made for; two share a start. Writes models.json and models.md.
 """
 
 import argparse
+from collections.abc import Iterator
 import contextlib
 import copy
 import io
 import json
 import logging
+from pathlib import Path
 import re
 import sys
 import time
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+import warnings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,7 +28,6 @@ from common.errors import UserError
 from common.model import FlatModel
 from common.model.wrap import wrap
 from common.sampling import sample
-
 import numpy as np
 import torch
 import transformers

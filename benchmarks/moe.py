@@ -10,10 +10,10 @@ at most experts / 2), and the share of experts that got no token of a window.
 import argparse
 import json
 import os
+from pathlib import Path
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "--hidden_size 64 --num_layers 2 --num_experts_per_tok 2 --moe_intermediate_size 32".split()

@@ -14,12 +14,12 @@ Start-up is from the start of the process to the end of the first step of SFT, w
 and LLaMA-Factory tokenise all 192 chats before it, the bare loop what it needs; the others are given tokens.
 """
 
+from collections.abc import Callable
 import json
+from pathlib import Path
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from compare import INPUTS, WORK, Result, arguments, compare, markdown, ours, peer, save

@@ -3,10 +3,10 @@
 python benchmarks/ours.py result.json train_sft.py --logging_steps 1 ...
 """
 
-import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+import runpy
+import sys
 from typing import Any
 
 from clock import Clock

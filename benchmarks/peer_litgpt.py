@@ -10,25 +10,25 @@ not.
 """
 
 import json
+from pathlib import Path
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import litgpt.finetune.full as finetune  # noqa: E402
-import litgpt.pretrain as pretrain  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
 from clock import Clock  # noqa: E402
 from lightning.fabric.loggers import CSVLogger  # noqa: E402
 from litgpt.args import EvalArgs, TrainArgs  # noqa: E402
 from litgpt.data import DataModule, get_sft_collate_fn  # noqa: E402
+import litgpt.finetune.full as finetune  # noqa: E402
 from litgpt.model import GPT, Config  # noqa: E402
+import litgpt.pretrain as pretrain  # noqa: E402
 from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama  # noqa: E402
 from litgpt.utils import save_config  # noqa: E402
+import numpy as np  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+import torch  # noqa: E402
 
 LEARNING_RATE = 1e-4
 

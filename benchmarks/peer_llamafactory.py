@@ -10,10 +10,10 @@ pretraining the model's folder is copied with another one.
 
 import importlib.machinery
 import json
+from pathlib import Path
 import shutil
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -23,12 +23,12 @@ except (ImportError, OSError):  # PyPI's is built for CUDA. It is imported at it
     sys.modules["torchaudio"] = types.ModuleType("torchaudio")
     sys.modules["torchaudio"].__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
 
-import datasets  # noqa: E402
-import numpy as np  # noqa: E402
 from clock import Clock  # noqa: E402
+import datasets  # noqa: E402
 from llamafactory.data.formatter import StringFormatter  # noqa: E402
 from llamafactory.data.template import Template, register_template  # noqa: E402
 from llamafactory.train.tuner import run_exp  # noqa: E402
+import numpy as np  # noqa: E402
 from peers import COMMON, StepClock, counted  # noqa: E402
 
 ARGUMENTS = {name: value for name, value in COMMON.items() if name != "train_sampling_strategy"} | {

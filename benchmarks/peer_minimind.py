@@ -11,20 +11,20 @@ than there: transformers' Llama, which has the weights of the other sides, for i
 one thread, no weight decay, a constant learning rate, a log line a step, rows in our order.
 """
 
-import json
-import sys
 from contextlib import nullcontext
+import json
 from pathlib import Path
+import sys
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from clock import Clock  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import transformers  # noqa: E402
-from clock import Clock  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
+import transformers  # noqa: E402
 
 LEARNING_RATE, LENGTH, BETA = 1e-4, 1024, 0.1
 

@@ -10,22 +10,22 @@ are left for the same AdamW as on the other sides, its chunked loss is kept. DPO
 processes alone: here with one, on Gloo.
 """
 
+from collections.abc import Callable
 import importlib.util
 import json
 import os
+from pathlib import Path
 import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from clock import Clock  # noqa: E402
 import numpy as np  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
 import torch  # noqa: E402
 import torchtune  # noqa: E402
-from clock import Clock  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
 from torchtune.datasets import PackedDataset  # noqa: E402
 from torchtune.training.metric_logging import DiskLogger  # noqa: E402
 

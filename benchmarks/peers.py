@@ -10,16 +10,16 @@ with an attention mask it is given that mask, and without one (`mask`: false) is
 
 import json
 import os
-import sys
 from pathlib import Path
+import sys
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from clock import Clock  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from clock import Clock  # noqa: E402
 
 LEARNING_RATE = 1e-4
 # The same on all sides: float32, AdamW without weight decay, a constant learning rate, clipping to 1, a log line a step,

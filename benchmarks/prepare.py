@@ -11,9 +11,9 @@ each, for peers that cannot take the chat template.
 import hashlib
 import json
 import os
+from pathlib import Path
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,14 +21,14 @@ FOLDER = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "outputs" 
 sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
-import train_pretrain  # noqa: E402
+import accelerate  # noqa: E402
 from common.data import Shuffled, Tokenizer, chunk, load_data, pack, text_format  # noqa: E402
 from common.data.order import Order  # noqa: E402
-
-import accelerate  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+
+import train_pretrain  # noqa: E402
 
 V, SHORTEST, LONGEST = 4096, 20, 1000
 SIZES = {

@@ -11,25 +11,25 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.extras.vllm import RolloutServers
 from common.model import create_model
 from common.model.lora import add_lora
-from tests.sampling.fake_vllm import FakeVLLM
-
-from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+from tests.sampling.fake_vllm import FakeVLLM
 
 SIZES = ((256, 4), (512, 6), (768, 8))  # hidden size, layers
 PARTS = ("_write", "_load_all", "_score")

@@ -10,8 +10,10 @@ its own. Nothing is trained and nothing is sent: `traffic` is arithmetic.
 """
 
 import argparse
+from datetime import date
 import json
 import os
+from pathlib import Path
 import pickle
 import platform
 import statistics
@@ -19,8 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,15 +28,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.clock import reset_peak, resident  # noqa: E402
 from common.args import CommonArgs  # noqa: E402
 from common.collators import Windows  # noqa: E402
 from common.data.examples import Examples, TokenFile, pack  # noqa: E402
 from common.data.order import Order, Shuffled  # noqa: E402
 from common.sampling.generate import Sampled  # noqa: E402
-
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+
+from benchmarks.clock import reset_peak, resident  # noqa: E402
 
 PROCESSES, MAX_LENGTH, MAX_TOKENS = (8, 64, 1024), 4096, 8192
 MODES = {  # per process and micro-batch: examples, or tokens

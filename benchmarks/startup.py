@@ -5,12 +5,12 @@
 The first step of SFT on the tiny model and 80 chats, tokenised anew (nothing cached) and from the cache.
 """
 
+from collections.abc import Callable
+from pathlib import Path
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 from compare import INPUTS, ROOT, WORK, arguments, ours, peer, ratios, save, shown, spread
 

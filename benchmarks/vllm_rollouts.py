@@ -8,26 +8,25 @@ vllm_rollouts.json.
 """
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 import json
 import os
+from pathlib import Path
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from accelerate import Accelerator
 from common.extras.vllm import RolloutServers, ask
 from common.model.wrap import wrap
 from common.sampling import sample
-
 import psutil
 import torch
-from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 RESULTS = Path(__file__).with_name("vllm_rollouts.json")

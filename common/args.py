@@ -4,8 +4,8 @@ A script extends `CommonArgs` with its own fields, of the types str, int, float,
 | None. Everything under `common/` may read any field of `CommonArgs`, and none of a script's own.
 """
 
-import dataclasses
 from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal

@@ -6,13 +6,14 @@ stay together: one conversation, the chosen and rejected answers of a pair, a pa
 examples. A *window* is all micro-batches of all processes that make one optimizer step.
 """
 
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listing
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Listing
 from typing import Any
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.data.encode import check_sequence, layout_of
 from common.data.examples import balance
@@ -20,10 +21,8 @@ from common.data.order import Shuffled
 from common.data.types import Example, Sequence
 from common.errors import UserError
 from common.memory import SHARDED, empty_caches, is_oom, to_device
-
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 Batch = dict[str, Any]  # see flat_batch
 LEAST_SHARED = 8  # tokens: sharing a shorter prefix costs about what it saves

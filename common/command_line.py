@@ -4,22 +4,21 @@ All values go through the same conversion and checks; an unknown flag, key or va
 """
 
 import argparse
+from collections.abc import Callable
 import difflib
 import functools
 import json
 import os
+from pathlib import Path
 import re
 import sys
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+import warnings
 
 from common.args import CommonArgs, declared, defaults, first_definition, is_within
 from common.errors import UserError, last_words, say, show_and_exit
 from common.memory import is_oom
-
 import yaml
 
 Args = TypeVar("Args", bound=CommonArgs)

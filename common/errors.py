@@ -1,10 +1,10 @@
 """Messages to the user: progress lines, and the one exception for the user's mistakes."""
 
+from collections.abc import Callable
 import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
 from typing import Any, TextIO
 
 from tqdm import tqdm

@@ -4,13 +4,14 @@ Sums and counts are reduced over the processes, and fillers have weight 0: the r
 of processes and any batch size.
 """
 
+from collections.abc import Callable, Iterator
 import contextlib
+from functools import partial
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import Batch, eval_batches
 from common.data.encode import convert
@@ -24,10 +25,8 @@ from common.data.types import BadRow, Row, Tokenizer
 from common.errors import UserError
 from common.processes import gather_lists, on_main_process
 from common.sampling import Reward, load_rewards, sample, score_by_name
-
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 

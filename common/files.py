@@ -1,13 +1,13 @@
 """Files: hashed, flushed to disk, replaced whole; what a finished folder holds; and which code is loaded."""
 
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import hashlib
 import json
 import os
+from pathlib import Path
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 READERS = 8  # threads that hash the files of a folder
 

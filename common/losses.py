@@ -12,8 +12,8 @@ C completions, F reward functions.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+import torch.nn.functional as F
 
 DPO_LOSS_TYPES = (
     *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "apo_zero", "sppo_hard"),

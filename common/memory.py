@@ -4,15 +4,15 @@ import contextlib
 import ctypes
 import gc
 import math
+from pathlib import Path
 import platform
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from accelerate.utils import DistributedType
 import numpy as np
 import psutil
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 GIB = 2**30

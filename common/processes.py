@@ -1,16 +1,15 @@
 """Sharing Python objects between processes, a time limit for user code, and signals in forked children."""
 
+from collections.abc import Callable, Iterator
 import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from typing import TypeVar
-
-from common.errors import UserError
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from common.errors import UserError
 
 T = TypeVar("T")
 

@@ -17,13 +17,13 @@ Every file has its own seeded random stream: running this script again writes th
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+import hashlib
+import json
 from pathlib import Path
+import random
 from typing import Any
 
 Chain = tuple[int, ...]  # (start, step, ...)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.model.flat_model import FlatModel
-
-import torch
 from safetensors.torch import load_file
+import torch
 from torch import nn
 
 HEADS = ("score", "classifier")  # transformers' names of the head

@@ -5,7 +5,6 @@ from typing import Any
 
 from common.data.formats import Columns, as_chat, chat_format
 from common.data.types import BadRow, Example, Sequence, may_reject
-
 import numpy as np
 
 LABELS = ("label", "kto_tag")  # true for a good answer; kto_tag is LLaMA-Factory's name

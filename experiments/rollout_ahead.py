@@ -1,18 +1,16 @@
 """What train_grpo_ahead.py has beside train_grpo.py: rollouts sampled in advance, and which completions and tokens count."""
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+import math
 from typing import Any
 
 from common.args import CommonArgs
 from common.collators import Window
 from common.data.load import Rows
-from common.processes import gather_lists, on_each_process
+from common.processes import Accelerator, gather_lists, on_each_process
 from common.sampling import RolloutSchedule, Sampled
-
 import numpy as np
-from accelerate import Accelerator
 
 # Starts to sample a completion of each prompt (token ids): begin(prompts, keys).
 Begin = Callable[[Sequence[Sequence[int]], Sequence[tuple[int, ...]]], Future[list[Sampled]]]

@@ -4,7 +4,6 @@ import re
 
 from common.data.formats import Columns
 from common.data.types import BadRow, Sequence, Tokenizer
-
 import numpy as np
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)

@@ -1,8 +1,8 @@
 """Tools as chat templates describe them to a model, and parsing the calls that a model writes."""
 
+from collections.abc import Callable
 import json
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from common.data.chat import end_of_turn, hidden_texts, render

@@ -18,10 +18,10 @@ Agarwal et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a wind
 Shapes: T tokens of the row, N of them targets, n of these in a chunk, V tokens of the vocabulary.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+import math
 from typing import Any, Literal
 
 from common.args import CommonArgs, arg
@@ -34,13 +34,11 @@ from common.extras import extra
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.lm_head import logits_of
 from common.model.reference import Reference, load_frozen
-from common.processes import gather_lists
+from common.processes import Accelerator, gather_lists
 from common.run import Run
 from common.sampling import RolloutSchedule, Sampled, sample
-
 import numpy as np
-import torch  # after common, which sets how CPU threads wait
-from accelerate import Accelerator
+import torch
 
 Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", with --lmbda below 1 also "completion_ids"
 

@@ -20,8 +20,8 @@ request also entropy, hidden states, a function of the logits, the outputs of yo
 load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
-import math
 from dataclasses import dataclass
+import math
 from typing import Literal
 
 from common.args import CommonArgs, arg
@@ -34,9 +34,9 @@ from common.losses import segment_sum
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
 from common.run import Run
-from experiments.labelled import as_labelled, labelled_format, mismatched
+import torch
 
-import torch  # after common, which sets how CPU threads wait
+from experiments.labelled import as_labelled, labelled_format, mismatched
 
 LOSS_TYPES = ("kto", "apo_zero_unpaired")
 

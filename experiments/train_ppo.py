@@ -25,10 +25,10 @@ processes), N of them:
 Shapes: T tokens of the row, C completions of a rollout, F reward functions.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+import math
 from typing import Any, Literal
 
 from common.args import CommonArgs, arg
@@ -41,13 +41,11 @@ from common.extras import extra
 from common.losses import combine_rewards, grpo_loss
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import gather_lists
+from common.processes import Accelerator, gather_lists
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
-
 import numpy as np
-import torch  # after common, which sets how CPU threads wait
-from accelerate import Accelerator
+import torch
 from torch import nn
 
 Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", and the columns that the rewards read

@@ -19,8 +19,8 @@ request also entropy, hidden states, a function of the logits, the outputs of yo
 load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
-import math
 from dataclasses import dataclass
+import math
 from typing import Literal
 
 from common.args import CommonArgs, arg
@@ -33,10 +33,10 @@ from common.errors import UserError
 from common.evaluate import evaluate_means
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
+import torch
+
 from experiments.classifier import save_classifier, score_head
 from experiments.scored import number_of, up_to_the_score
-
-import torch  # after common, which sets how CPU threads wait
 
 
 @dataclass

@@ -20,11 +20,11 @@ modules. With nll_weights, only out.nll has a gradient, and entropy and correct 
 the load-balancing loss of a mixture of experts (common/extras/experts.py).
 """
 
+from dataclasses import dataclass, replace
 import json
 import math
-import tempfile
-from dataclasses import dataclass, replace
 from pathlib import Path
+import tempfile
 from typing import Any, Literal
 
 from common.args import CommonArgs, arg
@@ -38,11 +38,9 @@ from common.errors import UserError, say
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
 from common.files import replace_text
 from common.model import FlatModel, load_model, load_tokenizer, make_optimizer, schedule, set_lr
-from common.processes import gather_lists
+from common.processes import Accelerator, gather_lists
 from common.run import Run
 from common.sampling import load_rewards, sample, score
-
-from accelerate import Accelerator
 
 
 @dataclass

@@ -36,11 +36,11 @@ As in train_grpo.py, over the tokens t that the model itself wrote in the comple
 Shapes: T tokens of the row, P prompts of a rollout, G completions of each, C = P·G, F reward functions.
 """
 
-import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+import inspect
+import math
 from typing import Any, Literal, NamedTuple
 
 from common.args import CommonArgs, arg
@@ -54,15 +54,14 @@ from common.extras import extra
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import TimeLimitReached, gather_lists
+from common.processes import Accelerator, TimeLimitReached, gather_lists
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
 from common.sampling.rewards import call, from_file, must
-from experiments.tool_calls import Tools, describe_tools, read_calls, tokenize_reply
-
 import numpy as np
-import torch  # after common, which sets how CPU threads wait
-from accelerate import Accelerator
+import torch
+
+from experiments.tool_calls import Tools, describe_tools, read_calls, tokenize_reply
 
 Prompt = dict[str, Any]  # "prompt" (messages), "prompt_ids", "tools", and the columns that the rewards read
 

@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+from pathlib import Path
 import re
 import shutil
 import signal
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 os.chdir(ROOT)  # the scripts name data/... from the repository's root
 sys.path.insert(0, str(ROOT))
 
+from hypothesis import settings  # noqa: E402
 import psutil  # noqa: E402
 import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("any machine")
@@ -66,9 +66,8 @@ def demo(stage: str) -> str:
 def teacher() -> str:
     """A folder with the model of data/base_model, its weights shaken: another one with the same tokens."""
     import common  # noqa: F401  before torch, as in the scripts
-
-    import torch
     from safetensors.torch import load_file, save_file
+    import torch
 
     TEMPORARY.append(tempfile.TemporaryDirectory())
     folder = Path(TEMPORARY[0].name, "teacher")
@@ -92,9 +91,8 @@ def token_cache(tmp_path_factory):
 @pytest.fixture
 def launch(tmp_path, token_cache):
     """launch("sft", "--max_steps", "2", ...) runs train_sft.py's main here; returns the output folder."""
-    from common.command_line import parse_args
-
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from common.command_line import parse_args
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 

@@ -10,12 +10,11 @@ from common.data.examples import balance
 from common.data.order import Order, Shuffled
 from common.data.types import whole
 from common.errors import UserError
-
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)

@@ -11,10 +11,10 @@ from typing import Literal, Optional, get_args, get_origin, get_type_hints
 from common.args import CommonArgs, arg, declared, is_within
 from common.command_line import OF_THE_TESTS, parse_args
 from common.errors import UserError
-from tests.conftest import ROOT
-
 import pytest
 import yaml
+
+from tests.conftest import ROOT
 
 SCRIPTS = ("train_pretrain", "train_sft", "train_dpo", "train_grpo")
 STRANGE = ["-1", "0", "1", "nan", "inf", "-inf", "1e308", "-1e308", str(10**18), "0.5", "abc", ""]

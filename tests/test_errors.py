@@ -3,6 +3,7 @@
 import sys
 
 from common.errors import LAST_WORDS, UserError, last_words, printable, quoted
+
 from tests.conftest import run_script
 
 LAUNCH = """

@@ -2,16 +2,16 @@
 
 import math
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import pytest
+import torch
+
 from experiments.train_distill import generalized_jsd
 from experiments.train_kto import LOSS_TYPES, kto_loss
 from experiments.train_ppo import gae, value_loss
 from experiments.train_reward import bradley_terry_loss
 from tests.test_losses import RECORDED, case_name, close, tensor
-
-import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 # --- one answer at a time, and rewards --------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 
-from tests.conftest import ROOT
-
 import pytest
+
+from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

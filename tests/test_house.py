@@ -4,17 +4,17 @@ import ast
 import dataclasses
 import importlib
 import io
+from pathlib import Path
 import re
 import subprocess
 import sys
 import tokenize
-from pathlib import Path
 
 from common.args import CommonArgs
 from common.extras import EXTRAS
-from tests.conftest import EXPERIMENTS, ROOT
-
 import pytest
+
+from tests.conftest import EXPERIMENTS, ROOT
 
 FOUR = ["train_pretrain", "train_sft", "train_dpo", "train_grpo"]
 SCRIPTS = [*FOUR, *(f"experiments.train_{name}" for name in EXPERIMENTS)]

@@ -2,8 +2,8 @@
 
 import json
 import math
-import statistics
 from pathlib import Path
+import statistics
 from types import SimpleNamespace
 
 from common.losses import (
@@ -20,12 +20,12 @@ from common.losses import (
     segment_ids,
     segment_sum,
 )
-from experiments.rollout_ahead import keep_high_entropy
-
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import pytest
+import torch
+
+from experiments.rollout_ahead import keep_high_entropy
 
 RECORDED = json.loads(Path(__file__).with_name("trl_recorded.json").read_text())
 SCALES = ["group", "batch", "none"]

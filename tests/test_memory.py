@@ -4,7 +4,6 @@ import ctypes
 
 from common import memory as room
 from common.memory import is_oom, memory, relieve
-
 import psutil
 import pytest
 import torch

@@ -6,15 +6,15 @@ Making it takes minutes and 5 GB: PyTorch comes with CUDA from PyPI.
 """
 
 import os
+from pathlib import Path
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-
-from tests.conftest import ROOT
 
 import pytest
+
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
 REQUIREMENTS = ROOT / "requirements-oldest.txt"

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from benchmarks.scale import traffic, traffic_table
-
 import pytest
+
+from benchmarks.scale import traffic, traffic_table
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -4,7 +4,6 @@ import copy
 
 from common.model import FlatModel
 from common.model.wrap import wrap
-
 import torch
 import transformers
 

@@ -15,15 +15,14 @@ With --prompt, prints only the text of one answer, and exits.
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
+import sys
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, as_command, printable, quoted
 from common.memory import is_oom
 from common.model.load import hub_errors
 from common.model.lora import import_peft
-
 import torch
 
 if TYPE_CHECKING:

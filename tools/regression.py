@@ -13,9 +13,8 @@ from common.args import CommonArgs
 from common.errors import UserError, as_command, printable, say
 from common.extras.regression import ALPHA, Known, Result, Suite, by_group, counts, falls, known, line_of, shared, turned
 from common.model import load_model, load_tokenizer
-
+from common.processes import Accelerator
 import torch
-from accelerate import Accelerator
 
 SHOWN = 100  # characters of an answer
 

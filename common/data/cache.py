@@ -6,19 +6,19 @@ libraries and code (`key_of`), if the arguments that `encode` read have the valu
 """
 
 import ast
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 import glob
 import hashlib
+from importlib.metadata import version
 import inspect
 import json
 import os
+from pathlib import Path
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
@@ -28,7 +28,6 @@ from common.data.sources import Source, identity, read_rows
 from common.data.types import Tokenizer
 from common.errors import UserError, printable
 from common.files import file_hash, flush, loaded_code
-
 import numpy as np
 from tqdm import tqdm
 

@@ -7,13 +7,13 @@ Chats are content: a special token spelled in a message stays plain characters, 
 rendered text a placeholder represents it until tokenisation.
 """
 
+from collections.abc import Callable, Iterable
 import functools
 import json
-import re
-import weakref
-from collections.abc import Callable, Iterable
 from pathlib import Path
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
+import weakref
 
 from common.data.types import BadRow, Message, Tokenizer
 from common.errors import UserError

@@ -1,17 +1,17 @@
 """Rows -> examples by a script's `encode`, chunk by chunk, in several processes; rows left out are counted by reason."""
 
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 import inspect
+from itertools import chain, islice
+from multiprocessing import get_context, parent_process
 import os
 import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from itertools import chain, islice
-from multiprocessing import get_context, parent_process
 from typing import Any, NamedTuple, TypeVar
 
 from common.args import CommonArgs
@@ -20,7 +20,6 @@ from common.data.tokens import tokenize_documents
 from common.data.types import RESERVED, BadRow, Example, Row, Sequence, Tokenizer, unicode, whole
 from common.errors import UserError, quoted, say
 from common.files import loaded_code
-
 import numpy as np
 
 CHUNK = 200  # rows per task of a worker

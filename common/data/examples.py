@@ -2,8 +2,8 @@
 micro-batches."""
 
 import bisect
-import heapq
 from collections.abc import Sequence as SequenceOf
+import heapq
 from typing import Any, NamedTuple, TypeVar
 
 from common.data.encode import Dropped, Layout, agree
@@ -11,7 +11,6 @@ from common.data.order import BANDS
 from common.data.sources import Source
 from common.data.types import Example, Sequence, whole
 from common.errors import UserError
-
 import numpy as np
 
 Data = TypeVar("Data", "Examples", Any)  # Examples, or training data with them: Shuffled, or a stream

@@ -12,7 +12,6 @@ from common.data.sources import Format, Source, find_sources, read_rows
 from common.data.types import Row, Tokenizer
 from common.errors import UserError, say
 from common.extras import extra
-
 import numpy as np
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from common.data.types import Example, Sequence
 from common.errors import UserError
-
 import numpy as np
 
 if TYPE_CHECKING:

@@ -1,12 +1,12 @@
 """Readers: the rows of a file, or of a table of the datasets library, one by one, starting at any place."""
 
 import bz2
+from collections.abc import Iterator
 import csv
 import functools
 import gzip
 import json
 import lzma
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 

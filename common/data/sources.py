@@ -4,13 +4,13 @@ A source is read row by row in bounded memory (only a .json array is loaded whol
 formats.py interprets the columns.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
+from dataclasses import dataclass
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

@@ -5,15 +5,14 @@ own formatting. In chats it does not (see chat.py, which also decides what is tr
 trained and untrained text.
 """
 
-import sys
 from collections.abc import Iterable
 from itertools import chain, pairwise
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.data.chat import PLACEHOLDER, assistant_spans, hidden_texts, per_tokenizer, render, special_tokens
 from common.data.types import BadRow, Message, Sequence, Tokenizer, may_reject, whole
 from common.errors import UserError, printable
-
 import numpy as np
 
 if TYPE_CHECKING:

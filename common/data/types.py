@@ -1,11 +1,10 @@
 """The types used throughout the data wing: a row, a sequence of tokens, an example."""
 
-import functools
 from collections.abc import Callable
+import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.errors import UserError
-
 import numpy as np
 
 if TYPE_CHECKING:

@@ -4,19 +4,18 @@ The address is a secret: it is removed from the arguments before anything is wri
 """
 
 import json
+from pathlib import Path
 import queue
 import re
 import sys
 import threading
 import time
-import urllib.request
-from pathlib import Path
 from typing import Any
+import urllib.request
 
 from common.args import CommonArgs
 from common.errors import LAST_WORDS, SECRETS, UserError, hidden, is_first, say
 from common.memory import memory
-
 import torch
 
 ADDRESS = re.compile(r"https?://([a-z\d.-]+|\[[\da-f:]+\])(:\d{1,5})?(/[!-~]*)?", re.I | re.ASCII)

@@ -1,12 +1,11 @@
 """A sampling step as one CUDA graph: launched one by one, its few hundred kernels of microseconds each would leave the
 device waiting for the host."""
 
-import contextlib
 from collections.abc import Callable, Iterator
+import contextlib
 
 from common.errors import say
 from common.memory import is_oom
-
 import torch
 from torch import Tensor
 

@@ -15,19 +15,18 @@ a sum over its tokens, once f_e is known for the whole window. The first micro-b
 other one of a process costs a forward pass without gradient.
 """
 
+from collections.abc import Iterator
 import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import Batch, Window
 from common.errors import UserError, say
 from common.memory import finest_dtype, to_device
-
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 # Config names of the number of experts, and of the number of experts per token.

@@ -18,9 +18,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+import torch.nn.functional as F
 
 
 def use_fused_layers(lm: nn.Module) -> None:

@@ -12,9 +12,9 @@ it. So the longest sequence of a row, or a batch, would change its neighbours, a
 sequence gets the frequencies of its own length.
 """
 
+from collections.abc import Iterator, Sequence
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from common.collators import Batch
 from common.memory import to_device
 from common.model.attention import MIN_RELATIVE_LENGTH, FlatRow, Gather, first_occurrences
 from common.model.flat_model import KEEPS_STATE, OWN_CACHE, names_in_code
-
 import numpy as np
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,7 @@
 """Merging a finished adapter into its base, in the base's own dtype."""
 
-import shutil
 from pathlib import Path
+import shutil
 from typing import TYPE_CHECKING
 
 from common.data.types import Tokenizer

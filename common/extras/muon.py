@@ -4,7 +4,6 @@ fits) and AdamW for the rest."""
 from collections.abc import Callable
 
 from common.args import CommonArgs
-
 import torch
 from torch import nn
 

@@ -4,11 +4,11 @@ They are sampled from with transformers' cache, if attention cannot be replaced 
 token from a pass over all previous ones, if that cache does not hold everything (slow, but right for any model).
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
+from functools import partial
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.collators import Batch
@@ -18,11 +18,10 @@ from common.model.flat_model import OWN_CACHE, FlatModel, base_lm, body, names_i
 from common.model.lm_head import logits_of
 from common.sampling.generate import FlatDecoder, Way
 from common.sampling.kv_cache import CACHED
-
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from transformers import Cache

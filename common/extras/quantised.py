@@ -14,10 +14,9 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+import torch.nn.functional as F
 
 
 def check_quantisation(args: CommonArgs, sharded: bool) -> None:

@@ -10,13 +10,14 @@ checks do. Answers are greedy. Users read docs/regression.md. regression.jsonl h
 groups holds "all", too; low and high are the 95 % interval of the rate. since_* is null where there is nothing to compare.
 """
 
+from collections.abc import Callable, Sequence
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.data.formats import as_prompt
 from common.data.sources import load_rows
@@ -28,9 +29,7 @@ from common.model import FlatModel
 from common.model.flat_model import check_positions
 from common.processes import on_main_process
 from common.sampling.rewards import REWARD_SECONDS, Reward, final_number, load_rewards, must, score
-
 import torch
-from accelerate import Accelerator
 
 PREFIX = "eval_regression/"  # of the metrics' names
 ALL = "all"  # the group of all cases

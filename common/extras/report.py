@@ -5,10 +5,10 @@ The page is page/ (HTML, style, scripts) with what report_data finds in the outp
 
 import html
 import itertools
+from pathlib import Path
 import re
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from common.errors import quoted, say

@@ -3,20 +3,19 @@
 The files are read anew for each page, line by line, and nothing in them is trusted or executed. A page stays below 2 MB.
 """
 
+from array import array
 import ast
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 import itertools
 import json
 import math
+from pathlib import Path
 import re
 import time
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs, defaults, first_definition
-
 import numpy as np
 import yaml
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from common.errors import UserError
 from common.sampling.rewards import Completion
-
 import torch
 import transformers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -5,21 +5,20 @@ weights: no process then gathers the model while it trains. Such a checkpoint be
 `accelerate merge-weights checkpoint-500/pytorch_model_fsdp_0 checkpoint-500`.
 """
 
+from collections.abc import Iterator
 import contextlib
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from common.data.types import Tokenizer
 from common.errors import UserError
 from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS
-
-import torch
-from accelerate import Accelerator
-from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from safetensors.torch import save_file
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, StateDictType
 

@@ -5,9 +5,9 @@ shuffled among themselves. So `stream[position]` is a function of (seed, positio
 needs only a block's cursors to resume without reading from the start.
 """
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from common.data.order import shares
 from common.data.sources import Cursor, Source, files_of, identity, read_rows
 from common.data.types import Example, Row
 from common.errors import UserError, say
-
 import numpy as np
 
 BLOCK_ROWS = 10_000  # rows that are packed and shuffled together, over all sources

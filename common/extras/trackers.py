@@ -2,15 +2,14 @@
 
 import importlib.util
 import json
-import uuid
 from pathlib import Path
 from typing import Any
+import uuid
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
 from common.files import replace_text
-
-from accelerate import Accelerator
 
 NAMES = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")
 

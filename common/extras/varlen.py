@@ -1,11 +1,10 @@
 """PyTorch's attention kernel for sequences of different lengths (varlen_attn), on GPUs of capability 8.0 or higher."""
 
-import inspect
 from dataclasses import dataclass
+import inspect
 
 from common.memory import to_device
 from common.model.attention import HALF, capability, compute_dtype
-
 import numpy as np
 import torch
 from torch import Tensor

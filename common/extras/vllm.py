@@ -8,32 +8,31 @@ A server that fails is left out until the next push, and the others sample its c
 left the run is saved and ends with one line.
 """
 
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 import hashlib
 import http.client
 import json
 import math
 import os
+from pathlib import Path
 import re
 import shutil
 import time
+from typing import Any
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
-from typing import Any
 
+from accelerate import Accelerator
 from common.collators import Window
 from common.errors import OutsideError, UserError, is_of_the_disk, quoted, say
 from common.model.flat_model import base_lm
 from common.model.save import policy_writer
 from common.processes import gather_lists, on_each_process, on_main_process
 from common.sampling.generate import Sampled
-
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 PAUSES = (0.0, 1.0, 4.0)  # seconds before each try of a request

@@ -18,11 +18,10 @@ from typing import Any
 
 from common.extras import extra
 from common.memory import to_device
-
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+import torch.nn.functional as F
 
 FLAT = "flat"
 HALF = (torch.bfloat16, torch.float16)  # what the fast kernels of a GPU compute in

@@ -4,12 +4,12 @@ All four scripts call a model for training through `FlatModel`. It runs the body
 row, and applies the LM head (lm_head.py) only at the trained positions.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import copy
+from functools import partial
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.collators import Batch
@@ -17,7 +17,6 @@ from common.errors import UserError
 from common.extras import extra
 from common.model import lm_head
 from common.model.attention import FlatRow, plan_flat_row
-
 import torch
 from torch import Tensor, nn
 

@@ -23,7 +23,6 @@ from common.model.fused_head import (
     chunk_rows,
     compute_dtype,
 )
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

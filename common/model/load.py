@@ -1,12 +1,13 @@
 """Models and tokenizers: loaded from a folder or the Hub, checked, ready for training; and new ones."""
 
+from collections.abc import Iterator
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.data.chat import read_chat_template, stop_token_ids
 from common.data.types import Tokenizer
@@ -18,9 +19,7 @@ from common.model.flat_model import FlatModel, base_lm, is_quantised, routes_tok
 from common.model.lora import adapter_config, add_lora, import_peft, is_adapter
 from common.model.save import SHARDS
 from common.model.wrap import wrap
-
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 if TYPE_CHECKING:

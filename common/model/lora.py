@@ -5,22 +5,21 @@ stays the one it names, so that the result can be loaded again. A frozen copy of
 START: the reference of DPO and GRPO. Tokens that the tokenizer has but the base does not know are trained, too.
 """
 
+from collections.abc import Iterator, Sequence
 import contextlib
 import logging
-import re
-import warnings
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+import re
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
+import warnings
 
 from common.args import CommonArgs
 from common.errors import UserError
 from common.model.flat_model import FlatModel
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from peft import LoraConfig

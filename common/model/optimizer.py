@@ -1,16 +1,15 @@
 """The optimizers, and the learning rate as a pure function of the step."""
 
+from collections.abc import Callable
 import importlib.util
 import math
-from collections.abc import Callable
 
+from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.errors import UserError
 from common.extras import extra
 from common.memory import SHARDED
-
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")

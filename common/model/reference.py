@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from common.args import CommonArgs
 from common.collators import Batch, flat_batch
 from common.data.examples import Examples
@@ -18,11 +20,8 @@ from common.model.flat_model import FlatModel, Output
 from common.model.load import align, load_pretrained
 from common.model.lora import START, at_start, is_trained_part
 from common.processes import gather_lists
-
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 

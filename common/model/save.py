@@ -1,12 +1,14 @@
 """Writing a model for from_pretrained, however it is wrapped, sharded, adapted or quantised."""
 
+from collections.abc import Callable
 import copy
 import json
+from pathlib import Path
 import shutil
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, say
@@ -14,11 +16,8 @@ from common.extras import extra
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.lora import TRAINED, import_peft
-
-import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors.torch import save_file
+import torch
 from torch import Tensor, nn
 
 CARD = "README.md"  # peft's says little, and contains the base's local path

@@ -1,8 +1,8 @@
 """Wrap a transformers language model as a FlatModel: checked on a few tokens, with fused norms and MLPs."""
 
+from collections.abc import Iterator
 import contextlib
 import re
-from collections.abc import Iterator
 
 from common.collators import Batch
 from common.errors import UserError, say
@@ -11,7 +11,6 @@ from common.model import attention
 from common.model.attention import FLAT, first_occurrences
 from common.model.flat_model import FlatModel
 from common.model.lm_head import logits_of
-
 import numpy as np
 import torch
 from torch import Tensor, nn

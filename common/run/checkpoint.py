@@ -7,14 +7,16 @@ DeepSpeed keeps its engine's state in `state/`.) It is written under a temporary
 or a full disk, leaves the last complete one usable.
 """
 
+from collections.abc import Callable
 import json
 import os
+from pathlib import Path
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
@@ -25,11 +27,8 @@ from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_m
 from common.processes import on_main_process
 from common.run.best import Best
 from common.run.folder import WEIGHTS, checkpoints, copy_settings, read_json, step_of, writing
-
-import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+import torch
 from torch import nn
 
 SETTINGS = ("lr", "weight_decay", "betas", "eps", "fused")  # of the optimizer's groups: set by flags, not by a checkpoint

@@ -4,6 +4,7 @@ import hashlib
 import json
 from typing import Any
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import Windows
 from common.data.examples import Examples
@@ -16,10 +17,8 @@ from common.model.flat_model import FlatModel, base_lm, check_positions, count_p
 from common.model.save import base_dtype, final_dtype
 from common.run.estimate import estimate_run
 from common.sampling import RolloutSchedule, why_no_cache
-
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 BINS = 8  # of the length histogram
 SHOWN = 3000  # characters shown of an example

@@ -4,13 +4,14 @@ PyTorch's fake tensors have a shape and a dtype but no memory, so nothing is all
 the tensors that live at once are counted as they come and go; what kernels take inside a call is not.
 """
 
+from collections.abc import Iterable, Iterator
 import contextlib
 import math
-import weakref
-from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
+import weakref
 
+from accelerate import Accelerator
 from common.collators import Batch, flat_batch
 from common.extras import extra
 from common.memory import GIB, memory, tokens_at_once
@@ -18,10 +19,8 @@ from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
 from common.model.lm_head import weighted_nll
 from common.model.optimizer import moments_bytes
-
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,27 +7,26 @@ compared with them.
 
 import ast
 import atexit
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import errno
 import hashlib
 import json
 import os
+from pathlib import Path
 import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
+from accelerate import Accelerator
 from common.args import CommonArgs, may_change, save_args
 from common.errors import UserError, is_of_the_disk, say
 from common.files import file_hash, find_damage
 from common.processes import on_main_process
-
 import yaml
-from accelerate import Accelerator
 
 LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")  # an object per line, with its step
 NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "events.jsonl", "report.html")

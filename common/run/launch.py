@@ -1,21 +1,12 @@
 """Starting a run: processes, seed, output folder. Launches that would silently do something else are refused."""
 
 import dataclasses
-import os
-import platform
 from datetime import timedelta
+import os
 from pathlib import Path
+import platform
 from typing import Any
 
-from common.args import CommonArgs
-from common.errors import UserError, say
-from common.extras import extra
-from common.memory import SHARDED
-from common.model.optimizer import check_optimizer
-from common.processes import gather_lists
-from common.run.folder import open_folder
-
-import torch
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedType,
@@ -23,6 +14,14 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     set_seed,
 )
+from common.args import CommonArgs
+from common.errors import UserError, say
+from common.extras import extra
+from common.memory import SHARDED
+from common.model.optimizer import check_optimizer
+from common.processes import gather_lists
+from common.run.folder import open_folder
+import torch
 
 # DistributedDataParallel owns torch's process group, whose destructor joins its threads while holding the GIL, which one of
 # them may need to release its last tensor: a deadlock (seen with gloo). So prepared models stay in this list, and `launch`

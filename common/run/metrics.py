@@ -1,27 +1,26 @@
 """The output of a run: metrics.jsonl, console lines, samples, events, summary.json."""
 
+from collections.abc import Callable
 import contextlib
 import errno
 import json
 import math
 import os
+from pathlib import Path
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import hidden, say
 from common.files import replace_text
 from common.memory import finest_dtype, memory, peak_flops, relieve
 from common.processes import gather_lists
 from common.run.folder import LINES, is_held, writing
-
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 

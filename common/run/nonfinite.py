@@ -3,14 +3,13 @@
 import json
 import math
 
+from accelerate.optimizer import AcceleratedOptimizer
 from common.collators import Window
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.run.folder import checkpoints
 from common.run.metrics import Metrics, full_norm
-
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 MOST_BAD = 3  # steps in a row, after which the run ends

@@ -10,20 +10,19 @@ agree whether memory sufficed, and one reduction of all gradients follows. The p
 computation.
 """
 
-import math
 from collections.abc import Callable
+import math
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError, say
 from common.memory import SHARDED, empty_caches, is_oom, tokens_at_once
 from common.run.launch import NEVER_FREED
 from common.run.metrics import Metrics
-
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 Gradients = Callable[[Window], None]

@@ -13,14 +13,14 @@ Its parts are in one list. Each has those of these methods that it needs:
     close()                     the run ends, complete or not
 """
 
+from collections.abc import Callable, Iterator
+from functools import partial
 import gc
 import os
+from pathlib import Path
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
@@ -44,7 +44,6 @@ from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
 from common.sampling import Reward, RolloutSchedule
 from common.sampling.rollout import rollout_lines, rollout_metrics
-
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm

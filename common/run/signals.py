@@ -10,14 +10,13 @@ import signal
 import time
 from typing import Any
 
+from accelerate import Accelerator
 from common import START
 from common.args import CommonArgs
 from common.errors import say
 from common.processes import reset_in_children
 from common.run.folder import checkpoints
-
 import torch
-from accelerate import Accelerator
 
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped before the end, to be started again
 AGAIN_SECONDS = 1.0  # a launcher forwards the Ctrl-C that its processes also got from the terminal: not a second one

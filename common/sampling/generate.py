@@ -4,10 +4,10 @@ A prompt is read once, however many completions it gets, and a finished completi
 own random generator, so that it does not depend on the rest of the batch.
 """
 
-import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
+import contextlib
 from functools import partial
+import sys
 from typing import NamedTuple, Protocol
 
 from common.errors import say
@@ -18,7 +18,6 @@ from common.model.flat_model import FlatModel, base_lm, body
 from common.model.lm_head import logits_of
 from common.sampling import kv_cache
 from common.sampling.kv_cache import CACHED, KVCache
-
 import numpy as np
 import torch
 from torch import Tensor, nn

@@ -8,13 +8,12 @@ Shapes: P distinct prompts, Lp tokens of the longest; n completions, at most G p
 g = H / Hkv, Dh.
 """
 
-import contextlib
 from collections.abc import Sequence
+import contextlib
 from dataclasses import dataclass
 
 from common.memory import to_device
 from common.model.attention import flat_attention, plan_flat_row
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -6,25 +6,24 @@ completion; None abstains. `completions` are strings, or, if the prompts are cha
 """
 
 import asyncio
+from collections.abc import Callable
 import copy
 import functools
 import importlib.util
 import inspect
 import math
 import os
+from pathlib import Path
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError, quoted
 from common.extras import extra
 from common.losses import combine_rewards
 from common.processes import TimeLimitReached, time_limit
-
 import torch
 
 RewardFunction = Callable[..., list[float | None]]

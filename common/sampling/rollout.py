@@ -1,16 +1,15 @@
 """The rollouts of a run: the prompts of each, and the metrics of its completions."""
 
-import math
 from collections.abc import Sequence
+import math
 from typing import Any, Protocol
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.data.load import Rows
 from common.errors import UserError
 from common.sampling.rewards import Reward
-
 import torch
-from accelerate import Accelerator
 
 
 class RolloutSchedule:

@@ -8,8 +8,8 @@ answer directly. A model trained on them knows about the calculator, but seldom 
 
 import argparse
 import json
-import random
 from pathlib import Path
+import random
 
 ROWS = {"tools": {"train": 1280, "validation": 200}, "tools_sft": {"train": 2400, "validation": 200}}
 ASKS = 0.15  # share of chats that use the calculator

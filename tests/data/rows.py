@@ -3,11 +3,10 @@
 import functools
 import json
 
+import accelerate
 from common.args import CommonArgs
 from common.data.formats import chat_format
 from common.data.sources import Source, find_sources, read_rows
-
-import accelerate
 from transformers import AutoTokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}

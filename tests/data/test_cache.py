@@ -1,15 +1,15 @@
 """Tokenised data: made once, by any number of processes the same, and again when anything changes; whole or not there."""
 
 import copy
+from dataclasses import dataclass, field
 import importlib
 import json
 import multiprocessing
 import os
+from pathlib import Path
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from common.args import CommonArgs
 from common.data import cache, encode
@@ -20,10 +20,10 @@ from common.data.tokenizer import train_tokenizer
 from common.data.tokens import tokenize_documents, tokenize_messages
 from common.data.types import BadRow, Row, whole
 from common.errors import UserError
-from tests.data.rows import alone, arguments, base_tokenizer, jsonl, line
-
 import numpy as np
 import pytest
+
+from tests.data.rows import alone, arguments, base_tokenizer, jsonl, line
 
 CHATS = [
     {

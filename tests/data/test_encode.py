@@ -7,11 +7,11 @@ from common.data.encode import CHUNK, Dropped, Job, agree, check_sequence, encod
 from common.data.types import RESERVED, Row
 from common.errors import UserError
 from common.extras import stream
-from tests.data.rows import alone, arguments, base_tokenizer, jsonl, line
-
 import numpy as np
 import pytest
 import torch
+
+from tests.data.rows import alone, arguments, base_tokenizer, jsonl, line
 
 
 def with_fields(row, tokenizer, args):

@@ -5,11 +5,10 @@ import time
 from common.data.examples import Examples, TokenFile, balance, best_fit, chunk, pack
 from common.data.sources import Source
 from common.errors import UserError
-
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import numpy as np
+import pytest
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 

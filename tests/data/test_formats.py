@@ -14,9 +14,9 @@ from common.data.formats import (
     text_format,
 )
 from common.data.types import BadRow
-from tests.data.rows import line
-
 import pytest
+
+from tests.data.rows import line
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 S = {"role": "system", "content": "s"}

@@ -23,9 +23,9 @@ from common.data import (
 from common.data.tokens import tokenize_documents
 from common.errors import UserError
 from common.extras import stream
-from tests.data.rows import alone, arguments, base_tokenizer, ids, jsonl
-
 import pytest
+
+from tests.data.rows import alone, arguments, base_tokenizer, ids, jsonl
 
 U, A, B = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
 

@@ -8,12 +8,12 @@ from common.data.load import load_prompts
 from common.data.order import BANDS, Order, Shuffled, drop_turns, shares, shorten
 from common.data.types import whole
 from common.errors import UserError
-from tests.data.rows import arguments, base_tokenizer, jsonl
-
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from tests.data.rows import arguments, base_tokenizer, jsonl
 
 COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 WEIGHTS = st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.5]), min_size=4, max_size=4)

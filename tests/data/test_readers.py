@@ -1,20 +1,20 @@
 """Rows of every kind of file, folder and dataset, read one by one, and on from any cursor."""
 
 import bz2
+from dataclasses import replace
 import gzip
 import json
 import lzma
 import re
 import tracemalloc
-from dataclasses import replace
 
 from common.data import readers
 from common.data.formats import as_chat
 from common.data.sources import Source, read_rows
 from common.errors import UserError
-from tests.data.rows import CHAT, columns, found, jsonl, line, numbered, texts, write
-
 import pytest
+
+from tests.data.rows import CHAT, columns, found, jsonl, line, numbered, texts, write
 
 ROWS = [{"text": "one\nline"}, {"text": "你好 é 🙂"}, {"text": "three"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)

@@ -1,16 +1,16 @@
 """Which sources the arguments name, which of their rows are chosen, and what is said of mistakes."""
 
+from dataclasses import replace
 import gzip
 import json
-from dataclasses import replace
 
 from common.data.encode import convert
 from common.data.formats import as_chat, as_text
 from common.data.sources import Source, identity, load_rows
 from common.errors import UserError
-from tests.data.rows import CHAT, columns, found, jsonl, line, numbered, texts, write
-
 import pytest
+
+from tests.data.rows import CHAT, columns, found, jsonl, line, numbered, texts, write
 
 # --- the rows of a source -------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
+import sys
 from types import SimpleNamespace
 
 from common.args import CommonArgs
@@ -18,12 +18,12 @@ from common.data.types import BadRow
 from common.errors import UserError
 from common.extras import stream as streams
 from common.extras.stream import Stream
-from tests.conftest import run_script
-from tests.data.rows import alone, arguments, base_tokenizer
-
 import numpy as np
 import pytest
 import torch
+
+from tests.conftest import run_script
+from tests.data.rows import alone, arguments, base_tokenizer
 
 
 @pytest.fixture(autouse=True)

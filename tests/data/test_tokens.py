@@ -23,12 +23,11 @@ from common.data.tokens import (
 )
 from common.data.types import BadRow
 from common.errors import UserError
-
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 LLAMA2 = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}

@@ -12,9 +12,9 @@ from common.args import CommonArgs
 from common.errors import UserError, last_words
 from common.extras import alerts as module
 from common.extras.alerts import Alerts
-from tests.conftest import run_script
-
 import pytest
+
+from tests.conftest import run_script
 
 TOKEN = "T0K3N-of-the-hook"
 SMALL = ["--model_name_or_path", "data/base_model", "--max_steps", "2", "--eval_steps", "0", "--save_steps", "0"]

@@ -2,17 +2,17 @@
 
 import http.server
 import os
+from pathlib import Path
 import re
 import shutil
 import subprocess
 import threading
-from pathlib import Path
 
 from common.extras.report import page, write_report
 from common.extras.report_data import describe_run
-from tests.extras.test_report import EVIL, a_run, write_lines
-
 import pytest
+
+from tests.extras.test_report import EVIL, a_run, write_lines
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")

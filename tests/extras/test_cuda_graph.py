@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from common.extras.cuda_graph import StepGraph
 from common.model.wrap import wrap
 from common.sampling.generate import FlatDecoder, generating
-from tests.tiny import tiny_lm
-
 import numpy as np
 import pytest
 import torch
+
+from tests.tiny import tiny_lm
 
 PROMPTS, OWNER, STEPS = [[3, 4, 5, 6], [7, 8, 9]], [0, 0, 1, 1], 140
 

@@ -2,6 +2,7 @@
 
 import copy
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError
@@ -9,14 +10,13 @@ from common.extras.experts import Experts, add_experts, routing_size
 from common.model.flat_model import count_parameters, flops_per_token
 from common.model.load import create_model, enable_gradient_checkpointing, llama_config
 from common.model.wrap import wrap
-from tests.tiny import SIZE, tiny_lm
-
 import numpy as np
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from tests.tiny import SIZE, tiny_lm
 
 SIZES = SIZE | {"num_key_value_heads": 2}
 LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}

@@ -3,14 +3,14 @@
 import copy
 
 from common.extras.fused_layers import use_fused_layers
-from tests.tiny import TINY, tiny_lm
-
 import pytest
 import torch
+from torch import nn
 import torch.nn.functional as F
 import transformers
-from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from tests.tiny import TINY, tiny_lm
 
 
 def norm(dtype=torch.float32):

@@ -8,19 +8,19 @@ import subprocess
 import sys
 import time
 
-import train_grpo
-import train_sft
 from common.command_line import parse_args
 from common.errors import UserError
 from common.extras.hub import check_repo, is_sealed, merged_card, public_settings, seal, stage, write_card
-from tests.conftest import ROOT, demo, run_script
-from tests.extras.hub_stand_in import Hub
-from tools import push
-
 import huggingface_hub
 import pytest
 import transformers
 import yaml
+
+from tests.conftest import ROOT, demo, run_script
+from tests.extras.hub_stand_in import Hub
+from tools import push
+import train_grpo
+import train_sft
 
 SMALL = "--max_steps 2 --per_device_train_batch_size 2 --eval_max_new_tokens 4 --num_samples 1 --max_eval_samples 4".split()
 SMALL += ["--model_name_or_path", "data/base_model"]

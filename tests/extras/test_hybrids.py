@@ -10,11 +10,11 @@ from common.model.lm_head import logits_of
 from common.model.load import compile_layers, enable_gradient_checkpointing
 from common.model.lora import add_lora
 from common.model.wrap import wrap
-from tests.tiny import HYBRIDS, V, tiny_hybrid
-
 import numpy as np
 import pytest
 import torch
+
+from tests.tiny import HYBRIDS, V, tiny_hybrid
 
 CPU = torch.device("cpu")
 FAST = ("qwen3.5", "lfm2")

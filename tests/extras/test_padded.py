@@ -4,13 +4,13 @@ import copy
 
 from common.model.wrap import wrap
 from common.sampling import sample, why_no_cache
-from tests.extras.test_rope import make as rope_model
-from tests.tiny import V
-
 import numpy as np
 import pytest
 import torch
 import transformers
+
+from tests.extras.test_rope import make as rope_model
+from tests.tiny import V
 
 PROMPTS = [np.random.default_rng(n).integers(2, V, n).tolist() for n in (5, 3, 9, 5)]
 KEYS = [(0, i) for i in range(4)]

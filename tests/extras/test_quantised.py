@@ -10,12 +10,12 @@ from common.model.flat_model import count_parameters, is_quantised
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
 from common.model.wrap import wrap
-from tests.model.test_lora import ARGS, disturb
-from tests.tiny import tiny_lm
-
 import numpy as np
 import pytest
 import torch
+
+from tests.model.test_lora import ARGS, disturb
+from tests.tiny import tiny_lm
 
 BITS = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}
 

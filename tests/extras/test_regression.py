@@ -10,19 +10,19 @@ import shutil
 import subprocess
 import sys
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
 from common.evaluate import Completed
 from common.extras import regression as suites
 from common.extras.regression import CHECKS, Case, Regression, Result, Suite, counts, falls, known, turned
+import pytest
+from safetensors.torch import load_file
+import torch
+
 from tests.conftest import ROOT, demo, read_metrics, run_script
 from tests.run.test_resume import Stop, stop_after_save
 from tools import regression as gate
-
-import pytest
-import torch
-from accelerate import Accelerator
-from safetensors.torch import load_file
 
 CPU, MODEL = torch.device("cpu"), "data/base_model"
 USER = [{"role": "user", "content": "hi"}]

@@ -10,11 +10,11 @@ from common.errors import UserError
 from common.extras.report import Report, difference, page, write_report
 from common.extras.report_data import defaults_of, describe_run, embedded, frames_of, is_logarithmic, thinned
 from common.run.folder import lock as take_lock
-from tests.conftest import ROOT, SFT
-from tools import report
-
 import numpy as np
 import pytest
+
+from tests.conftest import ROOT, SFT
+from tools import report
 
 EVIL = (
     '</script><script>document.title="owned"</script><img src=x onerror="document.title=1"><!-- \u2028 \ud800 {{x}} @@data@@'

@@ -4,7 +4,6 @@ import copy
 
 from common.collators import flat_batch
 from common.model.wrap import wrap
-
 import numpy as np
 import pytest
 import torch

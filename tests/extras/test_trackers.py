@@ -4,10 +4,10 @@ import json
 import sys
 
 from common.run.metrics import Metrics
+import pytest
+
 from tests.conftest import read_metrics, run_script
 from tests.run.test_resume import COMMON, STAGES, Stop
-
-import pytest
 
 SFT = [*STAGES["sft"], *COMMON, "--eval_steps", "0"]
 # Writes down what it is called with, and dies where it is told to, as the machine under it might.

@@ -12,14 +12,14 @@ from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import base_lm, body
 from common.model.lm_head import logits_of
 from common.model.wrap import wrap
-from tests.tiny import TINY, V, tiny_lm
-
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+
+from tests.tiny import TINY, V, tiny_lm
 
 CPU = torch.device("cpu")
 OTHERS = {

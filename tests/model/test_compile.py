@@ -2,13 +2,13 @@
 
 import shutil
 
+import pytest
+import torch
+
 from tests.conftest import assert_same, losses, run_script, torchrun
 from tests.run.test_health import STAGES
 from tests.scripts.test_equivalence import STAGES as UNEVEN
 from tests.scripts.test_equivalence import arguments
-
-import pytest
-import torch
 
 
 @pytest.fixture

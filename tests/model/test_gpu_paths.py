@@ -6,6 +6,7 @@ Kernels, captures and NCCL are for tests marked `gpu`.
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+from accelerate.utils import DistributedType
 from common.collators import flat_batch
 from common.errors import UserError
 from common.extras.varlen import Ragged
@@ -14,14 +15,13 @@ from common.model import attention
 from common.model.wrap import wrap
 from common.run.nonfinite import MOST_SKIPPED, NonFinite
 from common.sampling.generate import FlatDecoder, generating
-from tests.tiny import SIZE, V, tiny_lm
-
 import numpy as np
 import pytest
 import torch
-import transformers
-from accelerate.utils import DistributedType
 from torch.utils._python_dispatch import TorchDispatchMode
+import transformers
+
+from tests.tiny import SIZE, V, tiny_lm
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FAMILIES = {

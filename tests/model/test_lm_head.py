@@ -1,22 +1,22 @@
 """The LM head in chunks, against full logits in float64: values and gradients by both ways, and the memory that they take."""
 
-import weakref
 from types import SimpleNamespace
+import weakref
 
 from common.collators import flat_batch
 from common.model.flat_model import disable_dropout
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.lm_head import log_probs, weighted_nll
 from common.model.wrap import wrap
-from tests.model.test_model import CONFIGS, GROUPED, LENGTHS, alone_in_float64, examples, make
-from tests.tiny import SSM
-
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+import transformers
+
+from tests.model.test_model import CONFIGS, GROUPED, LENGTHS, alone_in_float64, examples, make
+from tests.tiny import SSM
 
 CPU = torch.device("cpu")
 SCALED = {  # with a factor of the logits as released, and not the default 1

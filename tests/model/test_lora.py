@@ -11,12 +11,12 @@ from common.model.load import grow_embedding, load_pretrained
 from common.model.lora import START, adapter_config, add_lora, at_start, is_trained_part
 from common.model.reference import Reference, fingerprint
 from common.model.wrap import wrap
-from tests.tiny import SIZE, V, tiny_lm
-
 import numpy as np
 import pytest
 import torch
 import transformers
+
+from tests.tiny import SIZE, V, tiny_lm
 
 peft = pytest.importorskip("peft")
 ARGS = {"lora_r": 4, "lora_alpha": 8}

@@ -8,14 +8,14 @@ from common.errors import UserError
 from common.extras.merge import merge_adapter, merged_model
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
+import pytest
+from safetensors.torch import load_file
+import torch
+import transformers
+
 from tests.conftest import ROOT, run_script
 from tests.model.test_lora import ARGS, disturb
 from tests.tiny import tiny_lm
-
-import pytest
-import torch
-import transformers
-from safetensors.torch import load_file
 
 pytest.importorskip("peft")
 

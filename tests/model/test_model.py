@@ -3,19 +3,18 @@
 import copy
 import json
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.model.flat_model import disable_dropout
 from common.model.fused_head import HEAD_CHUNK_ROWS
 from common.model.load import enable_gradient_checkpointing, load_model, load_pretrained, load_tokenizer, set_stop_tokens
 from common.model.wrap import wrap
-
 import numpy as np
 import pytest
 import torch
-import transformers
-from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
+import transformers
 
 V = 512
 SMALL = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

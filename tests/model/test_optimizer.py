@@ -5,19 +5,19 @@ import dataclasses
 import importlib.util
 import math
 
+from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.errors import UserError
 from common.extras.muon import matrices
 from common.model import FlatModel
 from common.model.optimizer import SCHEDULES, check_optimizer, make_optimizer, moments_bytes, schedule, set_lr
-from tests.tiny import tiny_lm
-
-import pytest
-import torch
-from accelerate.utils import DistributedType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import pytest
+import torch
 from torch import nn
+
+from tests.tiny import tiny_lm
 
 
 def rates(kind: str, total: int = 10, *, peak=1.0, warmup=0.0, decay=0.2, least=0.0) -> list[float]:

@@ -7,12 +7,12 @@ from common.model.flat_model import base_lm
 from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
-from tests.model.test_model import CONFIGS, PADDED, examples, make
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
+
+from tests.model.test_model import CONFIGS, PADDED, examples, make
 
 CPU = torch.device("cpu")
 FAMILIES = CONFIGS | PADDED

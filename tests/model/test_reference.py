@@ -3,6 +3,7 @@
 import shutil
 from types import SimpleNamespace
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.examples import Examples, TokenFile
@@ -10,14 +11,13 @@ from common.data.sources import Source
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
 from common.model.reference import Reference, fingerprint, load_reference
-from tests.conftest import train_metrics
-from tests.run.test_health import STAGES
-from tests.tiny import tiny_pair
-
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+
+from tests.conftest import train_metrics
+from tests.run.test_health import STAGES
+from tests.tiny import tiny_pair
 
 WORDS = [*STAGES["dpo"], "--max_train_samples", "24", "--max_steps", "2", "--save_steps", "0", "--precompute_ref_log_probs"]
 

@@ -2,19 +2,19 @@
 
 import importlib.util
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
 from common.model.save import policy_writer
 from common.model.wrap import wrap
-from tests.model.test_lora import ARGS, MIXED, batch_of, disturb, grown
-from tests.tiny import tiny_lm
-
 import pytest
+from safetensors.torch import load_file
 import torch
 import transformers
-from accelerate import Accelerator
-from safetensors.torch import load_file
+
+from tests.model.test_lora import ARGS, MIXED, batch_of, disturb, grown
+from tests.tiny import tiny_lm
 
 IDS = [3, 9, 5, 20, 7, 50, 33, 2]
 LORA = [{}, {"use_dora": True}, {"use_rslora": True}]

@@ -3,28 +3,27 @@
 A process that has imported everything forks one per attempt, so that an attempt costs a run of a second and no start of Python.
 """
 
+from collections import Counter
+from collections.abc import Callable
 import importlib
 import json
 import multiprocessing
 import os
+from pathlib import Path
 import shutil
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tests.conftest import demo, module_of  # isort: skip  (before torch: threads, folder)
+from accelerate import Accelerator
 from common.command_line import launch
 from common.extras import stream
 from common.model import FlatModel
 from common.run.metrics import Metrics
 from common.run.retry import Retry
-
 import torch
-from accelerate import Accelerator
 
 for module in (
     "train_pretrain",

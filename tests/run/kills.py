@@ -1,11 +1,11 @@
 """A process that dies at the n-th call that touches the disk, without dying."""
 
 import builtins
+from collections.abc import Callable, Iterator
 import contextlib
 import os
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
+import shutil
 from typing import Any
 
 import pytest

@@ -1,11 +1,11 @@
 """A script as a process of its own, which is told things by signals."""
 
 import os
+from pathlib import Path
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from tests.conftest import ROOT
 

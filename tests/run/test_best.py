@@ -5,7 +5,6 @@ import json
 from common.args import CommonArgs
 from common.errors import UserError
 from common.run.best import Best
-
 import pytest
 
 

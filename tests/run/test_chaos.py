@@ -7,17 +7,17 @@ cases, up to three times each, and some by the clock.
 import importlib.util
 import json
 import os
+from pathlib import Path
 import random
 import signal
 import time
-from pathlib import Path
-
-from tests.conftest import CLOCK, read_metrics
-from tests.run.chaos import attempt
 
 import pytest
 import torch
 import transformers
+
+from tests.conftest import CLOCK, read_metrics
+from tests.run.chaos import attempt
 
 peft = pytest.importorskip("peft")
 

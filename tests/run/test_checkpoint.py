@@ -4,12 +4,13 @@ import errno
 import importlib
 import json
 import os
+from pathlib import Path
 import pickle
 import random
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
 from common.files import find_damage, write_manifest
@@ -18,17 +19,16 @@ from common.run.best import Best
 from common.run.checkpoint import export, resume, save_checkpoint
 from common.run.folder import checkpoints, newest_intact
 from common.run.metrics import Metrics
+import pytest
+from safetensors.torch import load_file
+import torch
+import yaml
+
 from tests.conftest import ROOT, SFT, demo, read_metrics
 from tests.run.kills import Kill, killed_at
 from tests.run.test_best import best_by
 from tests.run.test_folder import claim
 from tests.tiny import tiny_pair
-
-import pytest
-import torch
-import yaml
-from accelerate import Accelerator
-from safetensors.torch import load_file
 
 # --- saving --------------------------------------------------------------------------------------------------------------
 
@@ -211,9 +211,8 @@ def test_a_pickled_optimizer_is_not_run(tiny, tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, token_cache):
     """The folder of a run of two steps, each saved."""
-    from common.command_line import parse_args
-
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from common.command_line import parse_args
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()

@@ -4,17 +4,17 @@ import json
 import sys
 from types import SimpleNamespace
 
-from common.errors import UserError
-from common.run.launch import check_shared_disk, refuse_launch
-from tests.conftest import ROOT, free_port, run_script
-
-import pytest
-import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from common.errors import UserError
+from common.run.launch import check_shared_disk, refuse_launch
+import pytest
+import torch
+import yaml
+
+from tests.conftest import ROOT, free_port, run_script
 
 FOLDER = ROOT / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))

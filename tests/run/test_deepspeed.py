@@ -8,11 +8,11 @@ otherwise), and the LM head runs in chunks.
 import importlib.util
 import shutil
 
-from tests.conftest import ROOT, assert_same, losses, read_metrics, run_script, torchrun
-from tests.run.test_fsdp import COMMON, STAGES, assert_same_model, evaluations, lines, weights
-
 import pytest
 import torch
+
+from tests.conftest import ROOT, assert_same, losses, read_metrics, run_script, torchrun
+from tests.run.test_fsdp import COMMON, STAGES, assert_same_model, evaluations, lines, weights
 
 pytestmark = [
     pytest.mark.slow,

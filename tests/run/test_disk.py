@@ -1,17 +1,17 @@
 """Disks that do not take a file for a while, folders that vanish in a run, files that no run has left."""
 
 import json
-import resource
 from pathlib import Path
+import resource
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
 from common.run.metrics import Metrics
-from tests.conftest import SFT, read_metrics
-
 import pytest
 import torch
-from accelerate import Accelerator
+
+from tests.conftest import SFT, read_metrics
 
 # --- a disk that does not take it -----------------------------------------------------------------------------------
 

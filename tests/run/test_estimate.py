@@ -12,13 +12,13 @@ from common.model.load import enable_gradient_checkpointing
 from common.model.lora import add_lora
 from common.model.wrap import wrap
 from common.run.estimate import estimate, nbytes
-from tests.conftest import run_script
-from tests.tiny import HYBRIDS, SIZE, V, tiny_hybrid
-
 import numpy as np
 import pytest
 import torch
 import transformers
+
+from tests.conftest import run_script
+from tests.tiny import HYBRIDS, SIZE, V, tiny_hybrid
 
 GIB = 2**30
 UNEQUAL = [50, 12, 31, 30, 44, 12, 47]

@@ -3,12 +3,12 @@
 from common.errors import UserError
 from common.model.flat_model import flops_per_token
 from common.model.wrap import wrap
-from tests.conftest import demo
-from tests.tiny import V, tiny_hybrid
-
 import pytest
 import torch
 import transformers
+
+from tests.conftest import demo
+from tests.tiny import V, tiny_hybrid
 
 SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHORT = ["--max_steps", "1", "--eval_steps", "0", "--per_device_train_batch_size", "2"]

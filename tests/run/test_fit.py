@@ -2,19 +2,19 @@
 
 import json
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError
 from common.model import FlatModel
 from common.run.retry import Retry
-from tests.conftest import assert_same, events_of, losses, read_metrics
-from tests.run.test_health import STAGES
-from tests.tiny import tiny_lm
-
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+
+from tests.conftest import assert_same, events_of, losses, read_metrics
+from tests.run.test_health import STAGES
+from tests.tiny import tiny_lm
 
 # With its usual epsilon AdamW turns the rounding of a gradient near 0 into a whole step, and the second gradient is another.
 ONE = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1", "--max_steps", "3"]

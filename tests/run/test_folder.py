@@ -13,13 +13,13 @@ from common.errors import UserError
 from common.files import write_manifest
 from common.run import folder as module
 from common.run.folder import checkpoints, delete_run
-from tests.conftest import GRPO, ROOT, SFT, read_metrics
-from tests.run.script import Script
-
 import pytest
+from safetensors.torch import load_file, save_file
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+
+from tests.conftest import GRPO, ROOT, SFT, read_metrics
+from tests.run.script import Script
 
 BASE = ROOT / "data" / "base_model"
 HALF, WHOLE = ["--max_steps", "3"], ["--max_steps", "5"]

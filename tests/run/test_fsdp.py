@@ -7,14 +7,14 @@ in chunks, too, which the other side of the comparisons does not.
 import json
 import shutil
 
+import pytest
+from safetensors.torch import load_file
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
 from tests.conftest import ROOT, assert_same, losses, read_metrics, run_script, teacher, torchrun
 from tests.run.fsdp import LAUNCHER
 from tests.tiny import SIZE
-
-import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,12 @@ from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap
 from common.run.estimate import Live
 from common.sampling.generate import sample
-from tests.tiny import SIZE
-
 import numpy as np
 import pytest
 import torch
 import transformers
+
+from tests.tiny import SIZE
 
 CPU = torch.device("cpu")
 D, LAYERS, NEW = SIZE["hidden_size"], 1, 16

@@ -6,11 +6,11 @@ import json
 from common.errors import UserError
 from common.model import FlatModel, Output
 from common.run.folder import checkpoints
-from tests.conftest import events_of, read_metrics, run_script, torchrun
-
 import pytest
-import torch
 from safetensors.torch import load_file
+import torch
+
+from tests.conftest import events_of, read_metrics, run_script, torchrun
 
 STAGES = {
     stage: ["--config", f"data/configs/{stage}.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", "0"]

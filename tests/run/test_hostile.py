@@ -2,16 +2,16 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
+import shutil
 
 from common.data.sources import load_rows
 from common.errors import UserError
-from tests.conftest import ROOT, SFT
-
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
+import torch
+
+from tests.conftest import ROOT, SFT
 
 BASE = ROOT / "data" / "base_model"
 

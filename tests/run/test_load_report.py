@@ -2,12 +2,12 @@
 
 import json
 
-from tests.conftest import demo
-
 import pytest
+from safetensors.torch import load_file
 import torch
 import transformers
-from safetensors.torch import load_file
+
+from tests.conftest import demo
 
 SIZE = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZE |= {"num_key_value_heads": 2, "head_dim": 8}

@@ -1,18 +1,18 @@
 """What Windows and Macs lack is done without. Their own file systems, signals and devices are not seen here."""
 
 import json
+from pathlib import Path
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import common.memory
 from common.memory import finest_dtype
-from tests.conftest import ROOT, demo, read_metrics, run_script
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.conftest import ROOT, demo, read_metrics, run_script
 
 # The libraries are there before, for they have ways of their own.
 LACKING = """

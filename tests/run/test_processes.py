@@ -4,9 +4,9 @@ import json
 import sys
 import time
 
-from tests.conftest import assert_same, free_port, losses, read_metrics, run_script, train_metrics
-
 import pytest
+
+from tests.conftest import assert_same, free_port, losses, read_metrics, run_script, train_metrics
 
 pytestmark = pytest.mark.slow
 

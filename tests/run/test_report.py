@@ -2,10 +2,10 @@
 
 import json
 
-from tests.conftest import read_metrics
-
 import numpy as np
 import pytest
+
+from tests.conftest import read_metrics
 
 BASE = ["--model_name_or_path", "data/base_model", "--eval_prompts", "", "--num_samples", "0", "--save_steps", "0"]
 STAGES = {

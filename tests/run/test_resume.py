@@ -9,11 +9,11 @@ import time
 from common.extras import stream as streams
 from common.run import run as module
 from common.run.folder import checkpoints
-from tests.conftest import EXPERIMENTS, ROOT, read_metrics, teacher, words_of
-
 import pytest
-import torch
 from safetensors.torch import load_file
+import torch
+
+from tests.conftest import EXPERIMENTS, ROOT, read_metrics, teacher, words_of
 
 COMMON = "--logging_steps 1 --eval_steps 4 --save_steps 3 --max_steps 8 --model_name_or_path data/base_model".split()
 COMMON += ["--eval_prompts", "data/prompts/chat_validation.jsonl", "--max_eval_samples", "8", "--eval_max_new_tokens", "4"]

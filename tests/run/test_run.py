@@ -1,8 +1,8 @@
 """When a run saves, evaluates and ends."""
 
-from tests.conftest import events_of, read_metrics
-
 import pytest
+
+from tests.conftest import events_of, read_metrics
 
 SFT = ["--model_name_or_path", "data/base_model", "--max_train_samples", "60", "--max_eval_samples", "8"]
 SFT += ["--per_device_train_batch_size", "2", "--max_length", "64", "--num_samples", "0", "--eval_max_new_tokens", "2"]

@@ -6,16 +6,16 @@ import sys
 
 from common.files import find_damage
 from common.run.folder import checkpoints, newest_intact
-from tests.conftest import read_metrics, run_script, torchrun
-from tests.run.fsdp import LAUNCHER
-from tests.run.test_fsdp import words as words  # a fixture
-
 import pytest
-import torch
 from safetensors.torch import load_file
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import format_utils as dcp
 from transformers import AutoModelForCausalLM
+
+from tests.conftest import read_metrics, run_script, torchrun
+from tests.run.fsdp import LAUNCHER
+from tests.run.test_fsdp import words as words  # a fixture
 
 pytestmark = pytest.mark.slow
 

@@ -2,21 +2,21 @@
 
 import json
 import os
+from pathlib import Path
 import signal
 import time
-from pathlib import Path
 
 from common.run.folder import checkpoints
 from common.run.retry import Retry
 from common.run.signals import EXIT_CODE
+import psutil
+import pytest
+from safetensors.torch import load_file
+import torch
+
 from tests.conftest import read_metrics
 from tests.run.script import Script
 from tests.run.test_resume import COMMON, STAGES
-
-import psutil
-import pytest
-import torch
-from safetensors.torch import load_file
 
 SFT = [*STAGES["sft"], *COMMON, "--eval_steps", "0", "--save_steps", "0"]
 LONG = ["--max_steps", "100000"]

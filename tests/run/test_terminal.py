@@ -11,11 +11,11 @@ import time
 
 from common.errors import printable
 from common.run.signals import EXIT_CODE
+import pytest
+
 from tests.conftest import ROOT, read_metrics
 from tests.run.script import Script
 from tests.run.test_folder import SFT
-
-import pytest
 
 BASE = ROOT / "data" / "base_model"
 

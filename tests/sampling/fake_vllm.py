@@ -6,20 +6,19 @@ with the weights of before), "restarts" (other weights in the middle of a rollou
 token", "half a token", "NaN", "drips" (a byte now and then).
 """
 
-import json
-import math
-import threading
-import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import json
+import math
 from pathlib import Path
+import threading
+import time
 from typing import Any
 
 from common.model.wrap import wrap
 from common.sampling import sample
-
-import torch
 from safetensors.torch import load_file
+import torch
 from transformers import AutoModelForCausalLM
 
 

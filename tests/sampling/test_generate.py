@@ -7,21 +7,21 @@ import math
 import sys
 from unittest import mock
 
-import common.sampling.generate
-import common.sampling.kv_cache
 from common.collators import flat_batch, split_row
 from common.model.flat_model import body
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
+import common.sampling.generate
 from common.sampling.generate import FlatDecoder, Sampled, draw, sample
-from tests.tiny import HYBRIDS, SIZE, TINY, V, tiny_hybrid, tiny_pair
-
+import common.sampling.kv_cache
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+
+from tests.tiny import HYBRIDS, SIZE, TINY, V, tiny_hybrid, tiny_pair
 
 LENGTHS = [5, 1, 9, 3, 9, 2, 14, 6]
 PROMPTS = [np.random.default_rng(i).integers(2, V, n).tolist() for i, n in enumerate(LENGTHS)]

@@ -7,10 +7,9 @@ import signal
 import textwrap
 import time
 
-import common.run.signals  # noqa: F401  its import sets what children do at signals
 from common.errors import UserError
+import common.run.signals  # noqa: F401  its import sets what children do at signals
 from common.sampling.rewards import Reward, call, from_file, load_rewards, must, score, score_by_name
-
 import pytest
 import torch
 

@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from types import SimpleNamespace
 
+from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import OutsideError, UserError
 from common.extras import vllm
@@ -11,12 +12,11 @@ from common.extras.vllm import RolloutServers, request_seed
 from common.model.lora import add_lora
 from common.model.wrap import wrap
 from common.sampling import sample
-from tests.sampling.fake_vllm import FakeVLLM
-from tests.tiny import V, tiny_lm
-
 import pytest
 import torch
-from accelerate import Accelerator
+
+from tests.sampling.fake_vllm import FakeVLLM
+from tests.tiny import V, tiny_lm
 
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9, 8], [4, 4, 4, 4], [11, 12, 13, 14], [20]]
 KEYS = [(3, 0, i) for i in range(len(PROMPTS))]

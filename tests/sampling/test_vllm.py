@@ -15,18 +15,18 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from types import SimpleNamespace
+import urllib.request
 
 import common  # noqa: F401  before torch, as in the scripts
-from tests.conftest import ROOT, free_port, read_metrics, run_script
-from tests.run.fsdp import LAUNCHER
-
 import psutil
 import pytest
+from safetensors.torch import load_file
 import torch
 import transformers
-from safetensors.torch import load_file
+
+from tests.conftest import ROOT, free_port, read_metrics, run_script
+from tests.run.fsdp import LAUNCHER
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [

@@ -3,10 +3,13 @@
 What was sampled comes from a reward function, which is given the token ids; the rest from completions.jsonl and metrics.jsonl.
 """
 
-import math
-import statistics
 from dataclasses import dataclass
+import math
 from pathlib import Path
+import statistics
+
+import pytest
+import torch
 
 from tests.scripts.one_step import (
     assert_gradient,
@@ -20,9 +23,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-
-import pytest
-import torch
 
 STOPS = (0, 2)  # the end of a text, and of a turn
 LONGEST = 8  # max_completion_length of the runs

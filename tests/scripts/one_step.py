@@ -5,19 +5,19 @@ that reach `torch.optim.AdamW.step`; what they should be is computed by transfor
 without padding, batches or shared beginnings, from the formulas of the papers.
 """
 
-import json
-import math
 from dataclasses import dataclass, field
 from functools import cache
+import json
+import math
 from pathlib import Path
 from typing import Any
-
-from tests.conftest import ROOT, train_metrics
 
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.conftest import ROOT, train_metrics
 
 BASE = str(ROOT / "data" / "base_model")
 # Every step is one line of the metrics, and the gradient reaches AdamW as it is.

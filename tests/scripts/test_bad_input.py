@@ -5,9 +5,9 @@ import json
 import sys
 
 from common.errors import UserError
-from tests.conftest import read_metrics, run_script
-
 import pytest
+
+from tests.conftest import read_metrics, run_script
 
 CHAT = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
 MODEL = "--model_name_or_path data/base_model --eval_steps 0"

@@ -4,14 +4,14 @@
 sentence with a number in a form that is not listed here fails the test, so no chain can hide in an unforeseen wording.
 """
 
+from collections.abc import Iterable, Iterator
+from functools import cache
 import hashlib
 import json
+from pathlib import Path
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
 

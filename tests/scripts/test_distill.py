@@ -1,10 +1,15 @@
 """experiments/train_distill.py against float64: whose completions, how far from the teacher, and that logits come in chunks."""
 
-import experiments.train_distill as script
+from accelerate import Accelerator
 from common.collators import flat_batch
 from common.errors import UserError
 from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.reference import Reference
+import numpy as np
+import pytest
+import torch
+
+import experiments.train_distill as script
 from experiments.train_distill import logits_at
 from tests.scripts.grpo_by_hand import CHATS, STOPS, chat_rows, prompt_ids
 from tests.scripts.one_step import (
@@ -21,11 +26,6 @@ from tests.scripts.one_step import (
     write_rows,
 )
 from tests.tiny import tiny_pair
-
-import numpy as np
-import pytest
-import torch
-from accelerate import Accelerator
 
 LONGEST = 6
 ANSWERS = ["3+4=7. Answer: 7", "Hello! How are you?", "6", "13."]

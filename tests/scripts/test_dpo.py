@@ -2,6 +2,9 @@
 
 import math
 
+import pytest
+import torch
+
 from tests.scripts.one_step import (
     ADAMW,
     DROPOUT,
@@ -18,9 +21,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-
-import pytest
-import torch
 
 # Chosen and rejected differ in length, now the one is longer and now the other; prompts of one turn and of several.
 CHATS = [

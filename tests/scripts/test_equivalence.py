@@ -2,9 +2,9 @@
 
 import json
 
-from tests.conftest import assert_same, losses, run_script, teacher, torchrun, words_of
-
 import pytest
+
+from tests.conftest import assert_same, losses, run_script, teacher, torchrun, words_of
 
 COMMON = "--eval_steps 0 --logging_steps 1 --save_steps 0 --max_grad_norm 1.0 --lr_scheduler_type constant".split()
 # Windows of 8 examples of uneven length; 20 examples, so that the last of 3 windows holds 4 and some processes have none.

@@ -1,11 +1,11 @@
 """Rows that only experiments read: answers with a label, texts with a score."""
 
 from common.data.types import BadRow
-from experiments.labelled import as_labelled, labelled_format, mismatched
-from experiments.scored import number_of
-
 import numpy as np
 import pytest
+
+from experiments.labelled import as_labelled, labelled_format, mismatched
+from experiments.scored import number_of
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 

@@ -6,10 +6,10 @@ import re
 import subprocess
 import sys
 
-from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, teacher, train_metrics, words_of
-
 import pytest
 import yaml
+
+from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, teacher, train_metrics, words_of
 
 FOLDER = ROOT / "experiments"
 GALLERY = (FOLDER / "README.md").read_text()

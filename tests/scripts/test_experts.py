@@ -3,16 +3,16 @@
 import json
 
 from common.model import FlatModel
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from tests.conftest import assert_same, losses, run_script, torchrun, train_metrics
 from tests.run.test_fsdp import sharded  # noqa: F401
 from tests.scripts.one_step import LLAMA, assert_gradient, gradient_of, nll_window, tokenizer, watched, write_rows
 from tests.scripts.test_equivalence import arguments
 from tests.scripts.test_sft import CHATS, encoded
-
-import pytest
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LOSSES = ["--router_aux_loss_coef", "20"]
 ROUTERS = ("moe/aux_loss", "moe/max_load", "moe/unused_experts")

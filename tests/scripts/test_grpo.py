@@ -1,8 +1,11 @@
 """train_grpo.py against float64: what is sampled, what it is compared with, and what each of its tokens weighs."""
 
+from functools import partial
 import math
 import statistics
-from functools import partial
+
+import pytest
+import torch
 
 from tests.sampling.fake_vllm import FakeVLLM
 from tests.scripts.grpo_by_hand import (
@@ -33,9 +36,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-
-import pytest
-import torch
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,11 @@
 """experiments/train_grpo_ahead.py against float64: rollouts of older weights, and what of them is trained."""
 
 from common.sampling import sample
-from tests.scripts.grpo_by_hand import Settings, chat_rows, check_rollouts, moved, run_grpo
-from tests.scripts.one_step import make_model
-
 import pytest
 import torch
+
+from tests.scripts.grpo_by_hand import Settings, chat_rows, check_rollouts, moved, run_grpo
+from tests.scripts.one_step import make_model
 
 TWICE = {"steps_per_generation": 2, "num_iterations": 2, "temperature": 0.7}
 MASK = {"importance_correction": "sequence_mask", "off": 0.5}

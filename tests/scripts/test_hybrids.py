@@ -2,12 +2,12 @@
 
 import json
 
-from tests.conftest import train_metrics
-from tests.tiny import HYBRIDS
-
 import pytest
 import torch
 import transformers
+
+from tests.conftest import train_metrics
+from tests.tiny import HYBRIDS
 
 pytestmark = pytest.mark.slow
 

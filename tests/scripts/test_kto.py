@@ -3,6 +3,9 @@
 from common.data.order import Order
 from common.errors import UserError
 from common.extras import stream
+import pytest
+import torch
+
 from tests.scripts.one_step import (
     assert_gradient,
     assert_metrics,
@@ -15,9 +18,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-
-import pytest
-import torch
 
 ROWS = [
     ("What is 11-9+2?", "Sure! 11-9=2. 2+2=4. Answer: 4", True),

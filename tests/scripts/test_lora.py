@@ -4,12 +4,12 @@ import json
 import shutil
 
 from common.extras.merge import merge_adapter
-from tests.conftest import ROOT, read_metrics, train_metrics
-
 import pytest
-import torch
 from safetensors.torch import load_file
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.conftest import ROOT, read_metrics, train_metrics
 
 peft = pytest.importorskip("peft")
 

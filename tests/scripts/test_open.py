@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 
-from tests.conftest import ROOT, free_port, read_metrics, run_script, torchrun, train_metrics
-
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.conftest import ROOT, free_port, read_metrics, run_script, torchrun, train_metrics
 
 BASE = ROOT / "data" / "base_model"
 COMMON = ["--model_name_or_path", str(BASE), "--eval_steps", "0", "--logging_steps", "1", "--save_steps", "0"]

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 
-from tests.conftest import EXPERIMENTS, ROOT, demo, free_port, read_metrics, run_script, teacher
-
 import pytest
-import torch
 from safetensors.torch import load_file
+import torch
 from transformers import AutoModelForCausalLM
+
+from tests.conftest import EXPERIMENTS, ROOT, demo, free_port, read_metrics, run_script, teacher
 
 STAGES = ("pretrain", "sft", "dpo", "grpo")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import pytest
+import torch
+
 from tests.scripts.grpo_by_hand import LONGEST, REWARDS, STOPS, chat_rows, prompt_ids
 from tests.scripts.one_step import (
     assert_gradient,
@@ -14,9 +17,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-
-import pytest
-import torch
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,10 @@
 
 import itertools
 
+import pytest
+import torch
+import transformers
+
 from tests.scripts.one_step import (
     ADAMW,
     BASE,
@@ -20,10 +24,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-
-import pytest
-import torch
-import transformers
 
 DOCUMENTS = [
     "Question: What is 10+5?\nAnswer: 15",

@@ -3,8 +3,8 @@
 Needs a folder with data and tokenizers beside the repository, or named by PLAINLOOP_DATA; skipped without it.
 """
 
-import os
 from functools import cache
+import os
 from pathlib import Path
 
 from common.args import CommonArgs
@@ -14,7 +14,6 @@ from common.data.sources import Source, load_rows
 from common.data.tokens import tokenize_messages, tokenize_pair, tokenize_prompt
 from common.data.types import BadRow
 from common.model.load import load_tokenizer
-
 import numpy as np
 import pytest
 

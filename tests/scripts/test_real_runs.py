@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from common.errors import UserError
-from tests.conftest import ROOT, train_metrics
-
 import pytest
+
+from tests.conftest import ROOT, train_metrics
 
 DATA = Path(os.environ.get("PLAINLOOP_DATA", ROOT.parent / "shared" / "data"))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not DATA.is_dir(), reason="the folder of real data is not here")]

@@ -6,16 +6,16 @@ from common.data import BadRow
 from common.errors import UserError
 from common.model import FlatModel
 from common.sampling import load_rewards
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
 from experiments.classifier import score_head
 from experiments.scored import up_to_the_score
 from tests.conftest import train_metrics
 from tests.scripts.one_step import exact, make_model, tokenizer, write_rows
 from tests.tiny import tiny_hybrid, tiny_lm
-
-import numpy as np
-import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 PAIRS = [
     ("What is 11-9+2?", "Sure! 11-9=2. 2+2=4. Answer: 4", "Answer: 4", 0.5),

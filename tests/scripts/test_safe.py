@@ -6,9 +6,9 @@ import shutil
 import sys
 
 from common.errors import UserError
-from tests.conftest import ROOT, run_script
-
 import pytest
+
+from tests.conftest import ROOT, run_script
 
 SOURCES = [path for kind in ("train_*", "experiments/*", "common/**/*", "tools/*") for path in ROOT.glob(f"{kind}.py")]
 SFT = "--config data/configs/sft.yaml --max_train_samples 20 --per_device_train_batch_size 4 --max_steps 2 --save_steps 1"

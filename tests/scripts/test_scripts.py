@@ -3,13 +3,13 @@
 import json
 import sys
 
-from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script, teacher, torchrun, train_metrics
-
 import pytest
-import torch
-import yaml
 from safetensors.torch import load_file
+import torch
 from transformers import AutoTokenizer, RwkvConfig, RwkvForCausalLM
+import yaml
+
+from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script, teacher, torchrun, train_metrics
 
 # script -> (flags that make the demo short, what must have happened between the first and the last evaluation)
 RUNS = {

@@ -2,6 +2,8 @@
 
 import itertools
 
+import pytest
+
 from tests.scripts.one_step import (
     ADAMW,
     BASE,
@@ -19,8 +21,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-
-import pytest
 
 
 def chat(*turns):

@@ -5,6 +5,10 @@ import json
 from common.errors import UserError
 from common.model.wrap import wrap
 from common.sampling import sample
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
 from tests.conftest import ROOT
 from tests.scripts.one_step import (
     assert_gradient,
@@ -19,10 +23,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-
-import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 RECORDED = json.loads((ROOT / "tests" / "trl_recorded.json").read_text())["sft_dft"]
 CHATS = [("What is 2+3?", "2+3=5. Answer: 5"), ("Hi", "Hello! How are you?"), ("How much is 9-4-1?", "Answer: 4")]

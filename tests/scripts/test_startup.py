@@ -4,9 +4,9 @@ import re
 import resource
 import sys
 
-from tests.conftest import run_script
-
 import pytest
+
+from tests.conftest import run_script
 
 SCRIPTS = ("train_pretrain", "train_sft", "train_dpo", "train_grpo")
 

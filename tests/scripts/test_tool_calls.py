@@ -2,11 +2,11 @@
 
 from common.data.tokens import tokenize_prompt
 from common.errors import UserError
+import pytest
+
 from experiments.tool_calls import Tools, describe_tools, read_calls, tokenize_reply
 from tests.data.test_tokens import ALL, CHAT, decode, make_tokenizer
 from tests.scripts.one_step import tokenizer
-
-import pytest
 
 HERMES = """{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}
 {{- '\nAnswer with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n' }}{% endif %}

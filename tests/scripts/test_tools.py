@@ -5,6 +5,9 @@ import random
 import sys
 
 from common.sampling import sample
+import pytest
+import torch
+
 from experiments.environments import Calculator, HigherOrLower
 from tests.conftest import assert_same, losses, run_script, torchrun, train_metrics, words_of
 from tests.scripts.one_step import (
@@ -19,9 +22,6 @@ from tests.scripts.one_step import (
     write_rows,
 )
 from tests.scripts.test_equivalence import COMMON
-
-import pytest
-import torch
 
 script = importlib.import_module("experiments.train_tools")
 END = 2  # <|im_end|>

@@ -3,12 +3,12 @@
 import json
 import shutil
 
-import train_sft
 from common.errors import UserError
-from tools import chat
-
 import pytest
 import transformers
+
+from tools import chat
+import train_sft
 
 MODEL = "data/base_model"
 
