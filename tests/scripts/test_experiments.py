@@ -16,7 +16,7 @@ GALLERY = (FOLDER / "README.md").read_text()
 # | [train_kto.py](train_kto.py) | ... | train_dpo.py | +71 −84 | ...
 ENTRY = re.compile(r"^\| `train_(\w+)\.py` \|.*\| `(train_\w+)\.py` \| \+(\d+) −(\d+) \|", re.M)
 ENTRIES = {name: (parent, int(added), int(removed)) for name, parent, added, removed in ENTRY.findall(GALLERY)}
-LARGEST = {"train_grpo": 380}  # lines that an experiment may add and remove, by its parent; 145 of the others
+LARGEST = {"train_grpo": 380}  # lines that an experiment may add and remove, by its parent; 185 of the others
 WORDS = {"distill": ["--teacher_model_name_or_path", teacher()]}  # what a demo has from an earlier run
 
 
@@ -35,7 +35,7 @@ def test_the_size_of_the_difference_is_what_the_gallery_says(name):
     parent, added, removed = ENTRIES[name]
     found = changed_lines(f"{parent}.py", f"experiments/train_{name}.py")
     assert found == (added, removed), f"{name}: write +{found[0]} −{found[1]} into experiments/README.md"
-    assert added + removed <= LARGEST.get(parent, 145)
+    assert added + removed <= LARGEST.get(parent, 185)
 
 
 def test_an_experiment_is_run_by_its_path_too(tmp_path):
