@@ -149,7 +149,7 @@ def test_what_cannot_be_is_one_line(distill, models, tmp_path, capsys):
     for flags, data, expected in (
         (["--teacher_model_name_or_path", other], None, "1 tokens differ ('zebra' for one)"),
         (["--teacher_model_name_or_path", tmp_path / "none"], None, "cannot load the tokenizer"),
-        (["--lmbda", 0.5], [{"prompt": "a"}] * 4, "no chat format fits the columns prompt"),
+        (["--lmbda", 0.5], [{"prompt": "a"}] * 4, "found the columns 'prompt'"),
         (["--lmbda", 0.5, "--system_prompt", "Be short."], None, "--system_prompt: with --lmbda below 1"),
         (["--beta", 1.5], None, "--beta"),
     ):
