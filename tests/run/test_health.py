@@ -67,6 +67,13 @@ def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage
         assert all("row" in line["where"] for line in lines)
 
 
+def test_three_bad_steps_in_a_row_end_the_run(launch, monkeypatch):
+    bad = [calls_of_step(step) for step in (2, 4, 5, 6)]  # the third is good, and starts the count anew
+    break_calls(monkeypatch, "sft", set().union(*bad))
+    with pytest.raises(UserError, match="step 6: .*checkpoint-5"):
+        launch("sft", *STAGES["sft"], "--max_steps", "9")
+
+
 def test_weights_that_are_not_finite_are_not_saved(launch, tmp_path, monkeypatch):
     import torch.optim
 
