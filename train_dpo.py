@@ -109,7 +109,12 @@ def main(args: Args) -> None:
         ref_logps = reference.sums(batch) if uses_reference else torch.zeros_like(logps)
         lengths = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).clamp(min=1)  # of the answers
         losses, chosen_rewards, rejected_rewards = dpo_loss(
-            *(logps[::2], logps[1::2], ref_logps[::2], ref_logps[1::2], lengths[::2], lengths[1::2]),
+            chosen_logps=logps[::2],
+            rejected_logps=logps[1::2],
+            ref_chosen_logps=ref_logps[::2],
+            ref_rejected_logps=ref_logps[1::2],
+            chosen_tokens=lengths[::2],
+            rejected_tokens=lengths[1::2],
             beta=args.beta,
             loss_type=args.loss_type,
             loss_weights=args.loss_weights,
