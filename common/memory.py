@@ -119,26 +119,6 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-class AsyncScalar:
-    """A number on the device that is read later: by then it is on the host.
-
-    Reading it directly would wait for all work that the device has been given since.
-    """
-
-    def __init__(self, value: Tensor):
-        """value: (); it may be changed afterwards."""
-        self._value = value.to("cpu", non_blocking=value.is_cuda, copy=True)  # into pinned memory
-        self._arrived = torch.cuda.Event() if value.is_cuda else None
-        if self._arrived:
-            self._arrived.record()
-
-    def value(self) -> Tensor:
-        """The value, on the CPU."""
-        if self._arrived:
-            self._arrived.synchronize()
-        return self._value
-
-
 # Dense bfloat16 operations per second (T4, V100: float16) from the data sheets, matched by words of the device name.
 PEAK_FLOPS = {
     ("B200",): 2250e12,

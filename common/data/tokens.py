@@ -18,8 +18,6 @@ import numpy as np
 if TYPE_CHECKING:
     import tokenizers
 
-TRAIN_ON = ("all_turns", "last_turn", "everything")
-
 
 @may_reject
 def tokenize_chat(

@@ -102,11 +102,12 @@ def open_folder(args: CommonArgs, accelerator: Accelerator, script: str) -> Path
 
     Raises UserError if the folder is in use, or holds what no run has written, or another run; see `claim` for the rest.
     """
-    folder, inputs = Path(args.output_dir), known_inputs(args, script, accelerator.mixed_precision)
+    folder = Path(args.output_dir)
 
     def open_it() -> Path | None:  # by one process: it reads whole checkpoints, and another machine may have another disk
         refuse_foreign_folder(args)  # before a lock is made there
         lock(folder)
+        inputs = known_inputs(args, script, accelerator.mixed_precision)
         checkpoint = claim(args, script, inputs, accelerator.num_processes)
         if earlier_args(folder) is None:
             with writing(folder):
@@ -335,9 +336,14 @@ def copy_settings(folder: Path, checkpoint: Path) -> None:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete what a run has written to its folder, and nothing else there. The card stays until the new one replaces it."""
-    for path in [*checkpoints(folder), *folder.glob(".checkpoint-*.tmp"), *folder.glob(".export.tmp")]:
-        shutil.rmtree(path)
+    """Delete what a run has written to its folder and the next one would not replace, and nothing else there."""
+    for path in [
+        *checkpoints(folder),
+        *folder.glob(".checkpoint-*.tmp"),
+        *folder.glob(".export.tmp"),
+        folder / "bad_batches",
+    ]:
+        shutil.rmtree(path, ignore_errors=path.name == "bad_batches")
     for pattern in (*LINES, *NOTES, *WEIGHTS):
         for file in folder.glob(pattern):
             file.unlink()

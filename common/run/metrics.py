@@ -25,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 RESERVED = ("step", "not_finite")
+KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
 
 
@@ -131,16 +132,15 @@ class Metrics:
     def state(self) -> dict[str, Any]:
         """The state to store in a checkpoint. Called on every process."""
         self.carry = self.reduce()
-        kept = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")
-        return {name: getattr(self, name) for name in kept} | {"seconds": self.seconds()}
+        return {name: getattr(self, name) for name in KEPT} | {"seconds": self.seconds()}
 
     def seconds(self) -> float:
         """Run time so far, excluding the time between a stop and its resume."""
         return self.seconds_before + time.perf_counter() - self.started
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint: drop the lines that were written after it. Starts the tracker, if any."""
-        for name in ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes"):
+        """Resume from a checkpoint: drop the lines that were written after it."""
+        for name in KEPT:
             setattr(self, name, state.get(name, getattr(self, name)))
         self.clock_tokens, self.seconds_before = self.num_tokens, state.get("seconds", 0.0)
         last = state["step"] or -1  # a run that starts over keeps none

@@ -5,9 +5,9 @@ has the same gradient. All later windows are split the same way. On a CPU, micro
 costs no time (`tokens_at_once`).
 
 Several processes have to agree on it. One that runs out of memory during a backward pass leaves the others waiting in an
-all-reduce, so with --auto_micro_batch DistributedDataParallel is not used: each process computes its own gradients, all
-agree whether memory sufficed, and one reduction of all gradients follows. The price is that communication no longer overlaps
-computation.
+all-reduce, so with --auto_micro_batch (and with modules in `model.extra`, which a window may not use)
+DistributedDataParallel is not used: each process computes its own gradients, all agree whether memory sufficed, and one
+reduction of all gradients follows. The price is that communication no longer overlaps computation.
 """
 
 from collections.abc import Callable

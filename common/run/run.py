@@ -1,7 +1,7 @@
 """Everything a run needs around its loop: folder, checkpoints, metrics, signals, the best evaluation, memory, bad numbers.
 
-A `Run` never calls the model, holds no loop and takes no optimizer step: the script does. It calls back one function of the
-script, in one place (`retry_smaller`), to repeat a window that ran out of memory.
+A `Run` never calls the model (but for --regression_suite), holds no loop and takes no optimizer step: the script does. It
+calls back one function of the script, in one place (`retry_smaller`), to repeat a window that ran out of memory.
 
 Its parts are in one list. Each has those of these methods that it needs:
 

@@ -99,8 +99,7 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
     for owner, names in ((os, ("fsync", "rename", "replace")), (torch, ("save",)), (shutil, ("rmtree", "copy"))):
         for name in names:
             moments.around(owner, name, "save")
-    for module in ("checkpoint", "run"):
-        moments.around(importlib.import_module(f"common.run.{module}"), "prune", "prune")
+    moments.around(importlib.import_module("common.run.checkpoint"), "prune", "prune")
     moments.around(importlib.import_module("common.extras.report"), "write_page", "page")
 
     append, compute = Metrics.append, Retry.__call__
