@@ -282,5 +282,8 @@ def _true_or_false(word: str) -> bool:
 def _unknown(word: str, args_class: type[CommonArgs]) -> str:
     word = re.sub(r"(https?://).*", r"\1…", word.split("=")[0])  # the rest may be a secret
     name = word.removeprefix("--")
-    near = difflib.get_close_matches(name, defaults(args_class), n=1)
+    known = defaults(args_class)
+    if name.removeprefix("no_") in known:
+        return f"unknown flag {word}: write --{name.removeprefix('no_')} false"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f"unknown flag {word}: " + (f"did you mean --{near[0]}?" if near else "see --help")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, as_command, printable, quoted
 from common.memory import is_oom
-from common.model.load import hub_errors
+from common.model.load import check_weights, hub_errors
 from common.model.lora import import_peft
 import torch
 
@@ -47,8 +47,7 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
             model = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options)
         else:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **options, output_loading_info=True)
-            if lacking := sorted(info["missing_keys"]):  # of a classifier, for instance: they would be random
-                raise UserError(f"cannot load {name}: its files lack {len(lacking)} tensors ({lacking[0]})")
+            check_weights(name, model, info)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.eval().to(device), tokenizer
 
