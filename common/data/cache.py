@@ -261,7 +261,8 @@ def _plain(value: Any, own: set[str], seen: dict[int, Any]) -> Any:
     if isinstance(value, re.Pattern):
         return [value.pattern, value.flags]
     if hasattr(value, "detach") and hasattr(value, "shape"):  # a tensor
-        value = value.detach().cpu().double().numpy()
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.is_floating_point() else value.numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
         return [str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value)).hexdigest()]
     if id(value) in seen:

@@ -139,6 +139,8 @@ def lock(folder: Path) -> None:
     A POSIX record lock on `.lock`: the kernel, or the server of a shared disk, releases it however the process ends. If the
     disk does not support locks, a line says so and nothing is locked.
     """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl
     except ImportError:  # Windows
@@ -148,7 +150,6 @@ def lock(folder: Path) -> None:
         _LOCKS.pop(path).close()
     if path not in _LOCKS:
         with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
             _LOCKS[path] = open(path, "a+", encoding="utf-8")
         atexit.register(_LOCKS[path].close)
     file = _LOCKS[path]

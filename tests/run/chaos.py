@@ -41,9 +41,6 @@ for module in (
         pass
 
 
-stream.BLOCK_ROWS = 9  # so that a run of a few rows has several blocks
-
-
 class Moments:
     """Counts the moments of each kind that a run passes, and kills its process at the one that it is told."""
 
@@ -124,6 +121,7 @@ def _attempt(stage: str, words: list[str], log: str, epoch: int, kind: str | Non
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(out, descriptor)
+    stream.BLOCK_ROWS = 9  # so that a run of a few rows has several blocks
     script = importlib.import_module(module_of(stage))
     sys.argv = [f"train_{stage}.py", *words]
     moments = Moments(kind, at)

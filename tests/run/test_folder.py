@@ -254,13 +254,13 @@ def test_edited_rewards_templates_and_imports_are_noticed(launch, tmp_path, monk
     template.write_text((BASE / "chat_template.jinja").read_text())
     words = [*GRPO, "--reward_funcs", f"{reward}:score", "--reward_weights", "1", "--chat_template", str(template)]
     for file in (points, reward, template):
-        launch("grpo", *words, "--max_steps", "1", output=file.name)
+        launch("grpo", *words, "--max_steps", "1", output=file.stem)
         before = file.read_text()
         file.write_text(before + "\n# {# another #}\n")
         with pytest.raises(UserError, match=f"{file.name} has been edited"):
-            launch("grpo", *words, "--max_steps", "2", output=file.name)
+            launch("grpo", *words, "--max_steps", "2", output=file.stem)
         file.write_text(before)
-        launch("grpo", *words, "--max_steps", "2", output=file.name)
+        launch("grpo", *words, "--max_steps", "2", output=file.stem)
 
 
 # --- one run for a folder -----------------------------------------------------------------------------------------------

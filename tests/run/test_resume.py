@@ -116,7 +116,7 @@ def test_dropout_depends_on_the_step_alone(launch, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in EXPERIMENTS)])
 def test_killed_runs_resume_with_the_same_command(stage, launch, tmp_path):
-    settings = STAGES.get(stage, STAGES["sft"])
+    settings = STAGES.get(stage, STAGES["grpo" if stage == "grpo_ahead" else "sft"])
     arguments = [*settings, *COMMON, "--max_steps", "60", "--save_steps", "5", "--eval_steps", "0"]
     whole = launch(stage, *arguments, output="whole")
     command = [sys.executable, *words_of(stage), *arguments, "--output_dir", str(tmp_path / "killed")]

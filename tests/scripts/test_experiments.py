@@ -80,6 +80,7 @@ def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatc
 SOMETHING_TO_LEARN = {
     "rft": ["--reward_threshold", "0"],
     "tools": ["--reward_funcs", "length:4", "--num_generations", "4", "--max_completion_length", "16"],
+    "grpo_ahead": ["--reward_funcs", "length:4", "--reward_weights", "1", "--num_generations", "4"],
 }
 
 

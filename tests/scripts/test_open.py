@@ -134,7 +134,7 @@ def by_hand(rows, max_length=1024):
         pytest.param(["--dataset_streaming"], marks=pytest.mark.slow),
         pytest.param(["--max_tokens_per_batch", "4000", "--max_steps", "-1"], marks=pytest.mark.slow),
         pytest.param(["--max_length", "14"], marks=pytest.mark.slow),
-        pytest.param(["--no_packing"], marks=pytest.mark.slow),
+        pytest.param(["--packing", "false"], marks=pytest.mark.slow),
     ],
     ids=["plain", "packing", "streaming", "max tokens", "truncated", "two sources"],
 )
@@ -142,7 +142,7 @@ def test_any_field_of_encode_arrives_in_the_batch(flags, train, tmp_path):
     """A weight for each token and a number for each sequence: through the cache, streaming, packs, truncation, sources."""
     rows = write_rows(tmp_path / "rows.jsonl", seed=0)
     data = [tmp_path / "rows.jsonl"]
-    if flags == ["--no_packing"]:
+    if flags == ["--packing", "false"]:
         rows += write_rows(tmp_path / "more.jsonl", seed=1)
         data.append(tmp_path / "more.jsonl")
     one_window = ["--max_steps", "1", "--per_device_train_batch_size", "1" if flags == ["--packing"] else len(rows)]
