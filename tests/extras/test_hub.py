@@ -3,10 +3,7 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
 import time
 
 from common.command_line import parse_args
@@ -298,12 +295,4 @@ def test_as_a_user_runs_it(tmp_path):
     done = run_script(again, **env | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert done.returncode == 1 and "failed" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert time.time() - start < 120
-    hub.gate.clear()
-    known = len(hub.calls)
-    process = subprocess.Popen(again, cwd=ROOT, env=os.environ | env, stderr=subprocess.PIPE, text=True)
-    while len(hub.calls) == known and process.poll() is None:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    threading.Timer(20, hub.gate.set).start()  # a request in a thread of the library ends with its answer only
-    assert "Traceback" not in process.communicate(timeout=100)[1] and process.returncode
     hub.close()
