@@ -15,12 +15,8 @@ Both answers of a pair are in the same row, after their prompt, which is stored 
     accelerate launch train_dpo.py --model_name_or_path outputs/sft --dataset_name pairs.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_dpo.py --config my_run.yaml
 
-Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
-loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
-one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
-common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
-request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
-load-balancing loss of a mixture of experts (common/extras/experts.py).
+Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... `flat_batch`
+(common/collators.py) says what a batch holds, `Output` (common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass
@@ -100,7 +96,7 @@ def main(args: Args) -> None:
     # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
-        reference.precompute(args, train, held_out)  # kept on disk; the model is freed
+        reference.precompute(args, train, held_out)  # kept on disk; the reference is freed
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:

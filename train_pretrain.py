@@ -12,12 +12,8 @@ never sees its neighbours).
     accelerate launch train_pretrain.py --dataset_name corpus.txt --tokenizer_name gpt2 --hidden_size 768 --num_layers 12
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
-Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
-holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or (S,); the others are listed at flat_batch in
-common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
-(T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
-modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
-the load-balancing loss of a mixture of experts (common/extras/experts.py).
+Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch holds, `Output`
+(common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass
@@ -34,8 +30,8 @@ from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts, u
 from common.model import llama_config, load_config, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
 
-NEW = "no model_name_or_path, no config_name"  # what the sizes of a new model need, and of a new tokenizer:
-NEW_TOKENIZER = f"no tokenizer_name, {NEW}"
+NEW = "no model_name_or_path, no config_name"  # without these, the flags of a new model have no effect
+NEW_TOKENIZER = f"no tokenizer_name, {NEW}"  # nor have those of a new tokenizer
 
 
 @dataclass
@@ -123,8 +119,8 @@ def main(args: Args) -> None:
     if args.packing_strategy == "wrapped":
         train, held_out = chunk(train, args.max_length), chunk(held_out, args.max_length)
     else:  # documents of more than max_length tokens are cut
-        pieces = (chunk(data, args.max_length, across=False) for data in (train, held_out))
-        train, held_out = (pack(data, args.max_length) for data in pieces)
+        train, held_out = chunk(train, args.max_length, across=False), chunk(held_out, args.max_length, across=False)
+        train, held_out = pack(train, args.max_length), pack(held_out, args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
     baseline = unigram_perplexity(train, held_out, len(tokenizer))
 

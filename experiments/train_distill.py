@@ -243,8 +243,7 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    how = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    how["max_new_tokens"] = args.max_completion_length
+    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_new_tokens=args.max_completion_length)
     draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)  # prompts, keys -> completions
     if args.rollout_server:  # vLLM servers draw, with the weights of each step
         servers = extra("vllm").RolloutServers(

@@ -12,12 +12,8 @@ without gradient. --loss_type apo_zero_unpaired omits it.
     accelerate launch -m experiments.train_kto                                # the embedded demo, ~1 minute on a CPU
     accelerate launch -m experiments.train_kto --model_name_or_path outputs/sft --dataset_name labelled.jsonl
 
-Shapes: T tokens of the row, S sequences in it, a prompt with its answer each. A batch holds label (S,), 1: a good answer;
-loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
-one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
-common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
-request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
-load-balancing loss of a mixture of experts (common/extras/experts.py).
+Shapes: T tokens of the row, S sequences in it, a prompt with its answer each; label (S,), 1: a good answer. `flat_batch`
+(common/collators.py) says what a batch holds, `Output` (common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass

@@ -11,12 +11,8 @@ micro-batch form one row, end to end without padding, and do not attend to each 
 
     accelerate launch -m experiments.train_label_smoothing                    # the embedded demo, ~1 minute on a CPU
 
-Shapes: T tokens of the flat row, S sequences in it. A prefix that two neighbours share is stored once. A batch
-holds loss_mask (T,) and any field that `encode` adds to the sequences, (T,) or (S,); the others are listed at flat_batch in
-common/collators.py, where `split_row` splits a row. `model(batch)` is an Output (common/model/flat_model.py): logps
-(T,), 0 outside of loss_mask; on request also entropy, hidden states, a function of the logits, the outputs of your own
-modules. With nll_weights, only out.nll has a gradient, and entropy and correct come for free. out.aux_loss is 0, or
-the load-balancing loss of a mixture of experts (common/extras/experts.py).
+Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch holds, `Output`
+(common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass

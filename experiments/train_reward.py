@@ -11,12 +11,8 @@ Both answers of a pair are in the same row, after their prompt, which is stored 
     accelerate launch -m experiments.train_reward                             # the embedded demo, ~1 minute on a CPU
     accelerate launch train_grpo.py --reward_funcs outputs/reward/classifier  # and then
 
-Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... A batch holds
-loss_mask (T,); cu_seqlens (S+1,), the boundaries of each sequence's own tokens, without a prompt that it shares with the
-one before; sequence_mask (S,), 0 in a filler; any field that `encode` adds to the sequences; and what flat_batch in
-common/collators.py lists. `model(batch)` is an Output (common/model/flat_model.py): logps (T,), 0 outside of loss_mask; on
-request also entropy, hidden states, a function of the logits, the outputs of your own modules. out.aux_loss is 0, or the
-load-balancing loss of a mixture of experts (common/extras/experts.py).
+Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... `flat_batch`
+(common/collators.py) says what a batch holds, `Output` (common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass

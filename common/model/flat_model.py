@@ -30,7 +30,8 @@ KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_
 
 
 class Output(NamedTuple):
-    """The output of a FlatModel for a flat row of T tokens; None for what was not requested.
+    """The output of a FlatModel for a flat row of T tokens; None for what was not requested. With nll_weights only `nll` has
+    a gradient, and entropy and correct come for free.
 
     A NamedTuple, because FSDP2 and Accelerate look for tensors in a model's return value.
     """

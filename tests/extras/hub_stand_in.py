@@ -10,14 +10,12 @@ from urllib.parse import parse_qs, urlparse
 
 
 class Hub:
-    """repos: {name: {file: bytes}}; calls: (method, path); fail: status to answer with; slow: seconds before each answer;
-    gate: an event that is waited for, too."""
+    """repos: {name: {file: bytes}}; calls: (method, path); fail: status to answer with; slow: seconds before each
+    answer."""
 
     def __init__(self):
         self.repos, self.private, self.commits, self.calls = {}, {}, [], []
         self.blobs, self.fail, self.slow, self.bodies = {}, 0, 0.0, []
-        self.gate = threading.Event()
-        self.gate.set()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,7 +43,6 @@ class Hub:
                 hub.calls.append((self.command, url.path))
                 hub.bodies.append(body)
                 time.sleep(hub.slow)
-                hub.gate.wait(120)
                 if hub.fail:
                     return self.answer({"error": "the stand-in refuses"}, hub.fail)
                 if "authorization" not in self.headers and "/upload/" not in url.path:
