@@ -12,9 +12,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from common.collators import Batch
+from common.errors import UserError
 from common.memory import to_device
 from common.model.attention import FLAT, first_occurrences
-from common.model.flat_model import OWN_CACHE, FlatModel, base_lm, body, names_in_code
+from common.model.flat_model import OWN_CACHE, FlatModel, base_lm, body, is_sharded, names_in_code
 from common.model.lm_head import logits_of
 from common.sampling.generate import FlatDecoder, Way
 from common.sampling.kv_cache import CACHED
@@ -32,24 +33,41 @@ JOINABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer",
 JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 
 
-def call_padded(model: FlatModel, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """As FlatModel._call_flat, with the sequences as rows of a padded batch."""
-    ids, lengths, token_map = batch["input_ids"][0], batch["lengths"], batch.get("token_map")
+def call_padded(
+    model: FlatModel, batch: Batch, options: dict[str, Any]
+) -> tuple[list[Any], Callable[[Sequence[Tensor]], Tensor]]:
+    """As FlatModel._call_flat, with the sequences as rows of a padded batch; of several, each of sequences of equal length,
+    where padding would change them.
+
+    Raises UserError for several with sharded weights, because processes then wait for each other in every call.
+    """
+    ids, lengths, token_map = batch["input_ids"][0], np.array(batch["lengths"]), batch.get("token_map")
     if token_map is not None:
         ids = ids[to_device(token_map, ids.device)]
-    padded = nn.utils.rnn.pad_sequence(ids.split(lengths), batch_first=True)
-    mask = torch.arange(padded.shape[1], device=ids.device)[None] < torch.tensor(lengths, device=ids.device)[:, None]
+    groups = [np.arange(len(lengths))]
+    if padding_matters(model):
+        groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
+    if len(groups) > 1 and is_sharded(model):
+        raise UserError(f"{type(base_lm(model.lm)).__name__} is not padded: with sharded weights one sequence at a time")
+    sequences, starts, outputs, filled = ids.split(lengths.tolist()), lengths.cumsum() - lengths, [], 0
+    place = np.empty(len(ids), np.int64)  # of each token in the outputs; known here, a mask would be asked of the device
+    for group in groups:
+        padded = nn.utils.rnn.pad_sequence([sequences[s] for s in group], batch_first=True)
+        for row, s in enumerate(group):
+            place[starts[s] : starts[s] + lengths[s]] = filled + row * padded.shape[1] + np.arange(lengths[s])
+        filled += padded.numel()
+        real = torch.arange(padded.shape[1]) < torch.from_numpy(lengths[group])[:, None]
+        with model.calling(lengths[group].tolist()):
+            mask = real.long().to(ids.device)
+            outputs.append(body(model.lm)(input_ids=padded, attention_mask=mask, **options))
+    order = to_device(place if token_map is None else place[first_occurrences(token_map)], ids.device)
+    return outputs, lambda parts: torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])[order]
 
-    # Known here: a mask would have to be asked of the device.
-    places = np.concatenate([i * padded.shape[1] + np.arange(n) for i, n in enumerate(lengths)])
-    places = to_device(places, ids.device)
 
-    def to_row(x: Tensor) -> Tensor:
-        x = x.reshape(mask.numel(), -1)[places]
-        return x if token_map is None else x[to_device(first_occurrences(token_map), x.device)]
-
-    with model.calling(lengths):
-        return body(model.lm)(input_ids=padded, attention_mask=mask.long(), **options), to_row
+def padding_matters(model: FlatModel) -> bool:
+    """Whether layers attend to the best-scored keys only (DeepSeek-V3.2, GLM-MoE-DSA): ties among these scores, which are
+    often 0, are broken by the number of keys."""
+    return any(name.startswith("index_topk") for name in vars(model.config.get_text_config()))
 
 
 def way_to_sample(model: FlatModel, longest: int) -> Way:
@@ -59,9 +77,9 @@ def way_to_sample(model: FlatModel, longest: int) -> Way:
         return Way(partial(WholeDecoder, model), FLAT)
     if not model.padded and not _mixers(model):
         return Way(partial(FlatDecoder, lm), CACHED)
-    layers = _new_cache(inner).layers
-    joinable = all(type(layer).__name__ in JOINABLE for layer in layers)  # some kinds select or compress their entries
-    return Way(partial(PaddedDecoder, model), inner.stock_attention, sys.maxsize if joinable else 1)
+    # Positions may be counted with the padding (Llama 4), or entries be selected and compressed.
+    alike = model.padded or any(type(layer).__name__ not in JOINABLE for layer in _new_cache(inner).layers)
+    return Way(partial(PaddedDecoder, model), inner.stock_attention, alike)
 
 
 def why_no_cache(model: FlatModel, longest: int) -> str | None:

@@ -196,23 +196,25 @@ class FlatModel(nn.Module):
         listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
         with listening as chosen:
             call = partial(extra("padded").call_padded, self) if self.padded else self._call_flat
-            out, to_row = call(batch, options)
-            hidden = to_row(out.last_hidden_state)
+            outputs, to_row = call(batch, options)
+            hidden = to_row([out.last_hidden_state for out in outputs])
         predicting = None if previous is None else hidden.index_select(0, previous)
         hidden = hidden if first is None else hidden[first]
         if not router_logits:
             return _States(hidden, predicting)
-        if not (routers := getattr(out, "router_logits", None)):
+        if not getattr(outputs[0], "router_logits", None):
             raise UserError(f"router_logits: {type(base_lm(self.lm)).__name__} is no mixture of experts")
-        routers, chosen = ([to_row(x) if first is None else to_row(x)[first] for x in parts] for parts in (routers, chosen))
+        layers = len(chosen) // len(outputs)  # of each call
+        parts = zip(*(out.router_logits for out in outputs), strict=True), (chosen[i::layers] for i in range(layers))
+        routers, chosen = ([to_row(x) if first is None else to_row(x)[first] for x in each] for each in parts)
         return _States(hidden, predicting, tuple(routers), chosen)
 
-    def _call_flat(self, batch: Batch, options: dict[str, Any]) -> tuple[Any, Callable[[Tensor], Tensor]]:
-        """Transformers' output for the flat row, and a function that brings a tensor in it to shape (T, ...)."""
+    def _call_flat(self, batch: Batch, options: dict[str, Any]) -> tuple[list[Any], Callable[[Sequence[Tensor]], Tensor]]:
+        """The outputs of transformers' model, here one, and a function that brings a tensor of each to shape (T, ...)."""
         flat_row = plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("token_map"))
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "flat_row": flat_row}
         with self.calling(batch["lengths"], flat_row):
-            return body(self.lm)(**inputs, **options), lambda x: x.reshape(-1, x.shape[-1])
+            return [body(self.lm)(**inputs, **options)], lambda parts: parts[0].reshape(-1, parts[0].shape[-1])
 
     def calling(self, lengths: list[int], row: FlatRow | None = None) -> contextlib.AbstractContextManager:
         """Context in which layers that look at the whole input know its sequences."""
@@ -284,6 +286,11 @@ def body(lm: nn.Module) -> nn.Module:
 def routes_tokens(lm: nn.Module) -> bool:
     """Whether a model is a mixture of experts that shows its routing (extras/experts.py)."""
     return "router_logits" in (getattr(base_lm(lm).base_model, "_can_record_outputs", None) or {})
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 or ZeRO-3 shards the weights."""
+    return any(hasattr(m, "unshard") for m in model.modules()) or any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 def _zero_rates(owner: Any) -> None:

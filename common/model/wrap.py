@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|attention_chunk_size")  # attributes with its size
+# Attributes with a number of tokens at which attention changes.
+WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|attention_chunk_size|index_topk|floor_scale")
 
 
 def wrap(lm: nn.Module) -> FlatModel:
@@ -76,8 +77,8 @@ def _probe_rows(lm: nn.Module) -> list[Batch]:
 
 @contextlib.contextmanager
 def _narrow_windows(lm: nn.Module) -> Iterator[None]:
-    """Context that reduces sliding and chunked attention windows to 2 tokens, so that the probe's few tokens show whether
-    the window reaches attention, or exists only as a mask (PhiMoE, Llama 4), which a flat row does not have."""
+    """Context that reduces the limits of attention (windows, chunks, selected keys) to 2 tokens, so that the probe's few
+    tokens show whether they reach attention, or exist only as a mask (PhiMoE, Llama 4), which a flat row does not have."""
     kept: list[tuple[object, str, int]] = []
     for owner in (lm.config, lm.config.get_text_config(), *lm.modules()):
         for name, value in list(vars(owner).items()):

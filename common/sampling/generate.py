@@ -7,14 +7,13 @@ own random generator, so that it does not depend on the rest of the batch.
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 from functools import partial
-import sys
 from typing import NamedTuple, Protocol
 
 from common.errors import say
 from common.extras import extra
 from common.memory import empty_caches, finest_dtype, is_oom, to_device
 from common.model.attention import FLAT
-from common.model.flat_model import FlatModel, base_lm, body
+from common.model.flat_model import FlatModel, base_lm, body, is_sharded
 from common.model.lm_head import logits_of
 from common.sampling import kv_cache
 from common.sampling.kv_cache import CACHED, KVCache
@@ -52,7 +51,7 @@ class Way(NamedTuple):
 
     decoder: Callable[[Sequence[Sequence[int]], Sequence[int], int], Decoder]  # (prompts, prompt of each, longest)
     attention: str  # the implementation that it needs, of a model that is trained on flat rows
-    at_once: int = sys.maxsize  # the most completions at a time
+    alike: bool = False  # whether only prompts of equal length can be completed together
 
 
 def sample(
@@ -76,20 +75,20 @@ def sample(
     """
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    completions: list[Sampled] = []
+    completions: dict[int, Sampled] = {}
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
     way = way_to_sample(model, longest)
-    batch_size = min(batch_size, way.at_once)
+    todo = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) if way.alike else i)
     with generating(model, way.attention) as lm:
-        while len(completions) < len(prompts):
-            part = slice(len(completions), len(completions) + batch_size)
-            distinct = list(dict.fromkeys(map(tuple, prompts[part])))
-            number = {prompt: i for i, prompt in enumerate(distinct)}
-            owner = [number[tuple(prompt)] for prompt in prompts[part]]
+        while todo:
+            part = [i for i in todo[:batch_size] if not way.alike or len(prompts[i]) == len(prompts[todo[0]])]
+            distinct = list(dict.fromkeys(tuple(prompts[i]) for i in part))
+            number = {prompt: p for p, prompt in enumerate(distinct)}
+            owner, most = [number[tuple(prompts[i])] for i in part], [limits[i] for i in part]
             batch = None
             try:
-                decoder = way.decoder(distinct, owner, max(limits[part]))
-                batch = _sample_batch(decoder, keys[part], stop_ids, limits[part], temperature, top_k, top_p)
+                decoder = way.decoder(distinct, owner, max(most))
+                batch = _sample_batch(decoder, [keys[i] for i in part], stop_ids, most, temperature, top_k, top_p)
             except Exception as error:
                 if not is_oom(error) or len(owner) == 1:
                     raise
@@ -98,8 +97,9 @@ def sample(
                 empty_caches(base_lm(lm).device)
                 say(f"sampling: out of memory; again with {batch_size} at a time, which changes nothing else")
             else:
-                completions += batch
-    return completions
+                completions |= zip(part, batch, strict=True)
+                todo = todo[len(part) :]
+    return [completions[i] for i in range(len(prompts))]
 
 
 def way_to_sample(model: FlatModel, longest: int) -> Way:
@@ -129,8 +129,7 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
     if implementation == FLAT:
         inner.set_attn_implementation(attention)
     limited = extra("padded").steps_as_trained(model) if model.hybrid else contextlib.nullcontext()
-    is_sharded = any(hasattr(m, "unshard") for m in model.modules()) or any(hasattr(p, "ds_id") for p in model.parameters())
-    gathered = extra("sharded").gathered(model) if is_sharded else contextlib.nullcontext()
+    gathered = extra("sharded").gathered(model) if is_sharded(model) else contextlib.nullcontext()
     eager = torch.compiler.set_stance("force_eager")
     try:
         # Compiled blocks would be recompiled for every number of rows. Weights are gathered outside inference mode, because
