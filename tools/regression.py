@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.args import CommonArgs
 from common.errors import UserError, as_command, printable, say
-from common.extras.regression import ALPHA, Known, Result, Suite, by_group, counts, falls, known, line_of, shared, turned
+from common.extras.regression import ALL, ALPHA, Cases, Change, Outcome, Suite, compare
 from common.model import load_model, load_tokenizer
 from common.processes import Accelerator
 import torch
@@ -19,7 +19,7 @@ import torch
 SHOWN = 100  # characters of an answer
 
 
-def answer(name: str, suite: Suite, accelerator: Accelerator, args: argparse.Namespace) -> list[Result]:
+def answer(name: str, suite: Suite, accelerator: Accelerator, args: argparse.Namespace) -> Outcome:
     """Evaluate a model on the suite. Raises UserError if it cannot be loaded."""
     options = CommonArgs(model_name_or_path=name, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     options.chat_template = args.chat_template
@@ -29,7 +29,7 @@ def answer(name: str, suite: Suite, accelerator: Accelerator, args: argparse.Nam
     return suite.run(model, tokenizer, accelerator)
 
 
-def read_known(path: str, max_new_tokens: int) -> Known:
+def read_cases(path: str, max_new_tokens: int) -> Cases:
     """The cases in the last line of a regression.jsonl."""
     try:
         line = json.loads(Path(path).read_text(encoding="utf-8").strip().split("\n")[-1])
@@ -42,20 +42,17 @@ def read_known(path: str, max_new_tokens: int) -> Known:
     return cases
 
 
-def table(results: list[Result], before: Known | None) -> list[str]:
-    """The results as lines of a table, one per group."""
-    width = max(len(group) for group in by_group(results))
-    p = falls(before, results) if before is not None else {}
-    lines = [f"{'group':{width}}  {'passed':>9}  {'rate':>5}  95 % interval" + "  before  fell  rose      p" * bool(p)]
-    found = counts(results)
-    for group, own in by_group(results).items():
-        n = found[group]
+def table(found: Outcome, before: Cases, changes: dict[str, Change]) -> list[str]:
+    """The rates as lines of a table, one per group, with what has changed, if `changes` has something."""
+    width = max(map(len, found["groups"]))
+    lines = [f"{'group':{width}}  {'passed':>9}  {'rate':>5}  95 % interval" + "  before  fell  rose      p" * bool(changes)]
+    for group, n in found["groups"].items():
         line = f"{group:{width}}  {n['passed']:>4}/{n['total']:<4}  {n['rate']:5.2f}  {n['low']:.2f} - {n['high']:.2f}  "
-        if before is not None:
-            change = turned(before, own)
-            both = shared(before, own)
-            then = f"{sum(before[r.case.id]['rate'] for r in both) / len(both):.2f}" if both else "-"
-            line += f"  {then:>6}  {len(change['fell']):>4}  {len(change['rose']):>4}  {p[group]:5.3f}"
+        if changes:
+            change = changes[group]
+            both = [before[name]["rate"] for name in (*change.fell, *change.rose, *change.same)]
+            then = f"{sum(both) / len(both):.2f}" if both else "-"
+            line += f"  {then:>6}  {len(change.fell):>4}  {len(change.rose):>4}  {change.p:5.3f}"
         lines.append(line.rstrip())
     return lines
 
@@ -81,35 +78,37 @@ def main(argv: list[str] | None = None) -> int:
     suite = Suite(args.suite, accelerator.device)
     before = None
     if str(args.baseline).endswith(".jsonl"):
-        before = read_known(args.baseline, args.max_new_tokens)
+        before = read_cases(args.baseline, args.max_new_tokens)
     elif args.baseline:
-        before = known(answer(args.baseline, suite, accelerator, args))
-    results = answer(args.model, suite, accelerator, args)
+        before = answer(args.baseline, suite, accelerator, args)["cases"]
+    found = answer(args.model, suite, accelerator, args)
     if args.save and accelerator.is_main_process:
-        line = {"model": args.model} | line_of(results, args.max_new_tokens)
+        line = {"model": args.model, "max_new_tokens": args.max_new_tokens} | found
         try:
             with open(args.save, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise UserError(f"--save {args.save}: {error}") from None
-    say("\n".join(table(results, before)))
+    changes = {} if before is None else compare(before, found["cases"])
+    say("\n".join(table(found, before or {}, changes)))
     if before is None:
         return 0
-    if not shared(before, results):
+    change = changes[ALL]
+    compared = {*change.fell, *change.rose, *change.same}
+    if not compared:
         raise UserError(f"--baseline {args.baseline}: it has none of the cases of {args.suite} as they are now")
 
-    by_id, change = {r.case.id: r for r in results}, turned(before, results)
-    for name in change["fell"]:
-        say(f"fell: {name}: {by_id[name].why}; {by_id[name].completion[:SHOWN]!r}")
-    if change["rose"]:
-        say(f"rose: {', '.join(change['rose'])}")
-    if new := by_id.keys() - {r.case.id for r in shared(before, results)}:
+    for name in change.fell:
+        say(f"fell: {name}: {found['failed'][name]['why']}; {found['failed'][name]['completion'][:SHOWN]!r}")
+    if change.rose:
+        say(f"rose: {', '.join(change.rose)}")
+    if new := found["cases"].keys() - compared:
         say(f"not compared, new or edited since: {', '.join(sorted(new))}")
-    worse = [f"{group} (p = {p:.2g})" for group, p in falls(before, results).items() if p < args.alpha]
+    worse = [f"{group} (p = {change.p:.2g})" for group, change in changes.items() if change.p < args.alpha]
     if worse:
         say(f"FALLEN since {args.baseline}: {', '.join(worse)}, by McNemar's exact test, one-sided")
-    elif args.strict and change["fell"]:
-        say(f"FALLEN since {args.baseline}: {len(change['fell'])} cases (--strict)")
+    elif args.strict and change.fell:
+        say(f"FALLEN since {args.baseline}: {len(change.fell)} cases (--strict)")
     else:
         say(f"no group has fallen since {printable(args.baseline)} by more than chance (p < {args.alpha:g})")
         return 0

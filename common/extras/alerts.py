@@ -53,7 +53,6 @@ class Alerts:
         self.step, self.step_at = step, time.monotonic()
 
     def on_event(self, kind: str, step: int, text: str) -> None:
-        kind = "died" if text.startswith("died") else kind
         if kind in MARKS:
             self.send(kind, f"step {step}: {text}", PAUSE if kind in ("spike", "bad") else 0.0)
 

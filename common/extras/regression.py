@@ -10,7 +10,7 @@ checks do. Answers are greedy. Users read docs/regression.md. regression.jsonl h
 groups holds "all", too; low and high are the 95 % interval of the rate. since_* is null where there is nothing to compare.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import hashlib
 import json
 import math
@@ -34,12 +34,11 @@ import torch
 PREFIX = "eval_regression/"  # of the metrics' names
 ALL = "all"  # the group of all cases
 PASSES = 0.5  # reward from which an answer passes
-LARGEST = 1e300  # largest expected number
 ALPHA = 0.05  # significance level of a fall
-SHOWN = 8  # cases listed on the console
 NEVER = 10**15
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution, for a 95 % interval
-Known = dict[str, dict[str, Any]]  # {id: {"rate", "digest", "group"}}: the outcomes of an earlier evaluation
+Cases = dict[str, dict[str, Any]]  # {id: {"rate", "digest", "group"}}
+Outcome = dict[str, Any]  # {"groups", "failed", "cases"}, as above
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -61,17 +60,9 @@ def _are_texts(value: Any) -> bool:
 
 def _is_pattern(value: Any) -> bool:
     try:
-        return isinstance(value, str) and bool(value) and re.compile(value, re.DOTALL) is not None
-    except (re.error, RecursionError, OverflowError):
+        return bool(re.compile(value, re.DOTALL).pattern)
+    except (re.error, TypeError, RecursionError, OverflowError):
         return False
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= LARGEST
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
 
 
 TEXTS = "text, or a list of texts, none of them empty"
@@ -80,9 +71,9 @@ CHECKS = {
     "contains": Check(TEXTS, _are_texts, lambda texts, a: all(text in a.text for text in _texts(texts))),
     "not_contains": Check(TEXTS, _are_texts, lambda texts, a: not any(text in a.text for text in _texts(texts))),
     "regex": Check("a regular expression", _is_pattern, lambda p, a: re.search(p, a.text, re.DOTALL) is not None),
-    "number": Check("a number of at most 1e300 in size", _is_number, lambda n, a: final_number(a.text) == n),
-    "max_tokens": Check("a whole number from 1 on", _is_count, lambda n, a: a.finished),
-    "reward": Check("a reward function", _are_texts, lambda name, a: True),
+    "number": Check("a number", lambda n: type(n) in (int, float), lambda n, a: final_number(a.text) == n),
+    "max_tokens": Check("a whole number from 1 on", lambda n: type(n) is int and n >= 1, lambda n, a: a.finished),
+    "reward": Check("a reward function", lambda name: isinstance(name, str), lambda name, a: True),
 }
 FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 
@@ -101,12 +92,16 @@ class Case(NamedTuple):
     digest: str  # of the row: an edited case counts as another one
 
 
-class Result(NamedTuple):
-    """The outcome of a case."""
+class Change(NamedTuple):
+    """The ids of cases that no longer pass, newly pass, and have not turned."""
 
-    case: Case
-    why: str  # the check that its answer fails; "": it passes
-    completion: str
+    fell: list[str]
+    rose: list[str]
+    same: list[str]
+
+    @property
+    def p(self) -> float:
+        return fall_p_value(len(self.fell), len(self.rose))
 
 
 class Suite:
@@ -141,7 +136,7 @@ class Suite:
         longest = max(len(ids) + limit for ids, limit in zip(self.prompts, self.limits, strict=True))
         check_positions(model, longest, "max_tokens or the prompts of the suite, or the limit of its answers")
 
-    def run(self, model: FlatModel, tokenizer: Tokenizer, accelerator: Accelerator) -> list[Result]:
+    def run(self, model: FlatModel, tokenizer: Tokenizer, accelerator: Accelerator) -> Outcome:
         """Answer every case, and judge the answers. Called on every process; the result is the same on each."""
         answers = complete(accelerator, model, tokenizer, self.prompts, max_new_tokens=self.limits, temperature=0.0)
         pairs = list(zip(self.cases, answers, strict=True))
@@ -149,8 +144,7 @@ class Suite:
         def judge() -> list[str]:
             return [must(case.where, self._judge, REWARD_SECONDS, case=case, answer=answer) for case, answer in pairs]
 
-        reasons = on_main_process(accelerator, judge)
-        return [Result(case, why, answer.text) for (case, answer), why in zip(pairs, reasons, strict=True)]
+        return outcome(list(zip(self.cases, on_main_process(accelerator, judge), [a.text for a in answers], strict=True)))
 
     def _judge(self, case: Case, answer: Completed) -> str:
         """The check that the answer fails; "" if none."""
@@ -198,52 +192,35 @@ def _case(row: Row) -> Case:
 # --- counting and comparing -----------------------------------------------------------------------------------------
 
 
-def known(results: list[Result]) -> Known:
-    """The part of the results that a later evaluation needs."""
-    return {r.case.id: {"rate": float(not r.why), "digest": r.case.digest, "group": r.case.group} for r in results}
+def outcome(judged: list[tuple[Case, str, str]]) -> Outcome:
+    """What regression.jsonl has of an evaluation. judged: (case, the check that its answer fails or "", the answer)."""
+    passes: dict[str, list[bool]] = {ALL: []}
+    for case, why, _ in judged:
+        for group in (ALL, case.group):
+            passes.setdefault(group, []).append(not why)
+    return {
+        "groups": {group: rate_of(sum(found), len(found)) for group, found in passes.items()},
+        "failed": {case.id: {"why": why, "completion": text} for case, why, text in judged if why},
+        "cases": {case.id: {"rate": float(not why), "digest": case.digest, "group": case.group} for case, why, _ in judged},
+    }
 
 
-def by_group(results: list[Result]) -> dict[str, list[Result]]:
-    """{ALL: everything}, then each group with its cases, in the order of the suite."""
-    groups = {ALL: results}
-    for result in results:
-        groups.setdefault(result.case.group, []).append(result)
-    return groups
+def rate_of(passed: int, total: int) -> dict[str, float]:
+    low, high = wilson(passed, total)
+    rates = {"rate": passed / total, "low": low, "high": high}
+    return {"passed": passed, "total": total} | {name: round(value, 6) for name, value in rates.items()}
 
 
-def counts(results: list[Result]) -> dict[str, dict[str, float]]:
-    """{group: {"passed", "total", "rate", "low", "high"}}, with the 95 % interval of the rate."""
-    found = {}
-    for group, own in by_group(results).items():
-        passed = sum(not r.why for r in own)
-        low, high = wilson(passed, len(own))
-        rates = {"rate": round(passed / len(own), 6), "low": round(low, 6), "high": round(high, 6)}
-        found[group] = {"passed": passed, "total": len(own)} | rates
+def compare(before: Cases, now: Cases) -> dict[str, Change]:
+    """{group: what has turned in it, and the p-value of its fall}. A case that is new or was edited is left out."""
+    found: dict[str, Change] = {ALL: Change([], [], [])}
+    for name, case in now.items():
+        changes = [found[ALL], found.setdefault(case["group"], Change([], [], []))]
+        if before.get(name, {}).get("digest") == case["digest"]:
+            then, here = before[name]["rate"] >= PASSES, case["rate"] >= PASSES
+            for change in changes:
+                (change.same if then == here else change.fell if then else change.rose).append(name)
     return found
-
-
-def line_of(results: list[Result], max_new_tokens: int) -> dict[str, Any]:
-    """What a file keeps of an evaluation."""
-    failed = {r.case.id: {"why": r.why, "completion": r.completion} for r in results if r.why}
-    return {"max_new_tokens": max_new_tokens, "groups": counts(results), "failed": failed, "cases": known(results)}
-
-
-def shared(before: Known, results: Sequence[Result]) -> list[Result]:
-    """The results whose case is unchanged in `before`."""
-    return [r for r in results if before.get(r.case.id, {}).get("digest") == r.case.digest]
-
-
-def turned(before: Known, results: Sequence[Result]) -> dict[str, list[str]]:
-    """{"fell": ids, "rose": ids} of the cases that no longer pass, and that newly pass. Cases that `before` lacks in their
-    current form are left out."""
-    pairs = [(r.case.id, before[r.case.id]["rate"] >= PASSES, not r.why) for r in shared(before, results)]
-    return {"fell": [i for i, then, now in pairs if then > now], "rose": [i for i, then, now in pairs if then < now]}
-
-
-def falls(before: Known, results: list[Result]) -> dict[str, float]:
-    """{group: p-value} by `fall_p_value`."""
-    changes = {group: turned(before, own) for group, own in by_group(results).items()}
-    return {group: fall_p_value(len(change["fell"]), len(change["rose"])) for group, change in changes.items()}
 
 
 def wilson(passed: int, total: int) -> tuple[float, float]:
@@ -294,21 +271,21 @@ class Regression:
 
         metrics: the run's Metrics.
         """
-        results = self.suite.run(model, self.tokenizer, self.accelerator)
-        line = line_of(results, self.args.eval_max_new_tokens)
+        line = self.suite.run(model, self.tokenizer, self.accelerator)
         groups, cases = line["groups"], line["cases"]
         values = {f"{PREFIX}{name}": group["rate"] for name, group in groups.items()}
         metrics.log_eval(step, values, [], show=0)
-        changes, worse = {}, {}
+        turned, worse = {}, {}
         for name, then in (("since_last", self.last), ("since_base", self.base)):
-            changes[name] = {"step": then["step"]} | turned(then["cases"], results) if then else None
-            if then:
-                worse |= {group: (then, p) for group, p in falls(then["cases"], results).items() if p < ALPHA}
+            changes = compare(then["cases"], cases) if then else {}
+            turned[name] = {"step": then["step"], "fell": changes[ALL].fell, "rose": changes[ALL].rose} if then else None
+            worse |= {group: (then, change.p) for group, change in changes.items() if change.p < ALPHA}
         for word in ("fell", "rose") if self.last else ():
-            if ids := changes["since_last"][word]:
-                more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
-                say(f"    {word} since step {self.last['step']}: {', '.join(ids[:SHOWN])}{more}")
-        metrics.append("regression.jsonl", [{"step": step, "turned": changes} | line])
+            if ids := turned["since_last"][word]:
+                say(f"    {word} since step {self.last['step']}: {quoted(', '.join(ids), form=str)}")
+        metrics.append(
+            "regression.jsonl", [{"step": step, "max_new_tokens": self.args.eval_max_new_tokens, "turned": turned} | line]
+        )
         for name, (then, p) in worse.items():
             if name not in self.fallen:
                 now, total = groups[name]["passed"], groups[name]["total"]

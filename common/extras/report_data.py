@@ -26,7 +26,7 @@ TEXT, SETTING = 1500, 300  # characters
 SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # bytes
 SECRET = re.compile(r"webhook|secret|password|passwd|api_key|hub_token|hf_token", re.I)  # settings that no page shows
 OF_DATA = ("sources", "eval_sources", "lengths", "packing", "example", "batched_as", "plan", "marked")
-STATES = {"started": "running", "resumed": "running", "stopped": "stopped", "finished": "finished"}  # by the last event
+STATES = {"started": "running", "resumed": "running"} | {word: word for word in ("stopped", "died", "finished")}  # by event
 OF_THE_MACHINE = ("device", "processes", "mixed_precision", "distributed", "python")
 OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
 NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds")  # axes, and what they determine
@@ -161,7 +161,7 @@ class Metrics:
 
 
 def curves_of(metrics: Metrics) -> Row:
-    """The curves, their plots in order, the metrics that stayed constant, and the tokens and seconds at some steps."""
+    """The curves, their plots in order, which of these are constant, and the tokens and seconds at some steps."""
     steps: list[list[int]] = []
     curves, frames, constant = [], [], {}
     most = min(POINTS, NUMBERS // (3 * max(1, len(metrics.points))))
@@ -170,7 +170,6 @@ def curves_of(metrics: Metrics) -> Row:
         least, greatest = float(values.min()), float(values.max())
         if least == greatest and len(values) > len(names):
             constant[frame] = short(least)
-            continue
         frames.append({"name": frame, "log": is_logarithmic(frame, least, greatest), "machine": frame in MACHINE})
         for name in names:
             table = thinned(metrics.points[name], most)

@@ -177,22 +177,6 @@ def is_held(folder: Path) -> bool:
         return False
 
 
-def is_over(folder: Path) -> bool:
-    """Whether the last run in the folder has ended, by its lock, which was taken on this machine and is free. Locks of other
-    machines are not always visible here."""
-    path = folder.resolve() / ".lock"
-    if path in _LOCKS:  # closing another handle would release our own lock
-        return False
-    try:
-        import fcntl
-
-        with open(path, encoding="utf-8") as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return f" on {socket.gethostname()}, since" in file.read(400)
-    except (ImportError, OSError, ValueError):
-        return False
-
-
 def refuse_deleted_folder(accelerator: Accelerator, folder: Path) -> None:
     """Raise UserError if the folder was deleted while the run was writing to it. Called on every process."""
     if not on_main_process(accelerator, lambda: is_held(folder)):

@@ -8,7 +8,7 @@ Its parts are in one list. Each has those of these methods that it needs:
     restore(state)              read what it kept in the checkpoint's trainer_state.json ({"step": 0} for a new run)
     state() -> dict             what to keep there
     on_step(step)               the work after so many updates begins
-    on_event(kind, step, text)  a line of events.jsonl was written ("saved", "spike", "memory", "bad", "stopped", ...)
+    on_event(kind, step, text)  a line of events.jsonl was written ("saved", "spike", "memory", "bad", "died", ...)
     on_log(step, values)        a line of metrics.jsonl was written
     close()                     the run ends, complete or not
 """
@@ -166,7 +166,7 @@ class Run:
                 yield step
 
     def _note_death(self, error: BaseException) -> None:
-        self.metrics.event("stopped", self.step, f"died: {error if isinstance(error, UserError) else repr(error)}")
+        self.metrics.event("died", self.step, str(error) if isinstance(error, UserError) else repr(error))
         self._each("close")
 
     def _save_before_the_end(self, error: BaseException) -> None:

@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import threading
 
-from common.extras.report import page, write_report
+from common.extras.report import page
 from common.extras.report_data import describe_run
 import pytest
 
 from tests.extras.test_report import EVIL, a_run, write_lines
+from tools.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -15,7 +14,7 @@ from common.args import CommonArgs
 from common.errors import UserError
 from common.evaluate import Completed
 from common.extras import regression as suites
-from common.extras.regression import CHECKS, Case, Regression, Result, Suite, counts, falls, known, turned
+from common.extras.regression import ALL, CHECKS, Case, Regression, Suite, compare, outcome
 import pytest
 from safetensors.torch import load_file
 import torch
@@ -39,16 +38,6 @@ def lines(folder):
 
 
 # --- the maths ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("passed, total", [(0, 1), (0, 6), (6, 6), (5, 12), (25, 40), (500, 1000)])
-def test_wilson_ends_where_the_normal_test_rejects(passed, total):
-    """The definition: |p̂ - p| = z sqrt(p (1 - p) / n) at both ends, where the end is not that of [0, 1]."""
-    low, high = suites.wilson(passed, total)
-    for end in (low, high):
-        distance = abs(passed / total - end)
-        assert end in (0.0, 1.0) or distance == pytest.approx(suites.Z * math.sqrt(end * (1 - end) / total), abs=1e-12)
-    assert 0 <= low <= passed / total <= high <= 1 and low < high
 
 
 def test_wilson_in_published_numbers():
@@ -86,7 +75,6 @@ def test_the_p_value_is_that_of_coin_tosses(fell, rose):
         ({"not_contains": []}, "not_contains"),
         ({"regex": "("}, "regex"),
         ({"number": "8"}, "number"),
-        ({"number": 10**400}, "number"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"reward": "nowhere.py:f"}, "reward"),
         ({"id": "a"}, "id"),
@@ -135,20 +123,23 @@ def test_answers_are_judged_by_all_checks(tmp_path):
 # --- counting -------------------------------------------------------------------------------------------------------
 
 
-def results_of(passes, suffix=""):
-    cases = [Case(f"c{i}{suffix}", "first" if i < 6 else "last", {}, {}, "s.jsonl:1", f"d{i}") for i in range(len(passes))]
-    return [Result(case, "" if good else "equals: 'x'", "text") for case, good in zip(cases, passes, strict=True)]
+def outcome_of(passes):
+    cases = [Case(f"c{i}", "first" if i < 6 else "last", {}, {}, "s.jsonl:1", f"d{i}") for i in range(len(passes))]
+    return outcome([(case, "" if good else "equals: 'x'", "text") for case, good in zip(cases, passes, strict=True)])
 
 
 def test_turned_cases_are_those_that_stayed_the_same():
-    then, now = results_of([True] * 8), results_of([False] * 6 + [True, False])
-    before = known(then)
-    assert counts(now)["all"] | {"low": 0, "high": 0} == {"passed": 1, "total": 8, "rate": 0.125, "low": 0, "high": 0}
-    assert turned(before, now) == {"fell": ["c0", "c1", "c2", "c3", "c4", "c5", "c7"], "rose": []}
-    assert falls(before, now) == {"all": 1 / 2**7, "first": 1 / 2**6, "last": 1 / 2}
-    before["c0"]["digest"] = "edited"
-    assert turned(before, now)["fell"][0] == "c1" and falls(before, now)["first"] == 1 / 2**5
-    assert turned(known(now), then)["rose"] == ["c0", "c1", "c2", "c3", "c4", "c5", "c7"]
+    then, now = outcome_of([True] * 8)["cases"], outcome_of([False] * 6 + [True, False])
+    every = now["groups"][ALL]
+    assert (every["passed"], every["total"], every["rate"]) == (1, 8, 0.125) and now["failed"].keys() == set(
+        "c0 c1 c2 c3 c4 c5 c7".split()
+    )
+    changes = compare(then, now["cases"])
+    assert changes[ALL].fell == [*now["failed"]] and changes[ALL].rose == [] and changes[ALL].same == ["c6"]
+    assert {group: change.p for group, change in changes.items()} == {"all": 1 / 2**7, "first": 1 / 2**6, "last": 1 / 2}
+    assert compare(now["cases"], then)[ALL].rose == [*now["failed"]]
+    then["c0"]["digest"] = "edited"
+    assert compare(then, now["cases"])["first"].p == 1 / 2**5
 
 
 class Told:
@@ -174,7 +165,7 @@ def test_a_fall_is_told_once(tmp_path, capsys):
     for step, good in ((0, True), (2, False), (4, False), (6, True)):
         part = Regression(args, Accelerator(cpu=True))
         part.restore(state)
-        part.tokenizer, part.suite.run = None, lambda *_, good=good: results_of([good] * 8)
+        part.tokenizer, part.suite.run = None, lambda *_, good=good: outcome_of([good] * 8)
         assert part.run(None, step, told) == {f"eval_regression/{name}": float(good) for name in ("all", "first", "last")}
         state = json.loads(json.dumps(part.state()))
     assert told.events == [
@@ -250,11 +241,10 @@ def test_answers_that_do_not_fit_are_refused(launch, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [1, 4])
-def test_two_processes_answer_as_one(launch, words, tmp_path, token_cache, cases):
+def test_two_processes_answer_as_one(launch, words, tmp_path, token_cache):
     """Also where the second one has no case."""
     more = words("sft", "--eval_steps", "0", "--regression_steps", "2", "--save_steps", "2", "--max_steps", "4")
-    write(tmp_path / "suite.jsonl", *ROWS[:cases])
+    write(tmp_path / "suite.jsonl", ROWS[0])
     one = lines(launch("sft", *more, "--per_device_train_batch_size", "4", output="one"))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
     command += ["--main_process_port", "0", "train_sft.py", *more, "--output_dir", str(tmp_path / "two")]

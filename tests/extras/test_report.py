@@ -7,7 +7,7 @@ import re
 import signal
 
 from common.errors import UserError
-from common.extras.report import Report, difference, page, write_report
+from common.extras.report import Report, page
 from common.extras.report_data import defaults_of, describe_run, embedded, frames_of, is_logarithmic, thinned
 from common.run.folder import lock as take_lock
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import ROOT, SFT
 from tools import report
+from tools.report import write_report
 
 EVIL = (
     '</script><script>document.title="owned"</script><img src=x onerror="document.title=1"><!-- \u2028 \ud800 {{x}} @@data@@'
@@ -37,7 +38,7 @@ def shown_of(folder):
 
 def a_run(folder, *, steps=40, name="run", evil="", better=0):
     """An output folder as a run leaves it; `evil` stands wherever text comes from the outside."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     metrics = [{"step": 0, "eval_right": 0.0, "seconds": 0.1}, {"step": 0, "eval_loss": 5.0, "seconds": 0.1}]
     for step in range(1, steps + 1):
         more = {"num_tokens": 100 * step, "seconds": 2.0 * step}
@@ -217,24 +218,12 @@ def test_what_matters_most_comes_first():
 # --- comparing ------------------------------------------------------------------------------------------------------
 
 
-def outcomes(right, total):
-    return {i: float(i < right) for i in range(total)}
-
-
-def test_tests_agree_with_hand_worked_numbers():
-    assert difference(outcomes(0, 9), outcomes(0, 7)) == {}, "other prompts"
-    first, here = {i: float(i == 8) for i in range(9)}, {i: float(i < 8) for i in range(9)}
-    found = difference(first, here)
-    assert found["p"] == pytest.approx(2 * (1 + 9) / 2**9) and (found["gained"], found["lost"]) == (8, 1)
-    assert difference(first, first)["p"] == 1.0
-
-
 def test_runs_are_compared_by_settings_and_prompts(tmp_path):
     one, two = a_run(tmp_path / "one", name="one"), a_run(tmp_path / "two", name="two", better=6)
     write_report([one, two], tmp_path / "both.html")
     compared = data_of((tmp_path / "both.html").read_text())["compared"]
     assert compared["settings"] == [["learning_rate", ["0.1", "6.1"]]]
-    (rate,) = compared["rates"]
+    (rate,) = compared["rates"]  # of 20 prompts six are won, none is lost: by coin tosses 2 / 2^6
     assert rate["name"] == "right" and [row["passed"] for row in rate["runs"]] == [8, 14]
     assert rate["runs"][1]["test"].startswith("McNemar") and rate["runs"][1]["p"] == pytest.approx(2 / 2**6)
     assert (rate["runs"][1]["gained"], rate["runs"][1]["lost"]) == (6, 0) and "p" not in rate["runs"][0]
@@ -259,6 +248,32 @@ def test_suites_are_compared_case_by_case(tmp_path):
     assert last["turned"] == ["rose since step 0: a, b"] and last["failed"] == ["c: not equal · 7"]
 
 
+def test_a_metric_constant_in_one_run_keeps_its_points(tmp_path):
+    folders = [a_run(tmp_path / name) for name in ("one", "two")]
+    write_lines(folders[1] / "metrics.jsonl", [{"step": step, "eval_right": 0.0, "loss": 1 / (step + 1)} for step in (0, 9)])
+    write_report(folders, tmp_path / "both.html")
+    for run, values in zip(data_of((tmp_path / "both.html").read_text())["runs"], ([0, 0.5], [0, 0]), strict=True):
+        (curve,) = [curve for curve in run["curves"] if curve["name"] == "eval_right"]
+        assert curve["y"] == values and ("right" in run["constant"]) == (values == [0, 0])
+
+
+def test_a_table_of_all_runs_of_a_folder(tmp_path, capsys):
+    """Three seeds share a line; another rate has its own, as has another script; a checkpoint is no run."""
+    for name, seed, rate, last in [("a", 0, 0.1, 0.4), ("b", 1, 0.1, 0.5), ("c/d", 2, 0.1, 0.6), ("e", 0, 0.2, 0.3)]:
+        folder = a_run(tmp_path / name, steps=100)
+        (folder / "args.yaml").write_text(f"learning_rate: {rate}\nseed: {seed}\nrun_name: {name}\n")
+        write_lines(folder / "metrics.jsonl", [{"step": 0, "eval_loss": 5.0}, {"step": 100, "loss": 1.0, "eval_loss": last}])
+        (folder / "checkpoint-5").mkdir(exist_ok=True)
+    other = a_run(tmp_path / "other")
+    write_lines(other / "events.jsonl", [{"step": 0, "time": 1e9, "kind": "started", "script": "train_dpo.py"}])
+    report.main([str(tmp_path)])
+    told = capsys.readouterr().out.splitlines()
+    first, second = (re.split(" {2,}", line) for line in told if line[:2] in ("a ", "e "))
+    assert first == ["a and 2 more seeds", "100", "5 -> 0.5 ± 0.1", "learning_rate 0.1"]
+    assert second == ["e", "100", "5 -> 0.3", "learning_rate 0.2"]
+    assert "train_sft.py, 4 runs" in told and "train_dpo.py, 1 runs" in told and len(told) == 8
+
+
 # --- python -m tools.report -----------------------------------------------------------------------------------------
 
 
@@ -278,7 +293,7 @@ def test_the_tool_writes_a_page_or_a_comparison(tmp_path, monkeypatch, capsys):
 def test_the_tool_refuses_what_is_no_run(tmp_path):
     run = str(a_run(tmp_path / "run"))
     for words, named in (
-        ([str(tmp_path)], str(tmp_path)),
+        ([str(tmp_path / "nothing")], "nothing"),
         (["x"] * 9, "8"),
         ([run, "--to", "/proc/no/page.html"], "/proc/no"),
     ):

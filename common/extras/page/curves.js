@@ -34,7 +34,8 @@ function curves() {
   const frames = new Map();
   for (const { run } of visible())
     for (const frame of run.frames) frames.set(frame.name, { ...frame, log: frame.log || frames.get(frame.name)?.log });
-  const all = [...frames.values()];
+  const constant = [...frames.keys()].filter(isConstant);
+  const all = [...frames.values()].filter((frame) => !constant.includes(frame.name));
   const lead = all.filter((frame) => !frame.machine).slice(0, 3);
   const rest = all.filter((frame) => !lead.includes(frame));
   const more = [...rest.filter((frame) => !frame.machine), ...rest.filter((frame) => frame.machine)];
@@ -43,7 +44,6 @@ function curves() {
     charts.push(chart);
     return chart.node;
   };
-  const constant = Object.entries(several() ? {} : runs[0].constant);
   return element(
     "section",
     { id: "curves" },
@@ -54,11 +54,17 @@ function curves() {
           "p",
           { class: "dim constant" },
           "the same throughout: ",
-          constant.map(([name, value]) => element("span", {}, `${name} ${shown(value)}`)),
+          constant.map((name) => element("span", {}, `${name} ${shown(constantIn(name)[0])}`)),
         )
       : null,
   );
 }
+
+// The values of a frame that is constant in a run, undefined where it is not, over the runs that have it.
+const constantIn = (name) => [
+  ...new Set(runs.filter((run) => run.frames.some((frame) => frame.name === name)).map((run) => run.constant[name])),
+];
+const isConstant = (name) => constantIn(name).length === 1 && constantIn(name)[0] !== undefined;
 
 function seriesOf(frame) {
   const found = [];
@@ -108,7 +114,7 @@ function troubles() {
 // --- what happened ----------------------------------------------------------------------------------------------------
 
 const LANES = [
-  ["run", ["started", "resumed", "stopped", "finished"]],
+  ["run", ["started", "resumed", "stopped", "died", "finished"]],
   ["saved", ["saved"]],
   ["best", ["best"]],
   ["trouble", TROUBLE],

@@ -1,6 +1,6 @@
 // The top of the page: the name, the state, the figures that matter; of several runs, a table of them.
 
-const STATES = { running: "running", finished: "finished", stopped: "stopped", killed: "ended without a word", unknown: "" };
+const STATES = { running: "running", finished: "finished", stopped: "stopped", died: "died", killed: "killed", unknown: "" };
 
 function silence(run) {
   const seconds = Date.now() / 1000 - (run.news || run.written);
@@ -60,13 +60,13 @@ function keyFigures(run, most = 4) {
   const found = [];
   for (const frame of run.frames) {
     const name = `eval_${frame.name}`;
-    if (!frame.machine && name in run.after)
+    if (!frame.machine && !isConstant(frame.name) && name in run.after)
       found.push({ name: frame.name, before: run.before[name], after: run.after[name] });
   }
   if (!found.length) {
     for (const curve of run.curves) {
       const machine = run.frames.find((frame) => frame.name === curve.frame)?.machine;
-      if (!machine) found.push({ name: curve.frame, before: curve.y[0], after: curve.y.at(-1) });
+      if (!machine && !isConstant(curve.frame)) found.push({ name: curve.frame, before: curve.y[0], after: curve.y.at(-1) });
     }
   }
   return found.slice(0, most);
