@@ -26,7 +26,7 @@ from typing import Literal
 from common.args import CommonArgs, arg
 from common.collators import Batch, Window, Windows
 from common.command_line import launch
-from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, preference_format, tokenize_pair
+from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, tokenize_pair
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_means, load_eval_prompts
 from common.losses import DPO_LOSS_TYPES, REFERENCE_FREE, SMOOTHED, dpo_loss, segment_sum
@@ -78,7 +78,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, format=preference_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=as_preference)
     if args.packing:
         train = pack(train, 2 * args.max_length)

@@ -30,7 +30,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # both sides use two processes i
 import accelerate  # noqa: E402
 from common.args import CommonArgs  # noqa: E402
 from common.collators import Windows  # noqa: E402
-from common.data import Tokenizer, chat_format, chunk, load_data, text_format  # noqa: E402
+from common.data import Tokenizer, chunk, load_data  # noqa: E402
 from common.model import load_tokenizer  # noqa: E402
 import datasets  # noqa: E402
 import torch  # noqa: E402
@@ -74,7 +74,7 @@ def write_text(path: Path, megabytes: int) -> None:
 def ours(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float, float, int]:
     """(seconds to tokenise and cache, seconds to make all micro-batches, useful tokens)."""
     accelerator = accelerate.Accelerator(cpu=True)
-    script, format = (train_sft, chat_format) if kind == "chats" else (train_pretrain, text_format)
+    script = train_sft if kind == "chats" else train_pretrain
     args = script.Args(
         dataset_name=[str(path)],
         dataset_cache_dir=str(work),
@@ -83,7 +83,7 @@ def ours(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float
         per_device_train_batch_size=BATCH,
     )
     began = time.perf_counter()
-    train, _ = load_data(args, accelerator, script.encode, tokenizer, format)
+    train, _ = load_data(args, accelerator, script.encode, tokenizer)
     tokenised = time.perf_counter()
     if kind == "text":
         train = chunk(train, MAX_LENGTH)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
 import accelerate  # noqa: E402
-from common.data import Shuffled, Tokenizer, chunk, load_data, pack, text_format  # noqa: E402
+from common.data import Shuffled, Tokenizer, chunk, load_data, pack  # noqa: E402
 from common.data.order import Order  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -162,7 +162,7 @@ def main(folder: Path) -> None:
         args = train_pretrain.Args(
             dataset_name=[str(folder / f"{name}.jsonl")], dataset_cache_dir=str(folder.parent / "cache"), dataset_num_proc=1
         )
-        train, _ = load_data(args, accelerate.Accelerator(cpu=True), train_pretrain.encode, tokenizer, text_format)
+        train, _ = load_data(args, accelerate.Accelerator(cpu=True), train_pretrain.encode, tokenizer)
         return train
 
     stream = documents_in_order("text")

@@ -3,24 +3,12 @@ of prompts and answers."""
 
 from typing import Any
 
-from common.data.formats import Columns, as_chat, chat_format
+from common.data.formats import Columns, as_chat
 from common.data.types import BadRow, Example, Sequence, may_reject
 import numpy as np
 
 LABELS = ("label", "kto_tag")  # true for a good answer; kto_tag is LLaMA-Factory's name
 TEXTS = {"true": True, "false": False, "1": True, "0": False}  # labels in tables, which hold only text
-
-
-def labelled_format(columns: Columns) -> str:
-    """The name of the chat's format. Raises BadRow if none fits, and if there is no label."""
-    if all(columns.get(name) is None for name in LABELS):
-        raise BadRow(
-            f"no column label (true: a good answer, false: a bad one); found {', '.join(columns)} "
-            "(of a pair, make two rows: prompt, completion, label)"
-        )
-    if (name := chat_format(_chat(columns))) == "text":
-        raise BadRow(f"a label needs prompt + completion, or a chat; found columns {', '.join(columns)}")
-    return name
 
 
 @may_reject
@@ -30,10 +18,17 @@ def as_labelled(columns: Columns) -> dict[str, Any]:
     Raises BadRow for a row of no known format, or an unusable one.
     """
     label = next((columns[name] for name in LABELS if columns.get(name) is not None), None)
+    if label is None:
+        raise BadRow(
+            f"no column label (true: a good answer, false: a bad one); found {', '.join(columns)} "
+            "(of a pair, make two rows: prompt, completion, label)"
+        )
     label = TEXTS.get(label.strip().lower(), label) if isinstance(label, str) else label
     if label not in (True, False):  # true of 1 and 0 as well
         raise BadRow(f"label is {str(label)[:20]!r}; expected true or false")
-    chat = as_chat(_chat(columns))
+    chat = as_chat({name: value for name, value in columns.items() if name not in LABELS})
+    if "text" in chat:
+        raise BadRow(f"a label needs prompt + completion, or a chat; found columns {', '.join(columns)}")
     if "messages" in chat:  # without a marked prompt, the last turn is the answer
         chat.setdefault("prompt_turns", len(chat["messages"]) - 1)
     return chat | {"label": bool(label)}
@@ -47,7 +42,3 @@ def mismatched(rows: list[Sequence], max_length: int) -> list[Example]:
         return np.concatenate([rows[i - 1][field][: n[i - 1]], rows[i][field][n[i] :]])[:max_length]
 
     return [[{field: join(i, field) for field in ("input_ids", "loss_mask")}] for i in range(len(rows))]
-
-
-def _chat(columns: Columns) -> Columns:
-    return {name: value for name, value in columns.items() if name not in LABELS}

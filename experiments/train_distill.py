@@ -27,7 +27,7 @@ from typing import Any, Literal
 from common.args import CommonArgs, arg
 from common.collators import Batch, Window
 from common.command_line import launch
-from common.data import BadRow, Row, Tokenizer, as_chat, as_prompt, load_prompts, prompt_format, tokenize_chat, tokenize_row
+from common.data import BadRow, Row, Tokenizer, as_chat, as_prompt, load_prompts, tokenize_chat, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.extras import extra
@@ -222,7 +222,7 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     check_vocabulary(args, tokenizer)
-    prompts, held_out = load_prompts(args, encode, tokenizer, format=prompt_format)
+    prompts, held_out = load_prompts(args, encode, tokenizer)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode_prompt)
     rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,

@@ -32,7 +32,7 @@ from common.model.reference import load_reference
 from common.run import Run
 import torch
 
-from experiments.labelled import as_labelled, labelled_format, mismatched
+from experiments.labelled import as_labelled, mismatched
 
 LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
@@ -95,7 +95,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, format=labelled_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)
     if args.packing:
         train = pack(train, args.max_length)

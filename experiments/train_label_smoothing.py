@@ -22,7 +22,7 @@ from typing import Literal
 from common.args import CommonArgs, arg
 from common.collators import Window, Windows
 from common.command_line import launch
-from common.data import Row, Sequence, Tokenizer, as_chat, chat_format, drop_turns, load_data, pack, tokenize_chat
+from common.data import Row, Sequence, Tokenizer, as_chat, drop_turns, load_data, pack, tokenize_chat
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts
 from common.model import load_model, load_tokenizer, make_optimizer, schedule, set_lr
@@ -58,7 +58,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, format=chat_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:

@@ -34,7 +34,7 @@ from typing import Any, Literal
 from common.args import CommonArgs, arg
 from common.collators import Batch, Window
 from common.command_line import launch
-from common.data import Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
+from common.data import Row, Tokenizer, as_prompt, load_prompts, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.extras import extra
@@ -250,7 +250,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    prompts, held_out = load_prompts(args, encode, tokenizer, format=prompt_format)
+    prompts, held_out = load_prompts(args, encode, tokenizer)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     weights = args.reward_weights or [1.0] * len(rewards)
     scored = {"rewards": rewards, "weights": weights}

@@ -22,8 +22,8 @@ from typing import Literal
 from common.args import CommonArgs, arg
 from common.collators import Batch, Window, Windows
 from common.command_line import launch
-from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, preference_format, tokenize_pair
-from common.data.formats import as_chat, chat_format
+from common.data import Row, Sequence, Tokenizer, as_preference, load_data, pack, tokenize_pair
+from common.data.formats import as_chat
 from common.data.tokens import tokenize_chat
 from common.errors import UserError
 from common.evaluate import evaluate_means
@@ -83,7 +83,7 @@ def main(args: Args) -> None:
 
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    train, held_out = load_data(args, accelerator, encode, tokenizer, format=preference_format if pairs else chat_format)
+    train, held_out = load_data(args, accelerator, encode, tokenizer)
     if args.packing:
         train = pack(train, 2 * args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch, indivisible=1 + pairs)

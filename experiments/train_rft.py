@@ -26,8 +26,8 @@ from typing import Any, Literal
 from common.args import CommonArgs, arg
 from common.collators import Window, Windows
 from common.command_line import launch
-from common.data import Row, Sequence, Tokenizer, as_chat, chat_format, drop_turns, load_data, pack, tokenize_chat
-from common.data.formats import as_prompt, prompt_format
+from common.data import Row, Sequence, Tokenizer, as_chat, drop_turns, load_data, pack, tokenize_chat
+from common.data.formats import as_prompt
 from common.data.load import load_prompts
 from common.data.tokens import tokenize_row
 from common.errors import UserError, say
@@ -75,7 +75,7 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> dict[str, Any]:
 def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer, file: Path) -> None:
     """Answer the dataset's prompts, each process a share, and write the distinct answers that the rewards accept. The random
     numbers of an answer are a function of (seed, its place)."""
-    prompts = load_prompts(args, encode_prompt, tokenizer, format=prompt_format)[0].rows
+    prompts = load_prompts(args, encode_prompt, tokenizer)[0].rows
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     mine = range(accelerator.process_index, len(prompts) * args.num_generations, accelerator.num_processes)
     rows = [prompts[i // args.num_generations] for i in mine]
@@ -122,7 +122,7 @@ def main(args: Args) -> None:
         write_accepted(args, accelerator, model, tokenizer, file)
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
     own |= dict.fromkeys(("dataset_config", "dataset_weights"))
-    train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer, format=chat_format)
+    train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:

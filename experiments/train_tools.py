@@ -46,7 +46,7 @@ from typing import Any, Literal, NamedTuple
 from common.args import CommonArgs, arg
 from common.collators import Window
 from common.command_line import launch
-from common.data import BadRow, Row, Tokenizer, as_prompt, load_prompts, prompt_format, tokenize_row
+from common.data import BadRow, Row, Tokenizer, as_prompt, load_prompts, tokenize_row
 from common.data.chat import end_of_turn
 from common.errors import UserError, quoted, say
 from common.evaluate import load_eval_prompts, summarise
@@ -351,7 +351,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args)
     environment = load_environment(args, tokenizer)
     to_prompt = partial(encode, tools=environment.tools)
-    prompts, held_out = load_prompts(args, to_prompt, tokenizer, format=prompt_format)
+    prompts, held_out = load_prompts(args, to_prompt, tokenizer)
     rewards = load_rewards(args.reward_funcs, accelerator.device) + environment.rewards
     weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=to_prompt).rows

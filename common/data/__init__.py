@@ -1,16 +1,7 @@
 """From rows of any source to examples: token sequences to train on, in the order of the run."""
 
 from common.data.examples import chunk, pack
-from common.data.formats import (
-    as_chat,
-    as_preference,
-    as_prompt,
-    as_text,
-    chat_format,
-    preference_format,
-    prompt_format,
-    text_format,
-)
+from common.data.formats import as_chat, as_preference, as_prompt, as_text
 from common.data.load import load_data, load_prompts
 from common.data.order import Shuffled, drop_turns
 from common.data.tokenizer import train_tokenizer
@@ -18,7 +9,6 @@ from common.data.tokens import tokenize_chat, tokenize_completion, tokenize_mess
 from common.data.types import BadRow, Example, Row, Sequence, Tokenizer, whole
 
 __all__ = ["BadRow", "Example", "Row", "Sequence", "Shuffled", "Tokenizer", "as_chat", "as_preference"]
-__all__ += ["as_prompt", "as_text", "chat_format", "chunk", "drop_turns", "load_data", "load_prompts"]
-__all__ += ["pack", "preference_format", "prompt_format", "text_format", "tokenize_chat"]
+__all__ += ["as_prompt", "as_text", "chunk", "drop_turns", "load_data", "load_prompts", "pack", "tokenize_chat"]
 __all__ += ["tokenize_completion", "tokenize_messages", "tokenize_pair", "tokenize_row", "train_tokenizer", "truncate"]
 __all__ += ["whole"]

@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from common.args import CommonArgs
-from common.data.encode import Dropped, Encode, Job, Layout, agree, encode_all
+from common.data.encode import Account, Encode, Job, Layout, agree, encode_all
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source, identity, read_rows
 from common.data.types import Tokenizer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 ARRAYS = ("lengths", "rows", "difficulty")  # see TokenFile
+ENOUGH = 10_000  # rows: if none of the first ones can be used, the others are not read
 
 
 def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Examples:
@@ -46,8 +47,7 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
             accelerator, name, lambda into, source=source: _build(source, job, into), lambda made: _fits(made, job.args)
         )
         files.append(_open(folder))
-        facts = files[-1].facts
-        Dropped(facts["dropped"]).say(facts["rows"], f"rows of {source.label}", facts["examples"])
+        Account(files[-1].facts).say(f"rows of {source.label}")
     examples = Examples(files, sources)
     if job.column:
         examples.difficulty = np.concatenate([file.difficulty for file in files] or [np.zeros(0)])
@@ -56,8 +56,8 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
 
 def _build(source: Source, job: Job, folder: Path) -> None:
     """Tokenise a source into a folder. Raises UserError if the rows cannot be used."""
-    facts: dict[str, Any] = {"rows": 0, "examples": 0, "tokens": 0, "trained_tokens": 0, "dtype": "uint16"}
-    dropped, columns, read, code = Dropped(), [], set(), {}
+    facts: dict[str, Any] = {"tokens": 0, "trained_tokens": 0, "dtype": "uint16"}
+    account, columns, read, code = Account(), [], set(), {}
     layout: Layout | None = None
     with ExitStack() as stack:
         bar = tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2)
@@ -72,21 +72,23 @@ def _build(source: Source, job: Job, folder: Path) -> None:
                     files[file] = stack.enter_context(open(folder / f"{file}.bin", "wb"))
                 encoded.fields[name].tofile(files[file])
             columns.append([getattr(encoded, name) for name in ARRAYS])
-            facts["rows"] += count
-            facts["examples"] += len(encoded.rows)
             facts["tokens"] += len(encoded.ids)
             facts["trained_tokens"] += int(encoded.mask.sum(dtype=np.int64))
             facts["dtype"] = str(encoded.ids.dtype)
-            dropped.merge(encoded.dropped)
+            account.merge(encoded.account)
             read |= encoded.read
             code |= encoded.code
             bar.update(count)
+            if account.rows >= ENOUGH and not account.examples:
+                break
+    if not account.examples:
+        account.say(f"rows of {source.path}")  # raises
     if facts["trained_tokens"] == facts["tokens"]:
         (folder / "mask.bin").unlink()
     for name, parts in zip(ARRAYS, zip(*columns, strict=True), strict=True):
         np.save(folder / f"{name}.npy", np.concatenate(parts))
     facts["per_example"], facts["fields"] = (layout.per_example, layout.fields) if layout else (1, {})
-    facts["dropped"] = dropped
+    facts |= account.facts()
     facts["args"] = {name: digest([getattr(job.args, name)]) for name in sorted(read)}
     facts["code"] = code | loaded_code(inspect.getsourcefile(job.encode))
     names = ["ids.bin", "mask.bin", *(f"{name}.npy" for name in ARRAYS)]

@@ -1,4 +1,4 @@
-"""Rows -> examples by a script's `encode`, chunk by chunk, in several processes; rows left out are counted by reason."""
+"""Rows -> examples by a script's `encode`, chunk by chunk, in several processes; what became of each row is counted."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from common.args import CommonArgs
 from common.data.chat import per_tokenizer
-from common.data.tokens import tokenize_documents
+from common.data.tokens import notes, tokenize_documents
 from common.data.types import RESERVED, BadRow, Example, Row, Sequence, Tokenizer, unicode, whole
 from common.errors import UserError, quoted, say
 from common.files import loaded_code
@@ -24,68 +24,94 @@ import numpy as np
 
 CHUNK = 200  # rows per task of a worker
 REASONS = 20  # distinct reasons that are kept: some contain a value of the row, so there may be very many
+FEW = 0.02  # the share of rows up to which a note on them is not printed
 T = TypeVar("T")
 # The sequences of a row, which stay together, or its text, which becomes a document; may raise BadRow.
 Encode = Callable[[Row, Tokenizer, CommonArgs], list[Sequence] | str]
+Reasons = dict[str, dict[str, Any]]  # {reason: {"count", "first": origins of some rows}}
 
 
-class Dropped(dict[str, dict[str, Any]]):
-    """Rows left out: {reason: {"count", "first": origins}}."""
+class Account:
+    """What became of rows: how many were kept, why others were left out, what is noted about those that were kept, and
+    which columns were read."""
 
-    def add(self, reason: str, first: list[str], count: int = 1) -> None:
-        """Count rows; first: the origins of some of them."""
-        if reason not in self and len(self) >= REASONS:
-            reason = "other reasons"
-        found = self.setdefault(reason, {"count": 0, "first": []})
-        found["count"] += count
-        found["first"] = [*found["first"], *first][:5]
+    def __init__(self, facts: dict[str, Any] | None = None):
+        """facts: of an earlier account, to continue."""
+        facts = facts or {"rows": 0, "examples": 0, "columns": [], "dropped": {}, "noted": {}}
+        self.rows, self.examples, self.columns = facts["rows"], facts["examples"], set(facts["columns"])
+        self.dropped: Reasons = facts["dropped"]
+        self.noted: Reasons = facts["noted"]
 
-    def merge(self, other: "Dropped") -> None:
-        """Add the counts of a later part of the rows."""
-        for reason, found in other.items():
-            self.add(reason, found["first"], found["count"])
+    def attempt(self, function: Callable[[Row], T], row: Row) -> T | None:
+        """function(row); None for a row that cannot be used. An error in the function names the row."""
+        self.rows += 1
+        row.read = set()
+        notes.clear()
+        try:
+            if row.problem is not None:
+                raise BadRow(row.problem)
+            result = function(row)
+        except BadRow as reason:
+            _count(self.dropped, str(reason), [row.where])
+            return None
+        except (UserError, OSError) as error:
+            raise UserError(f"{row.where}: {error}") from None
+        except Exception as error:
+            error.add_note(f"in the row {row.where}")
+            raise
+        self.examples += 1
+        self.columns |= row.read & row.keys()
+        filled = {name for name in row.keys() - row.read if dict.get(row, name) is not None}
+        for note in [*notes, *([f"not read: {', '.join(sorted(filled))}"] if filled else [])]:
+            _count(self.noted, note, [row.where])
+        return result
 
-    def ranked(self) -> dict[str, dict[str, Any]]:
-        """The most frequent reason first."""
-        return dict(sorted(self.items(), key=lambda item: -item[1]["count"]))
+    def merge(self, other: "Account") -> None:
+        """Add the counts of later rows."""
+        self.rows += other.rows
+        self.examples += other.examples
+        self.columns |= other.columns
+        for mine, others in ((self.dropped, other.dropped), (self.noted, other.noted)):
+            for reason, found in others.items():
+                _count(mine, reason, found["first"], found["count"])
 
-    def say(self, total: int, what: str, kept: int) -> None:
-        """Report the rows left out; raises UserError if none of the `total` rows is kept."""
-        for reason, found in self.ranked().items():
-            say(f"data: {found['count']} of {total} {what} left out: {reason} (first: {found['first'][0]})")
-        if total and not kept:
-            raise UserError(f"none of the {total} {what} can be used: {', '.join(self)}")
+    def facts(self) -> dict[str, Any]:
+        """As JSON, the most frequent reason first."""
+        facts = {"rows": self.rows, "examples": self.examples, "columns": sorted(self.columns)}
+        for name, part in (("dropped", self.dropped), ("noted", self.noted)):
+            facts[name] = dict(sorted(part.items(), key=lambda item: -item[1]["count"]))
+        return facts
+
+    def say(self, what: str) -> None:
+        """Report the rows left out, and what is noted about more than a few. Raises UserError if no row is kept."""
+        facts = self.facts()
+        for reason, found in facts["dropped"].items():
+            say(f"data: {found['count']} of {self.rows} {what} left out: {reason} (first: {found['first'][0]})")
+        for note, found in facts["noted"].items():
+            if found["count"] > FEW * self.examples:
+                say(f"data: {found['count']} of {self.rows} {what}: {note} (first: {found['first'][0]})")
+        if not self.examples:
+            raise UserError(f"none of the {self.rows} {what} can be used: {', '.join(facts['dropped'])}")
 
 
-def attempt(function: Callable[[Row], T], row: Row, dropped: Dropped) -> T | None:
-    """function(row); None for a row that cannot be used, which is counted. Any other error names the row."""
-    try:
-        if row.problem is not None:
-            raise BadRow(row.problem)
-        return function(row)
-    except BadRow as reason:
-        dropped.add(str(reason), [row.where])
-    except (UserError, OSError) as error:
-        raise UserError(f"{row.where}: {error}") from None
-    except Exception as error:
-        error.add_note(f"in the row {row.where}")
-        raise
-    return None
+def _count(reasons: Reasons, reason: str, first: list[str], count: int = 1) -> None:
+    if reason not in reasons and len(reasons) >= REASONS:
+        reason = "other reasons"
+    found = reasons.setdefault(reason, {"count": 0, "first": []})
+    found["count"] += count
+    found["first"] = [*found["first"], *first][:5]
 
 
 def convert(rows: Iterable[Row], function: Callable[[Row], T], what: str) -> tuple[list[T], dict[str, Any]]:
     """Apply `function` to each row; rows that it rejects (BadRow) are left out, counted and reported.
 
-    Returns the results and {"rows", "examples", "dropped": {reason: {"count", "first": origins}}}. Raises UserError, naming
-    the row, if the function does, and if no row is left.
+    Returns the results and the facts of their account. Raises UserError, naming the row, if the function does, and if no row
+    is left.
     """
-    results, dropped, total = [], Dropped(), 0
-    for row in rows:
-        total += 1
-        if (result := attempt(function, row, dropped)) is not None:
-            results.append(result)
-    dropped.say(total, what, len(results))
-    return results, {"rows": total, "examples": len(results), "dropped": dropped.ranked()}
+    account = Account()
+    results = [account.attempt(function, row) for row in rows]
+    account.say(what)
+    return [result for result in results if result is not None], account.facts()
 
 
 def number_in(row: Row, column: str) -> float:
@@ -111,6 +137,11 @@ class Layout(NamedTuple):
     fields: dict[str, tuple[bool, str]]  # besides ids and mask: one number for each token, else for each sequence; dtype
     where: str  # the origin of one example
 
+    def __str__(self) -> str:
+        per = ("sequence", "token")
+        fields = [f"{name} ({dtype} for each {per[per_token]})" for name, (per_token, dtype) in self.fields.items()]
+        return f"{self.per_example} sequences with fields {', '.join(fields) or 'none'}"
+
 
 def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
     """A sequence as arrays: ids and mask as they are, other fields as int64 or float32. Raises UserError, naming the field,
@@ -120,12 +151,9 @@ def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
         raise UserError(f"found {quoted(sequence, 60)}; expected a sequence {{input_ids, loss_mask, ...}}, or a text")
     n, checked = np.size(sequence["input_ids"]), {}
     for name, value in sequence.items():
-        if hasattr(value, "detach"):  # a tensor; numpy has no bfloat16
-            value = value.detach().cpu()
-            value = value.float() if value.is_floating_point() else value
         try:
             array = np.asarray(value)
-        except ValueError:  # lists of different lengths
+        except (ValueError, TypeError, RuntimeError):  # lists of different lengths, a tensor that numpy does not take
             array = np.asarray(None)
         kind = "uint64" if array.dtype == np.uint64 else array.dtype.kind
         if name == "input_ids":
@@ -163,20 +191,12 @@ def layout_of(example: Example, where: str) -> Layout | None:
 
 
 def agree(layout: Layout | None, other: Layout | None) -> Layout | None:
-    """The common layout of both; None: neither has one. Raises UserError, naming row and field, if they differ."""
+    """The common layout of both; None: neither has one. Raises UserError, naming the row, if they differ."""
     if layout is None or other is None:
         return layout or other
-    if layout.per_example != other.per_example:
-        raise UserError(f"{other.where}: {other.per_example} sequences, and {layout.per_example} in {layout.where}")
-    for name in [*layout.fields, *other.fields]:
-        if layout.fields.get(name) != other.fields.get(name):
-            here, there = (_described(fields.get(name)) for fields in (other.fields, layout.fields))
-            raise UserError(f"{other.where}: the field {name}: {here}; expected {there}, as in {layout.where}")
+    if (layout.per_example, layout.fields) != (other.per_example, other.fields):
+        raise UserError(f"{other.where}: {other}; expected, as in {layout.where}, {layout}")
     return layout
-
-
-def _described(field: tuple[bool, str] | None) -> str:
-    return f"{field[1]}, one for each {'token' if field[0] else 'sequence'}" if field else "none"
 
 
 # --- chunks of rows -------------------------------------------------------------------------------------------------
@@ -202,7 +222,7 @@ class Encoded(NamedTuple):
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
     layout: Layout | None  # of every example; None: there are none
     fields: dict[str, np.ndarray]  # further fields, (T,) or (S,) according to the layout, int64 or float32
-    dropped: Dropped
+    account: Account
     read: set[str]  # names of the arguments that encode read
     code: dict[str, str]  # {path: hash} of the user's code, if something was imported meanwhile
 
@@ -227,7 +247,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
     Raises UserError, naming the row, if `encode` does, and for sequences that cannot be trained on.
     """
     kind = np.uint16 if _largest_id(job.tokenizer) < 2**16 else np.uint32
-    dropped, read, modules = Dropped(), set(), len(sys.modules)
+    account, read, modules = Account(), set(), len(sys.modules)
     args = recorded(job.args, read)
 
     def encoded(row: Row) -> tuple[float, str, Example | str]:
@@ -241,7 +261,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
             raise UserError(f"encode gave {quoted(example, 60)}; expected a list of sequences, or a text")
         return difficulty, row.where, example
 
-    results = [(number, attempt(encoded, row, dropped)) for number, row in rows]
+    results = [(number, account.attempt(encoded, row)) for number, row in rows]
     made = [(number, *result) for number, result in results if result is not None]
     documents = iter(tokenize_documents([example for *_, example in made if isinstance(example, str)], job.tokenizer))
     layout, sequences = None, []
@@ -262,7 +282,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
         np.array([difficulty for _, difficulty, *_ in made], np.float64),
         layout,
         fields,
-        dropped,
+        account,
         read,
         {} if len(sys.modules) == modules else loaded_code(inspect.getsourcefile(job.encode)),
     )

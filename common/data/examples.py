@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 import heapq
 from typing import Any, NamedTuple, TypeVar
 
-from common.data.encode import Dropped, Layout, agree
+from common.data.encode import Layout, agree
 from common.data.order import BANDS
 from common.data.sources import Source
 from common.data.types import Example, Sequence, whole
@@ -95,12 +95,9 @@ class Examples:
 
     def facts(self) -> list[dict[str, Any]]:
         """For each source: its description, rows, examples, tokens, and what was left out and why."""
-        names = ("rows", "examples", "tokens", "trained_tokens")
-        described = []
-        for source, file in zip(self.sources, self.files, strict=True):
-            found = source.facts() | {"dropped": Dropped(file.facts["dropped"]).ranked()}
-            described.append(found | {name: file.facts[name] for name in names})
-        return described
+        names = ("columns", "rows", "examples", "tokens", "trained_tokens", "dropped", "noted")
+        pairs = zip(self.sources, self.files, strict=True)
+        return [source.facts() | {name: file.facts[name] for name in names} for source, file in pairs]
 
 
 class Packs(Examples):

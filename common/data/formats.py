@@ -42,32 +42,8 @@ PROMPT = (
 Columns = dict[str, Any]
 
 
-# --- which format ---------------------------------------------------------------------------------------------------
-
-
-def text_format(columns: Columns, field: str = "text") -> str:
-    """Returns "text" for a row with that column, not null. Raises BadRow otherwise."""
-    return _choose((("text", (field,)),), columns)
-
-
-def chat_format(columns: Columns) -> str:
-    """The name of a chat's format. Raises BadRow if none fits, and for KTO's rows: some of their answers are bad ones."""
-    if columns.get("kto_tag") is not None or str(columns.get("label")).lower() in ("true", "false"):  # tables hold text
-        raise BadRow("an answer labelled good or bad, for KTO; for SFT keep the good rows, without the column of labels")
-    return _choose(CHAT, columns)
-
-
-def preference_format(columns: Columns) -> str:
-    """The name of a pair's format. Raises BadRow if none fits."""
-    return _choose(PREFERENCE, columns)
-
-
-def prompt_format(columns: Columns) -> str:
-    """The name of a prompt's format. Raises BadRow if none fits."""
-    return _choose(PROMPT, columns)
-
-
-def _choose(formats: tuple[tuple[str, tuple[str, ...]], ...], columns: Columns) -> str:
+def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
+    """The name of the first format that a row has. Raises BadRow, naming its columns, if it has none."""
     for name, needed in formats:
         if all(columns.get(column) is not None for column in needed):
             return name
@@ -82,7 +58,7 @@ def _choose(formats: tuple[tuple[str, tuple[str, ...]], ...], columns: Columns) 
 @may_reject
 def as_text(columns: Columns, field: str = "text") -> str:
     """The document of a pretraining row."""
-    text_format(columns, field)
+    format_of(columns, (("text", (field,)),))
     return _string(columns, field)
 
 
@@ -92,9 +68,11 @@ def as_chat(columns: Columns) -> dict[str, Any]:
 
     Reads messages, ShareGPT conversations, Alpaca (instruction, input, output, system, history), prompt and completion
     (strings or messages; the latter with "prompt_turns", the number of messages in the prompt), text. A message that is not
-    to be trained on has "train": False.
+    to be trained on has "train": False. KTO's rows are refused: some of their answers are bad ones.
     """
-    format = chat_format(columns)
+    if columns.get("kto_tag") is not None or str(columns.get("label")).lower() in ("true", "false"):  # tables hold text
+        raise BadRow("an answer labelled good or bad, for KTO; for SFT keep the good rows, without the column of labels")
+    format = format_of(columns, CHAT)
     if format == "text":
         return {"text": _string(columns, "text")}
     tools = _tools(columns)
@@ -118,7 +96,7 @@ def as_preference(columns: Columns) -> dict[str, Any]:
     prefix is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ..."); LLaMA-Factory's conversations or
     instruction with chosen and rejected.
     """
-    format = preference_format(columns)
+    format = format_of(columns, PREFERENCE)
     if _tools(columns):
         raise BadRow("a pair with tools (to train without them: --columns unused=tools)")
     chosen, rejected = columns["chosen"], columns["rejected"]
@@ -160,7 +138,7 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
     Reads prompt; or messages, conversations or Alpaca, without a final assistant turn. verl's reward_model.ground_truth
     becomes the column answer.
     """
-    format = prompt_format(columns)
+    format = format_of(columns, PROMPT)
     row = dict(columns)
     if format == "verl":
         if not isinstance(row["reward_model"], dict) or "ground_truth" not in row["reward_model"]:

@@ -8,7 +8,7 @@ from common.data.cache import digest, make_job, tokenize
 from common.data.encode import Encode, convert, number_in
 from common.data.examples import Examples
 from common.data.order import Order, Shuffled
-from common.data.sources import Format, Source, find_sources, read_rows
+from common.data.sources import Source, find_sources, read_rows
 from common.data.types import Row, Tokenizer
 from common.errors import UserError, say
 from common.extras import extra
@@ -21,22 +21,17 @@ EncodePrompt = Callable[[Row, Tokenizer, CommonArgs], dict[str, Any]]
 
 
 def load_data(
-    args: CommonArgs,
-    accelerator: "Accelerator",
-    encode: Encode,
-    tokenizer: Tokenizer,
-    format: Format | None = None,
+    args: CommonArgs, accelerator: "Accelerator", encode: Encode, tokenizer: Tokenizer
 ) -> tuple[Shuffled, Examples]:
     """The training data, with the example at each position of the run, and the held-out examples (or none).
 
     encode(row, tokenizer, args): the sequences of a row, which stay together, or its text, which becomes a document; may
-    raise BadRow. Any field that it adds to a sequence reaches the batch. format(row): the name of a row's format
-    (formats.py), which one of the first rows has to have; None: they may have any columns. Called on every process. With
-    dataset_streaming the training data is a Stream (common/extras/stream.py), with the same methods.
+    raise BadRow. Any field that it adds to a sequence reaches the batch. Called on every process. With dataset_streaming the
+    training data is a Stream (common/extras/stream.py), with the same methods.
     """
     if args.dataset_streaming:
         extra("stream").check(args)
-    sources, held_out_sources = find_sources(args, format)
+    sources, held_out_sources = find_sources(args)
     column = None if args.curriculum_column == "length" else args.curriculum_column
     job = make_job(accelerator, encode, tokenizer, args)
     if args.dataset_streaming:
@@ -98,14 +93,14 @@ class Rows:
         return self._facts
 
 
-def load_prompts(args: CommonArgs, encode: EncodePrompt, tokenizer: Tokenizer, format: Format | None) -> tuple[Rows, Rows]:
+def load_prompts(args: CommonArgs, encode: EncodePrompt, tokenizer: Tokenizer) -> tuple[Rows, Rows]:
     """The prompts to train on, `prompts.at(position)`, and the held-out ones (or none), in memory.
 
     encode(row, tokenizer, args): a dict with "prompt_ids" (and what the rewards need); may raise BadRow.
     """
     if args.dataset_streaming:
         raise UserError("--dataset_streaming: not here, where prompts are kept in memory")
-    sources, held_out_sources = find_sources(args, format)
+    sources, held_out_sources = find_sources(args)
 
     def encoded(row: Row) -> dict[str, Any]:
         return encode(row, tokenizer, args)

@@ -4,11 +4,10 @@ A source is read row by row in bounded memory (only a .json array is loaded whol
 formats.py interprets the columns.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 import dataclasses
 from dataclasses import dataclass
 import hashlib
-import itertools
 import json
 import math
 from pathlib import Path
@@ -16,13 +15,11 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.data.readers import SUFFIXES, kind, load_table, plain, read_dataset, read_file
-from common.data.types import BadRow, Row
+from common.data.types import Row
 from common.errors import UserError, say
 
 # Where reading continues in a source: [file number, bytes or rows of the file, its line or row number, rows given so far].
 Cursor = list[int]
-Format = Callable[[Row], str]  # columns -> the name of their format; raises BadRow if they have none
-FIRST_ROWS = 100  # of which one must have a format: in the first ones columns may be null
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,12 @@ class Source:
     columns: tuple[str, ...] = ()  # renames, "new=old"
     held_out: float = 0.0  # the fraction split off for evaluation, by a hash of the row
     part: str = "all"  # all, train, held_out
-    format: str | None = None  # of its first row that has one: for the record
     label: str = ""  # short, unique among the sources
     streaming: bool = False  # if it is a Hub dataset: read from the network during training
 
     def facts(self) -> dict[str, Any]:
         """The facts about a source that a run records, as JSON."""
-        found = {"source": self.label, "path": self.path, "split": self.split}
-        return found | {"format": self.format, "weight": self.weight}
+        return {"source": self.label, "path": self.path, "split": self.split, "weight": self.weight}
 
 
 # --- which sources --------------------------------------------------------------------------------------------------
@@ -58,13 +53,13 @@ ITEM = {  # the keys that an item of --dataset_name may have, and what is expect
 }
 
 
-def find_sources(args: CommonArgs, format: Format | None) -> tuple[list[Source], list[Source]]:
-    """The training and evaluation sources that the arguments name. format: see training_sources.
+def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
+    """The training and evaluation sources that the arguments name.
 
     Evaluation uses the held-out part of the training sources with eval_fraction; else eval_dataset_name; else the evaluation
     split of those training sources that have one.
     """
-    train, most = training_sources(args, format), args.max_eval_samples
+    train, most = training_sources(args), args.max_eval_samples
     if args.eval_fraction and args.eval_dataset_name:
         raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
     if args.eval_fraction:
@@ -82,25 +77,21 @@ def find_sources(args: CommonArgs, format: Format | None) -> tuple[list[Source],
         change = {"split": args.dataset_eval_split, "max_samples": most}
         splits = [dataclasses.replace(source, **change) for source in train if source.split != args.dataset_eval_split]
         evaluation = [source for source in splits if _has_split(source)]
-    return train, [_checked(source, format) for source in evaluation]
+    return train, evaluation
 
 
-def training_sources(args: CommonArgs, format: Format | None) -> list[Source]:
-    """The training sources that the arguments name.
-
-    format(row): the name of a row's format; None: rows may have any columns. Raises UserError for a source that is missing
-    or empty, or that has no row with a format among the first ones, and for settings that contradict each other.
-    """
+def training_sources(args: CommonArgs) -> list[Source]:
+    """The training sources that the arguments name. Raises UserError for settings that contradict each other."""
     sources = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
     sources = _labelled(_weighed(sources, args.dataset_weights))
     if args.eval_fraction:
         sources = [dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in sources]
-    return [_checked(source, format) for source in sources]
+    return sources
 
 
 def identity(source: Source) -> dict[str, Any]:
     """Everything that a source's rows depend on, as JSON: its settings, and its files or its dataset's fingerprint."""
-    found = {name: value for name, value in vars(source).items() if name not in ("format", "weight", "label", "streaming")}
+    found = {name: value for name, value in vars(source).items() if name not in ("weight", "label", "streaming")}
     files = files_of(source)
     if files is None:
         table = load_table(source.path, source.name, source.split, source.streaming)
@@ -156,45 +147,26 @@ def _labelled(sources: list[Source]) -> list[Source]:
     return labelled
 
 
-def _checked(source: Source, format: Format | None) -> Source:
-    """The source with its format. Raises UserError if none of the first rows has one, and for a column to rename that none
-    of them has."""
-    rows = [row for row, _ in itertools.islice(read_rows(dataclasses.replace(source, columns=())), FIRST_ROWS)]
-    if not rows:
-        raise _no_rows(source)
-    for new, old in _renames(source.columns):
-        if not any(old in row for row in rows):
-            raise UserError(f"--columns {new}={old}: {rows[0].where} has no column {old}; it has {', '.join(rows[0])}")
-    reasons = []
-    for row in rows:
-        _rename(row, _renames(source.columns))
-        try:
-            if row.problem:
-                raise BadRow(row.problem)
-            return dataclasses.replace(source, format=format(row) if format else None)
-        except BadRow as error:
-            reasons.append(f"{row.where}: {error}")
-    raise UserError(reasons[0])
-
-
-def _no_rows(source: Source) -> UserError:
-    held_out = f", --eval_fraction {source.held_out}" if source.part == "train" else ""
-    return UserError(f"no rows in {source.path} (split {source.split}{held_out}); at least one is needed")
-
-
 # --- rows of a source -----------------------------------------------------------------------------------------------
 
 
 def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
     """The rows of a source one by one, each with the cursor after it, starting from `cursor` if given.
 
-    Folders: the files named after the split, or, for train, all files. Raises UserError if something cannot be read.
+    Folders: the files named after the split, or, for train, all files. Raises UserError if something cannot be read, and at
+    the end for a source without rows, or a column to rename that no row has.
     """
     number, at, line, given = cursor or [0, 0, 0, 0]
     files = files_of(source)
     if files == []:
         raise UserError(f"{source.path}: no file for split {source.split}: {source.split}.jsonl, {source.split}-1.csv, ...")
-    renames, most = _renames(source.columns), math.inf if source.max_samples is None else source.max_samples
+    most, renames, absent = math.inf if source.max_samples is None else source.max_samples, {}, set()
+    for pair in source.columns:
+        new, _, old = pair.partition("=")
+        if not (new and old):
+            raise UserError(f"--columns {pair}: expected new=old, for instance prompt=question")
+        renames[new] = old
+        absent.add(pair)
     if given >= most:
         return
     for file in range(number, 1 if files is None else len(files)):
@@ -205,21 +177,25 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         for row, at, line in rows:
             if source.part != "all" and _is_held_out(source, row) != (source.part == "held_out"):
                 continue
-            _rename(row, renames)
+            for new, old in renames.items():
+                if old in row:  # some rows may lack a column, such as tools
+                    absent.discard(f"{new}={old}")
+                    row[new] = row.pop(old)
             given += 1
             yield row, [file, at, line, given]
             if given >= most:
                 return
         at = line = 0
+    if not given and source.part != "held_out":
+        left = f", with --eval_fraction {source.held_out}" if source.held_out else ""
+        raise UserError(f"no rows in {source.path} (split {source.split}{left}); at least one is needed")
+    if absent and not cursor and given:
+        raise UserError(f"--columns {', '.join(sorted(absent))}: no row of {source.path} has such a column")
 
 
 def load_rows(source: Source | str) -> list[Row]:
     """All rows of a source (or of the path or name in a str) in memory. Raises UserError if there are none."""
-    source = Source(source) if isinstance(source, str) else source
-    rows = [row for row, _ in read_rows(source)]
-    if not rows:
-        raise _no_rows(source)
-    return rows
+    return [row for row, _ in read_rows(Source(source) if isinstance(source, str) else source)]
 
 
 def _is_held_out(source: Source, row: Row) -> bool:
@@ -230,23 +206,6 @@ def _is_held_out(source: Source, row: Row) -> bool:
         row.problem = row.problem or str(error)
         text = row.where.encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 < source.held_out
-
-
-def _rename(row: Row, renames: list[tuple[str, str]]) -> None:
-    for new, old in renames:
-        if old in row:  # some rows may lack a column, such as tools
-            row[new] = row.pop(old)
-
-
-def _renames(columns: Iterable[str]) -> list[tuple[str, str]]:
-    """(new, old) pairs of the renames."""
-    pairs = []
-    for pair in columns:
-        new, eq, old = pair.partition("=")
-        if not (new and eq and old):
-            raise UserError(f"--columns {pair}: expected new=old, for instance prompt=question")
-        pairs.append((new, old))
-    return pairs
 
 
 def files_of(source: Source) -> list[Path] | None:

@@ -1,15 +1,14 @@
 """Training a new byte-level BPE tokenizer on the documents of a run."""
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.args import CommonArgs
 from common.data.cache import build_once, digest, versions
 from common.data.chat import read_chat_template
-from common.data.encode import Dropped, attempt
-from common.data.formats import as_text, text_format
+from common.data.encode import Account
+from common.data.formats import as_text
 from common.data.sources import identity, read_rows, training_sources
 from common.errors import UserError, say
 
@@ -26,9 +25,9 @@ def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: in
     from transformers import PreTrainedTokenizerFast
 
     say(f"tokenizer: none named; training a byte-level BPE of {vocab_size} tokens on the documents")
-    sources = training_sources(args, partial(text_format, field=field))
+    sources, account = training_sources(args), Account()  # what it counts is said when the rows are tokenised
     rows = (row for source in sources for row, _ in read_rows(source))
-    texts = (attempt(lambda row: as_text(row, field), row, Dropped()) for row in rows)  # counted when they are tokenised
+    texts = (account.attempt(lambda row: as_text(row, field), row) for row in rows)
 
     parts = [[identity(source) for source in sources], vocab_size, field, *versions()]
     folder = build_once(

@@ -18,6 +18,8 @@ import numpy as np
 if TYPE_CHECKING:
     import tokenizers
 
+notes: set[str] = set()  # what is to be known of the row that is tokenised: encode.py counts them, and empties the set
+
 
 @may_reject
 def tokenize_chat(

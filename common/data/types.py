@@ -1,6 +1,6 @@
 """The types used throughout the data wing: a row, a sequence of tokens, an example."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,12 +26,29 @@ RESERVED = ("position_ids", "cu_seqlens", "targets", "previous", "sequence_mask"
 
 
 class Row(dict[str, Any]):
-    """The columns of a dataset row, and its origin."""
+    """The columns of a dataset row, its origin, and which columns were looked at."""
 
     def __init__(self, columns: dict[str, Any], where: str = "", problem: str | None = None):
         """where: shown to the user, like "chats.jsonl:12". problem: why it could not be read."""
         super().__init__(columns)
         self.where, self.problem = where, problem
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def __iter__(self) -> Iterator[str]:  # so that dict(row) and {**row} look at all columns
+        return super().__iter__()
+
+    def items(self) -> Any:
+        return dict(self).items()
+
+    def __or__(self, other: dict[str, Any]) -> dict[str, Any]:
+        return dict(self) | other
 
 
 class BadRow(Exception):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from common.args import CommonArgs
 from common.data.cache import digest, fingerprint
-from common.data.encode import Dropped, Encoded, Job, Layout, agree, encode_all
+from common.data.encode import Account, Encoded, Job, Layout, agree, encode_all
 from common.data.examples import Examples, TokenFile
 from common.data.order import shares
 from common.data.sources import Cursor, Source, files_of, identity, read_rows
@@ -43,8 +43,7 @@ class Stream:
         none); one that ends starts again. functions: pack or cut the examples of a block."""
         self.sources, self.job, self.seed, self.functions = sources, job, seed, functions
         self.quotas = shares([source.weight or 1.0 for source in sources], BLOCK_ROWS)
-        self.dropped = [Dropped() for _ in sources]
-        self.rows = [0 for _ in sources]
+        self.accounts = [Account() for _ in sources]
         self._layout: Layout | None = None  # common to all examples
         self.restore({"number": 0, "first": 0, "cursors": [None for _ in sources]})
 
@@ -120,7 +119,7 @@ class Stream:
         for s, quota in enumerate(self.quotas):
             rows, after[s] = self._rows(s, quota, cursors[s])
             encoded = [part for _, part in encode_all(enumerate(rows), self.job, self.job.args.dataset_num_proc or 1)]
-            files.append(self._file(s, len(rows), encoded, new=number == self._known[-1][0]))
+            files.append(self._file(s, encoded, new=number == self._known[-1][0]))
         data = examples = Examples(files, self.sources)
         for function in self.functions:
             examples = function(examples)
@@ -137,31 +136,29 @@ class Stream:
         while len(rows) < quota:
             found = next(self._readers[s], None)
             if found is None:
-                if cursor is None:
-                    raise UserError(f"{self.sources[s].path}: no rows any more")
                 cursor, self._readers[s] = None, read_rows(self.sources[s])
             else:
                 rows.append(found[0])
                 cursor = found[1]
         return rows, cursor
 
-    def _file(self, s: int, count: int, encoded: list[Encoded], new: bool) -> TokenFile:
-        """A source's part of a block; reports rows that were left out for a new reason. new: not read before."""
-        known = set(self.dropped[s])
+    def _file(self, s: int, encoded: list[Encoded], new: bool) -> TokenFile:
+        """A source's part of a block; reports what is new about its rows. new: not read before."""
+        account = self.accounts[s]
+        known = {*account.dropped, *account.noted}
         if new:
             for part in encoded:
-                self.dropped[s].merge(part.dropped)
-            self.rows[s] += count
-        for reason, found in self.dropped[s].items():
+                account.merge(part.account)
+        for reason, found in [*account.dropped.items(), *account.noted.items()]:
             if reason not in known:
-                say(f"data: rows of {self.sources[s].label} left out: {reason} (first: {found['first'][0]})")
+                out = " left out" if reason in account.dropped else ""
+                say(f"data: rows of {self.sources[s].label}{out}: {reason} (first: {found['first'][0]})")
         filled = [part for part in encoded if part.layout]
         for part in filled:
             self._layout = agree(self._layout, part.layout)
         layout = self._layout if filled else Layout(1, {}, "")
         ids, mask, lengths, rows, difficulty = (np.concatenate([part[i] for part in encoded]) for i in range(5))
-        facts = {"rows": self.rows[s], "examples": len(rows), "tokens": len(ids), "dropped": self.dropped[s]}
-        facts["trained_tokens"] = int(mask.sum(dtype=np.int64))
+        facts = account.facts() | {"tokens": len(ids), "trained_tokens": int(mask.sum(dtype=np.int64))}
         fields: tuple[dict[str, np.ndarray], ...] = ({}, {})  # per sequence, per token
         for name, (per_token, _) in layout.fields.items():
             fields[per_token][name] = np.concatenate([part.fields[name] for part in filled])

@@ -5,7 +5,6 @@ import json
 
 import accelerate
 from common.args import CommonArgs
-from common.data.formats import chat_format
 from common.data.sources import Source, find_sources, read_rows
 from transformers import AutoTokenizer
 
@@ -50,10 +49,10 @@ def texts(source):
     return [row["text"] for row in columns(source)]
 
 
-def found(*names, format=chat_format, **settings):
+def found(*names, **settings):
     """find_sources with the defaults of the flags."""
     names = [name if isinstance(name, str) else json.dumps(name) for name in names]
-    return find_sources(CommonArgs(dataset_name=names, **settings), format)
+    return find_sources(CommonArgs(dataset_name=names, **settings))
 
 
 def ids(data, count):

@@ -8,10 +8,6 @@ from common.data.formats import (
     as_preference,
     as_prompt,
     as_text,
-    chat_format,
-    preference_format,
-    prompt_format,
-    text_format,
 )
 from common.data.types import BadRow
 import pytest
@@ -222,37 +218,7 @@ def test_the_ground_truth_of_a_verl_row_becomes_the_answer():
 
 # --- which format ---------------------------------------------------------------------------------------------------
 
-HH_PAIR = {"chosen": HH + "a", "rejected": HH + "b"}
 VERL = {"prompt": [U], "data_source": "gsm8k", "extra_info": {"i": 1}, "reward_model": {"ground_truth": "7"}}
-
-
-@pytest.mark.parametrize(
-    "format, row, name",
-    [
-        (chat_format, {"messages": [U, A]}, "messages"),
-        (chat_format, {"conversations": [U, A], "system": "s"}, "sharegpt"),
-        (chat_format, {"instruction": "q", "input": "", "output": "a"}, "alpaca"),
-        (chat_format, {"prompt": "q", "completion": "a"}, "prompt_completion"),
-        (chat_format, {"text": "t"}, "text"),
-        (chat_format, {"messages": [U, A], "prompt": "q", "completion": "a", "text": "t"}, "messages"),
-        (chat_format, {"messages": None, "conversations": None, "instruction": "q", "output": "a"}, "alpaca"),
-        (preference_format, {"prompt": "q", "chosen": "a", "rejected": "b"}, "explicit_prompt"),
-        (preference_format, {"prompt": None, "chosen": [U, A], "rejected": [U, B]}, "implicit_prompt"),
-        (preference_format, HH_PAIR, "implicit_prompt"),
-        (preference_format, {"conversations": [U], "chosen": A, "rejected": B}, "sharegpt"),
-        (preference_format, {"messages": [U], "chosen": A, "rejected": B}, "sharegpt"),
-        (preference_format, {"instruction": "q", "chosen": "a", "rejected": "b"}, "alpaca"),
-        (prompt_format, {"prompt": "q", "answer": 7}, "prompt"),
-        (prompt_format, {"prompt": None, "messages": [U]}, "messages"),
-        (prompt_format, {"conversations": [U]}, "sharegpt"),
-        (prompt_format, {"instruction": "q", "output": "a"}, "alpaca"),
-        (prompt_format, VERL, "verl"),
-        (prompt_format, VERL | {"reward_model": None}, "prompt"),
-        (text_format, {"text": "t"}, "text"),
-    ],
-)
-def test_a_format_is_known_by_columns(format, row, name):
-    assert format(row) == name
 
 
 @pytest.mark.parametrize(

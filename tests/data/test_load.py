@@ -8,14 +8,11 @@ from common.data import (
     as_chat,
     as_prompt,
     as_text,
-    chat_format,
     chunk,
     drop_turns,
     load_data,
     load_prompts,
     pack,
-    prompt_format,
-    text_format,
     tokenize_chat,
     tokenize_completion,
     tokenize_messages,
@@ -39,10 +36,6 @@ def documents(row, tokenizer, args):
     return as_text(row)
 
 
-def anything(row, tokenizer, args):
-    return row["anything"]
-
-
 def one_chat(row, tokenizer, args):
     return [tokenize_chat(as_chat(row), tokenizer)]
 
@@ -54,17 +47,9 @@ def numbered(path, count):
 # --- load_data ------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_format_rows_may_have_any_columns(tmp_path, tokenizer):
-    args = arguments(tmp_path, jsonl(tmp_path / "a.jsonl", [{"anything": "x"}, {"anything": "y"}]))
-    train, held_out = load_data(args, alone(), anything, tokenizer)
-    assert len(train) == 2 and len(held_out) == 0 and train.data.facts()[0]["format"] is None
-    with pytest.raises(UserError, match="a.jsonl:1: found the columns 'anything'"):
-        load_data(args, alone(), anything, tokenizer, text_format)
-
-
 def test_too_few_documents_for_the_weights_are_no_error_where_their_chunks_are_enough(tmp_path, tokenizer):
     names = [jsonl(tmp_path / f"{name}.jsonl", [{"text": "word " * 500}]) for name in "ab"]
-    train, _ = load_data(arguments(tmp_path, *names, dataset_weights=[0.9, 0.1]), alone(), documents, tokenizer, text_format)
+    train, _ = load_data(arguments(tmp_path, *names, dataset_weights=[0.9, 0.1]), alone(), documents, tokenizer)
     chunks = chunk(train, 16)
     assert chunks[0] and chunks.order.quotas[0] > 5 * chunks.order.quotas[1] > 0
     with pytest.raises(UserError, match="--dataset_weights: of 2 examples, source 2 would give none"):
@@ -78,7 +63,7 @@ def test_too_few_documents_for_the_weights_are_no_error_where_their_chunks_are_e
 def test_packing_keeps_the_kind_the_data_and_the_order(tmp_path, tokenizer, settings, monkeypatch):
     monkeypatch.setattr(stream, "BLOCK_ROWS", 60)
     args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 60), **settings)
-    train, _ = load_data(args, alone(), documents, tokenizer, text_format)
+    train, _ = load_data(args, alone(), documents, tokenizer)
     plain = sorted(example[0] for example in ids(train, 60))
     packed = pack(train, 64)
     assert type(packed) is type(train) and packed.longest == train.longest and packed.sources == train.sources
@@ -90,7 +75,7 @@ def test_packing_keeps_the_kind_the_data_and_the_order(tmp_path, tokenizer, sett
 def test_turns_may_be_dropped_before_or_after_packing(tmp_path, tokenizer):
     chat = [U, A] * 4
     name = jsonl(tmp_path / "a.jsonl", [{"messages": chat[: 2 * (i % 4 + 1)]} for i in range(40)])
-    train, _ = load_data(arguments(tmp_path, name), alone(), one_chat, tokenizer, chat_format)
+    train, _ = load_data(arguments(tmp_path, name), alone(), one_chat, tokenizer)
     before, after = pack(drop_turns(train, 0.5), 200), drop_turns(pack(train, 200), 0.5)
     assert ids(before, len(before)) == ids(after, len(after)) != ids(pack(train, 200), len(before))
     assert drop_turns(train, 0.0) is train and train.turn_dropping == 0
@@ -110,7 +95,7 @@ def encode_prompt(row, tokenizer, args):
 def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, settings):
     rows = [{"prompt": "x" * (i % 7 + 1), "n": i, "answer": str(i)} for i in range(30)]
     args = arguments(tmp_path, jsonl(tmp_path / "a.jsonl", rows), eval_fraction=0.2, **settings)
-    prompts, held_out = load_prompts(args, encode_prompt, tokenizer, prompt_format)
+    prompts, held_out = load_prompts(args, encode_prompt, tokenizer)
     assert len(prompts) + len(held_out) == 30 and held_out.difficulty is None and len(held_out) > 0
     for epoch in range(2):
         found = [prompts.at(position)["n"] for position in range(epoch * len(prompts), (epoch + 1) * len(prompts))]
@@ -125,9 +110,9 @@ def test_prompts_are_not_streamed_and_may_not_be_empty(tmp_path, tokenizer):
 
     name = jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}] * 2)
     with pytest.raises(UserError, match="--dataset_streaming: not here, where prompts are kept in memory"):
-        load_prompts(arguments(tmp_path, name, dataset_streaming=True), encode_prompt, tokenizer, prompt_format)
+        load_prompts(arguments(tmp_path, name, dataset_streaming=True), encode_prompt, tokenizer)
     with pytest.raises(UserError, match="none of the 2 prompts can be used: too long"):
-        load_prompts(arguments(tmp_path, name), refuse, tokenizer, prompt_format)
+        load_prompts(arguments(tmp_path, name), refuse, tokenizer)
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
@@ -174,12 +159,12 @@ def test_held_out_rows_are_not_trained_on_and_keep_their_order(tmp_path, tokeniz
     """So that an evaluation is the same at each run."""
     name = numbered(tmp_path / "a.jsonl", 50)
     train, held_out = load_data(
-        arguments(tmp_path, name, eval_fraction=0.2, curriculum_column="n"), alone(), documents, tokenizer, text_format
+        arguments(tmp_path, name, eval_fraction=0.2, curriculum_column="n"), alone(), documents, tokenizer
     )
     assert len(train) + len(held_out) == 50 and 3 < len(held_out) < 20 and held_out.difficulty is None
     assert len(pack(held_out, 64)) < len(held_out)
     args = arguments(tmp_path, name, eval_dataset_name=[name], max_eval_samples=5)
-    _, held_out = load_data(args, alone(), documents, tokenizer, text_format)
+    _, held_out = load_data(args, alone(), documents, tokenizer)
     wanted = tokenize_documents([f"row {i} " * (i % 5 + 1) for i in range(5)], tokenizer)
     assert ids(held_out, 5) == [[document.tolist()] for document in wanted]
     assert held_out.lengths.tolist() == [len(document) for document in wanted]

@@ -3,7 +3,6 @@
 from collections import Counter
 from fractions import Fraction
 
-from common.data.formats import prompt_format
 from common.data.load import load_prompts
 from common.data.order import BANDS, Order, Shuffled, drop_turns, shares, shorten
 from common.data.types import whole
@@ -254,7 +253,7 @@ def test_which_turns_are_dropped_depends_on_seed_epoch_and_example_alone():
 def prompts(tmp_path, rows, column):
     args = arguments(tmp_path, jsonl(tmp_path / "a.jsonl", rows), curriculum_column=column)
     encode = lambda row, tokenizer, args: row | {"prompt_ids": [0] * len(row["prompt"])}  # noqa: E731
-    return load_prompts(args, encode, base_tokenizer(), prompt_format)[0]
+    return load_prompts(args, encode, base_tokenizer())[0]
 
 
 def test_prompts_follow_a_curriculum(tmp_path):

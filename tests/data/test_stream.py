@@ -45,7 +45,7 @@ def tokenizer():
 def source(path, rows, **settings):
     text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return Source(str(path), **{"label": path.name.split(".")[0], "format": "text"} | settings)
+    return Source(str(path), **{"label": path.name.split(".")[0]} | settings)
 
 
 def numbered(path, count, **settings):

@@ -56,7 +56,7 @@ def a_run(folder, *, steps=40, name="run", evil="", better=0):
     events += [{"step": steps // 2, "time": 1e9 + 60, "kind": "spike", "text": f"the loss jumps{evil}"}]
     write_lines(folder / "events.jsonl", [*events, {"step": steps, "time": 1e9 + 99, "kind": "finished", "text": ""}])
     (folder / "args.yaml").write_text(f"run_name: {json.dumps(name + evil)}\nlearning_rate: {0.1 + better}\nseed: 0\n")
-    source = {"source": f"chats{evil}", "path": evil, "format": "messages", "rows": 3, "examples": 2, "tokens": 9}
+    source = {"source": f"chats{evil}", "path": evil, "columns": ["messages"], "rows": 3, "examples": 2, "tokens": 9}
     source |= {"share": 1.0, "dropped": {f"empty{evil}": {"count": 1, "first": [f"x:1{evil}"]}}}
     facts = {"sources": [source], "example": "chat", "marked": [{"side": "", "parts": [[f"a{evil}", False], ["b", True]]}]}
     (folder / "dataset.json").write_text(json.dumps(facts))

@@ -53,7 +53,7 @@ def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
     output = launch("sft", *words, "--max_length", "128", "--max_steps", "2", "--per_device_train_batch_size", "2")
     facts = json.loads((output / "dataset.json").read_text())
     first, second = facts["sources"]
-    assert (first["source"], first["format"], first["rows"], first["examples"]) == ("some", "messages", 5, 2)
+    assert (first["source"], first["columns"], first["rows"], first["examples"]) == ("some", ["messages"], 5, 2)
     assert first["dropped"] == {
         "empty answer": {"count": 2, "first": [f"{some}:4", f"{some}:5"]},
         "no assistant turn": {"count": 1, "first": [f"{some}:3"]},

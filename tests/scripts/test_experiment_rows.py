@@ -4,23 +4,8 @@ from common.data.types import BadRow
 import numpy as np
 import pytest
 
-from experiments.labelled import as_labelled, labelled_format, mismatched
+from experiments.labelled import as_labelled, mismatched
 from experiments.scored import number_of
-
-U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-
-
-@pytest.mark.parametrize(
-    "row, name",
-    [
-        ({"prompt": "q", "completion": "a", "label": True}, "prompt_completion"),
-        ({"messages": [U, A], "label": 0}, "messages"),
-        ({"conversations": [U, A], "kto_tag": False}, "sharegpt"),
-        ({"instruction": "q", "output": "a", "label": None, "kto_tag": True}, "alpaca"),
-    ],
-)
-def test_a_format_is_recognised(row, name):
-    assert labelled_format(row) == name
 
 
 @pytest.mark.parametrize(
@@ -33,7 +18,7 @@ def test_a_format_is_recognised(row, name):
 )
 def test_columns_of_no_format_are_named(row):
     with pytest.raises(BadRow, match=", ".join(row)):
-        labelled_format(row)
+        as_labelled(row)
 
 
 @pytest.mark.parametrize("label, good", [("True", True), ("false", False), (" 1", True), ("0", False), (1.0, True)])
@@ -41,7 +26,7 @@ def test_a_label_may_be_written_as_text_as_tables_have_it(label, good):
     assert as_labelled({"prompt": "q", "completion": "a", "label": label})["label"] is good
 
 
-@pytest.mark.parametrize("label", ["good", "", "10", 2, -1.0, None])
+@pytest.mark.parametrize("label", ["good", "", "10", 2, -1.0])
 def test_a_label_that_is_neither_true_nor_false_leaves_the_row_out(label):
     with pytest.raises(BadRow, match="expected true or false"):
         as_labelled({"prompt": "q", "completion": "a", "label": label})

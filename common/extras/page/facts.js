@@ -11,7 +11,7 @@ function dataSection() {
             element(
               "tr",
               {},
-              [title, "format", "rows", "used", "tokens", "trained", "share"].map((name, i) =>
+              [title, "columns", "rows", "used", "tokens", "trained", "share"].map((name, i) =>
                 element("th", { class: i > 1 ? "number" : "" }, name),
               ),
             ),
@@ -24,7 +24,7 @@ function dataSection() {
                 "tr",
                 {},
                 element("td", { title: source.path }, source.source),
-                element("td", { class: "dim" }, source.format),
+                element("td", { class: "dim" }, (source.columns || []).join(", ")),
                 [source.rows, source.examples, source.tokens].map((count) =>
                   element("td", { class: "number" }, shown(count)),
                 ),
