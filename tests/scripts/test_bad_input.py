@@ -2,12 +2,11 @@
 
 import importlib.util
 import json
-import sys
 
 from common.errors import UserError
 import pytest
 
-from tests.conftest import read_metrics, run_script
+from tests.conftest import read_metrics
 
 CHAT = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
 MODEL = "--model_name_or_path data/base_model --eval_steps 0"
@@ -87,13 +86,6 @@ def test_a_mistake_is_one_line_that_names_it(stage, text, named, launch, files):
     with pytest.raises(UserError) as error:
         launch(stage, *files(text))
     assert "\n" not in str(error.value) and named in str(error.value), error.value
-
-
-@pytest.mark.parametrize("words", ["--dataset_name nowhere.jsonl", "--learning_rat 1"])
-def test_a_script_ends_with_one_line_and_exit_code_1(words, tmp_path):
-    run = run_script([sys.executable, "train_sft.py", "--output_dir", str(tmp_path / "out"), *words.split()])
-    assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert len([line for line in run.stderr.splitlines() if line.startswith("error: ")]) == 1
 
 
 LAUNCHES = {

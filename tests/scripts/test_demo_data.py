@@ -16,10 +16,6 @@ import sys
 import pytest
 
 DATA = Path(__file__).parents[2] / "data"
-sys.path.insert(0, str(DATA))
-
-
-SPLITS = ["train", "validation", "test"]
 GENERATED = [
     *(f"pretrain/{split}.txt" for split in ["train", "validation"]),
     *(f"{stage}/{s}.jsonl" for stage in ["sft", "dpo", "grpo", "grpo_zero"] for s in ["train", "validation"]),
@@ -130,7 +126,7 @@ def joined(*messages: list[dict]) -> str:
     return "\n".join(message["content"] for part in messages for message in part)
 
 
-def texts_of(name: str, correct_only: bool = False) -> list[str]:
+def texts_of(name: str) -> list[str]:
     """Everything that a model reads as one piece: a document, a conversation, a prompt with one of its answers."""
     if name.endswith(".txt"):
         return (DATA / name).read_text(encoding="utf-8").rstrip("\n").split("\n\n")
@@ -138,31 +134,8 @@ def texts_of(name: str, correct_only: bool = False) -> list[str]:
     if name.startswith("sft"):
         return [joined(row["messages"]) for row in rows]
     if name.startswith("dpo"):
-        answers = ["chosen"] if correct_only else ["chosen", "rejected"]
-        return [joined(row["prompt"], row[answer]) for row in rows for answer in answers]
+        return [joined(row["prompt"], row[answer]) for row in rows for answer in ("chosen", "rejected")]
     return [row["prompt"] if isinstance(row["prompt"], str) else joined(row["prompt"]) for row in rows]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The reader itself
-
-
-@pytest.mark.parametrize(
-    ("text", "chain"),
-    [
-        ("What is 7+9-8?", (7, 9, -8)),
-        ("Find 7+9-8.", (7, 9, -8)),
-        ("7+9=16. 16-8=8.", (7, 9, -8)),
-        ("Question: Tom has 7 nuts. He finds 9. He eats 8. How many nuts now?\n", (7, 9, -8)),
-        ("A bus has 7 riders. 9 get on. 1 gets off. So how many riders?", (7, 9, -1)),
-        ("A pond has 1 duck. 9 come. 8 go. Now the pond has 2 ducks.", (1, 9, -8)),
-        ("Zoe has 7 figs. She buys 9. 7+9=16. She drops 8. 16-8=8. Now Zoe has 8 figs.", (7, 9, -8)),
-        ("Count down by 2: 9, 7, 5.", (9, -2, -2)),
-        ("Sure! 7+9=15. 15-8=7. 7+2=9. Answer: 9", (15, -8, 2)),  # what a wrong result turns the rest into
-    ],
-)
-def test_the_reader_finds_chains_in_every_form(text, chain):
-    assert chain in chains_in(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,55 +175,16 @@ def test_no_file_contains_a_chain_of_a_later_split(name):
 )
 def test_a_planted_leak_is_found(leak):
     assert split_of((2, 3, 4)) == "test"
-    texts = texts_of("pretrain/train.txt")[:200]
-    assert leaks(texts, {"train"})[:3] == []
-    texts.insert(100, leak)
-    assert ((2, 3, 4), leak) in leaks(texts, {"train"})
+    assert ((2, 3, 4), leak) in leaks([leak], {"train"})
 
 
-@pytest.mark.parametrize("form", ["chat", "base", "zero"])
-@pytest.mark.parametrize("split", ["validation", "test"])
-def test_prompts_ask_distinct_chains_of_their_own_split(form, split):
-    rows, texts = rows_of(f"prompts/{form}_{split}.jsonl"), texts_of(f"prompts/{form}_{split}.jsonl")
-    asked = [chains_in(text)[-1] for text in texts]
-    assert len(set(asked)) == len(set(texts)) == len(rows) == (128 if form == "base" else 200)
-    for row, text, chain in zip(rows, texts, asked, strict=True):
-        assert split_of(chain) == split
-        assert row["steps"] == len(chain) - 1
-        assert row["answer"] == str(sum(chain))
-        assert row["kind"] == ("sym" if len(chains_in(text)) == 1 else "story")
-    cells = [(row["kind"], row["steps"]) for row in rows]
-    assert {cells.count((kind, steps)) for kind in ["sym", "story"] for steps in [2, 3]} == {len(rows) // 4}
-
-
-def test_questions_of_train_validation_and_test_are_disjoint():
-    files = {split: [name for name in GENERATED if Path(name).stem.endswith(split)] for split in SPLITS}
-    texts = {split: {text for name in files[split] for text in texts_of(name)} for split in SPLITS}
-    asked = {
-        split: {
-            chains_in(text)[-1] for name in files[split] if name.startswith(("prompts", "grpo")) for text in texts_of(name)
-        }
-        for split in SPLITS
-    }
-    trained = {part for text in texts["train"] for chain in chains_in(text) for part in parts(chain)}
-    assert len(asked["train"]) > 1000 and len(asked["validation"]) > 300 and len(asked["test"]) == 200
-    assert trained.isdisjoint(asked["validation"] | asked["test"])
-    assert asked["validation"].isdisjoint(asked["test"])
-    assert texts["train"].isdisjoint(texts["validation"] | texts["test"])
-    assert texts["validation"].isdisjoint(texts["test"])
-
-
-@pytest.mark.parametrize("name", [name for name in GENERATED if "grpo" in name])
-def test_the_questions_of_grpo_have_their_own_split_and_the_right_answers(name):
-    for row, text in zip(rows_of(name), texts_of(name), strict=True):
+@pytest.mark.parametrize("name", [name for name in GENERATED if "grpo" in name or name.startswith("prompts")])
+def test_questions_have_their_own_split_and_the_right_answers(name):
+    """Each once in the files of prompts, where as many are in words as in symbols, and as many of two steps as of three."""
+    rows, texts, split = rows_of(name), texts_of(name), Path(name).stem.split("_")[-1]
+    for row, text in zip(rows, texts, strict=True):
         chain = chains_in(text)[-1]
-        assert row["answer"] == str(sum(chain))
-        assert split_of(chain) == Path(name).stem and len(chain) in (3, 4)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Format
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Style metrics
+        assert split_of(chain) == split and len(chain) in (3, 4) and row["answer"] == str(sum(chain))
+    if name.startswith("prompts"):
+        cells = [(row["kind"], row["steps"]) for row in rows]
+        assert len(set(texts)) == len(rows) and {cells.count(cell) for cell in cells} == {len(rows) // 4}

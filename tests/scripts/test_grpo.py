@@ -24,10 +24,7 @@ from tests.scripts.grpo_by_hand import (
     text_rows,
 )
 from tests.scripts.one_step import (
-    ADAMW,
     DROPOUT,
-    assert_adamw,
-    assert_clipped,
     assert_metrics,
     exact,
     logits_of,
@@ -286,13 +283,6 @@ def test_prompts_of_a_file_are_made_as_those_of_training(stage, launch, model, t
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------
-
-
-def test_adamw_has_the_settings_that_were_asked_for(grpo, model):
-    """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
-    free = grpo(model, *ADAMW, "--max_steps", 3)
-    assert_adamw(free)
-    assert_clipped(grpo(model, "--max_steps", 1, "--max_grad_norm", 0.05, output="clipped"), free, 0.05)
 
 
 @pytest.mark.parametrize("kind", DROPOUT)

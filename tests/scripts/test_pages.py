@@ -110,15 +110,6 @@ def explained() -> set[str]:
     return set(re.findall(r"`([\w/<>]+)`", page("docs/metrics.md")))
 
 
-def test_the_metrics_of_the_page_are_in_the_code():
-    kinds = ("common/**/*.py", "train_*.py", "experiments/*.py")
-    code = "".join(path.read_text() for kind in kinds for path in ROOT.glob(kind))
-    for name in explained():
-        for part in re.split(r"<\w+>", name.removeprefix("eval_")):
-            part = part.strip("/_").removesuffix("_t")
-            assert part in code or part in ("exact_number", "regex"), name
-
-
 @pytest.mark.slow
 def test_every_metric_that_is_written_is_explained(launch):
     functions, sources = r"(exact_number|regex|polite|reward)", r"(train|validation|sft)"  # of these runs, and no other word
@@ -245,16 +236,6 @@ def test_the_five_lines_of_transformers_answer(local, capsys):
     assert len([line for line in lines.splitlines() if line]) <= 5
     exec(compile(lines, "use.md", "exec"), {})
     assert capsys.readouterr().out.strip()
-
-
-@pytest.mark.slow
-def test_the_benchmarks_that_the_pages_name_start():
-    pages = TEXT + "".join(path.read_text() for path in ROOT.glob("benchmarks/*.md"))
-    scripts = sorted(set(re.findall(r"python (benchmarks/\w+\.py)", pages)))
-    assert len(scripts) > 5
-    for script in scripts:
-        done = run_script([sys.executable, script, "--help"])
-        assert done.returncode == 0, (script, done.stderr[-2000:])
 
 
 @pytest.mark.slow

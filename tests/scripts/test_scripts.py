@@ -10,11 +10,16 @@ from transformers import AutoTokenizer, RwkvConfig, RwkvForCausalLM
 import yaml
 
 from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script, teacher, torchrun, train_metrics
+from tests.scripts.one_step import ADAMW, assert_adamw, assert_clipped, watched
+from tests.scripts.one_step import BASE as BASE_MODEL
 
 # script -> (flags that make the demo short, what must have happened between the first and the last evaluation)
 RUNS = {
     "pretrain": ("--max_steps 100 --eval_steps 100", lambda a, b: b["eval_perplexity"] < a["eval_perplexity"] / 50),
-    "sft": ("--max_steps 120 --eval_steps 120", lambda a, b: b["eval_loss"] < 0.5 < 3 < a["eval_loss"]),
+    "sft": (
+        "--max_steps 100 --eval_steps 100 --max_eval_samples 60",
+        lambda a, b: b["eval_loss"] < 0.5 < 3 < a["eval_loss"],
+    ),
     "dpo": (
         "--max_steps 30 --eval_steps 30 --max_eval_samples 60",
         lambda a, b: b["eval_rewards/accuracies"] > 0.85 and b["eval_rewards/margins"] > 1 > abs(a["eval_rewards/margins"]),
@@ -37,7 +42,7 @@ TRAINED = {
 BASE = "--model_name_or_path data/base_model --eval_steps 0 --logging_steps 1"
 
 
-@pytest.mark.parametrize("stage", [s if s in ("sft", "grpo") else pytest.param(s, marks=pytest.mark.slow) for s in RUNS])
+@pytest.mark.parametrize("stage", [s if s == "sft" else pytest.param(s, marks=pytest.mark.slow) for s in RUNS])
 def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
     words, learned = RUNS[stage]
     launcher = [sys.executable, "-m", "accelerate.commands.launch"] if stage == "sft" else [sys.executable]
@@ -79,6 +84,24 @@ def test_the_schedule_ends_with_the_run(stage, launch):
     assert [row["learning_rate"] for row in rows] == pytest.approx([3e-4, 2e-4, 1e-4])
 
 
+# One window after another from the demo's data, with a gradient.
+FEW = {
+    "pretrain": "--dataset_name data/pretrain/validation.txt --max_length 64 --per_device_train_batch_size 4",
+    "sft": "--dataset_name data/sft --max_train_samples 24 --per_device_train_batch_size 4",
+    "dpo": "--dataset_name data/dpo --max_train_samples 24 --per_device_train_batch_size 4",
+    "grpo": "--dataset_name data/grpo --reward_funcs length:4 --num_generations 4 --max_completion_length 8",
+}
+
+
+@pytest.mark.parametrize("stage", FEW)
+def test_adamw_has_the_settings_that_were_asked_for(stage, launch):
+    """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
+    free = watched(launch, stage, BASE_MODEL, *FEW[stage].split(), *ADAMW, "--max_steps", 6)
+    assert_adamw(free)
+    words = [*FEW[stage].split(), "--max_steps", 1, "--max_grad_norm", 0.05]
+    assert_clipped(watched(launch, stage, BASE_MODEL, *words, output="clipped"), free, 0.05)
+
+
 # Windows of 8 examples of uneven length; the second one of SFT and DPO holds 3, so that the second process has one at most.
 STEP = {
     "pretrain": "--config data/configs/pretrain.yaml --packing_strategy bfd --max_train_samples 60 --max_length 64",
@@ -88,18 +111,48 @@ STEP = {
 }
 
 
-@pytest.mark.parametrize("stage", STEP)
-def test_two_processes_take_the_steps_of_one(stage, launch, tmp_path):
-    """Metrics, gradients and weights: 4 + 4 examples, in micro-batches of 2 and 4, are one window of 8."""
-    words = f"{BASE} --max_steps 2 {STEP[stage]} --save_steps 0 --num_samples 0 --warmup_steps 0".split()
-    whole = launch(stage, *words, "--per_device_train_batch_size", "8", output="one")
-    command = torchrun()
-    command += [f"train_{stage}.py", *words, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
-    run = run_script([*command, "--output_dir", str(tmp_path / "two"), "--dataset_cache_dir", str(tmp_path / "cache")])
+# Runs one script after another in the same two processes.
+IN_TURN = """
+import importlib, json, os, sys
+sys.path.insert(0, os.getcwd())
+from common.command_line import parse_args
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+Accelerator.end_training = lambda self: None  # the next script goes on with the same process group
+for stage, words in json.loads(sys.argv[1]).items():
+    script = importlib.import_module(f"train_{stage}")
+    script.main(parse_args(script.Args, None, None, words))
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+"""
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(tmp_path_factory):
+    """{script: the output folder of two steps on two processes}; all in one launch, as starting takes the longest."""
+    folder = tmp_path_factory.mktemp("two")
+    words = {stage: [*steps(stage, 2, 2), "--output_dir", f"{folder}/{stage}"] for stage in STEP}
+    words = {stage: [*given, "--dataset_cache_dir", f"{folder}/cache"] for stage, given in words.items()}
+    (folder / "in_turn.py").write_text(IN_TURN)
+    run = run_script([*torchrun(), str(folder / "in_turn.py"), json.dumps(words)], timeout=120)
     assert run.returncode == 0, run.stderr[-4000:]
-    for one, two in zip(train_metrics(whole), train_metrics(tmp_path / "two"), strict=True):
+    return {stage: folder / stage for stage in STEP}
+
+
+def steps(stage, batch, accumulation):
+    sizes = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulation}"
+    evaluation = "--eval_steps 2 --max_eval_samples 5 --per_device_eval_batch_size 2 --eval_max_new_tokens 4"
+    return f"{BASE} --max_steps 2 {STEP[stage]} {evaluation} --save_steps 0 --warmup_steps 0 {sizes}".split()
+
+
+@pytest.mark.parametrize("stage", STEP)
+def test_two_processes_take_the_steps_of_one(stage, launch, on_two_processes):
+    """Metrics, evaluations and weights: 4 + 4 examples, in micro-batches of 2, are one window of 8."""
+    whole, parts = launch(stage, *steps(stage, 8, 1)), on_two_processes[stage]
+    assert json.loads((parts / "summary.json").read_text())["processes"] == 2
+    for one, two in zip(read_metrics(whole), read_metrics(parts), strict=True):
         assert one.keys() == two.keys() and two == pytest.approx(one, rel=2e-4, abs=2e-5)
-    one, two = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "two"))
+    one, two = (load_file(folder / "model.safetensors") for folder in (whole, parts))
     moved = max((one[name] - value).abs().max() for name, value in load_file("data/base_model/model.safetensors").items())
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=0.02 * moved.item())
@@ -108,10 +161,14 @@ def test_two_processes_take_the_steps_of_one(stage, launch, tmp_path):
 def test_lora_and_recomputation_run_in_every_stage(launch):
     """The adapter is what is saved; DPO's reference is the model without it (ln 2 at the first step)."""
     pytest.importorskip("peft")
-    words = f"{BASE} --max_steps 2 --save_steps 1 --use_peft --lora_r 4 --gradient_checkpointing --max_train_samples 40"
-    more = {"sft": "", "dpo": "--beta 0.1 --sft_weight 0 --precompute_ref_log_probs false", "grpo": "--beta 0.1"}
+    words = f"{BASE} --max_steps 2 --save_steps 1 --use_peft --lora_r 4 --gradient_checkpointing --max_train_samples 16"
+    more = {
+        "sft": "",
+        "dpo": "--beta 0.1 --sft_weight 0 --precompute_ref_log_probs false",
+        "grpo": "--beta 0.1 --max_completion_length 8",
+    }
     for stage, flags in more.items():
-        batch = f"--config data/configs/{stage}.yaml --per_device_train_batch_size 16 {words} {flags}"
+        batch = f"--config data/configs/{stage}.yaml --per_device_train_batch_size 8 {words} {flags}"
         output = launch(stage, *batch.split(), output=stage)
         assert (output / "adapter_model.safetensors").exists() and not (output / "model.safetensors").exists()
         if stage == "dpo":
@@ -145,9 +202,9 @@ def test_an_architecture_without_packing_and_cache_trains(launch, tmp_path):
     RwkvForCausalLM(config).save_pretrained(tmp_path / "rwkv")
     AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "rwkv")
     words = (
-        "--dataset_name data/sft --max_steps 3 --max_train_samples 24 --eval_steps 3 --max_eval_samples 2 --logging_steps 1"
+        "--dataset_name data/sft --max_steps 3 --max_train_samples 12 --eval_steps 3 --max_eval_samples 2 --logging_steps 1"
     )
-    words += " --eval_max_new_tokens 4 --learning_rate 1e-2"
+    words += " --eval_max_new_tokens 2 --learning_rate 1e-2 --per_device_train_batch_size 4 --max_length 32"
     output = launch("sft", *words.split(), "--model_name_or_path", tmp_path / "rwkv")
     losses = [row["loss"] for row in train_metrics(output)]
     assert losses[-1] < losses[0] and (output / "samples.jsonl").exists()

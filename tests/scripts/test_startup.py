@@ -8,13 +8,10 @@ import pytest
 
 from tests.conftest import run_script
 
-SCRIPTS = ("train_pretrain", "train_sft", "train_dpo", "train_grpo")
+STARTS = [("train_pretrain", "--help"), ("train_grpo", "--help"), ("train_sft", "--learning_rat 1")]
 
 
-MISTAKES = ["--learning_rat 1", "--lr_scheduler_type up", "--config no.yaml"]
-
-
-@pytest.mark.parametrize("script, words", [(s, "--help") for s in SCRIPTS] + [("train_sft", words) for words in MISTAKES])
+@pytest.mark.parametrize("script, words", STARTS)
 def test_help_and_mistakes_answer_in_three_seconds(script, words):
     """Of the processor; the least of a few, as other work on the machine makes caches cold."""
     for _ in range(5):
@@ -33,14 +30,7 @@ def test_help_and_mistakes_answer_in_three_seconds(script, words):
     raise AssertionError(f"{seconds:.1f} s")
 
 
-BROKEN = [
-    {"ACCELERATE_MIXED_PRECISION": "int3"},
-    {"WORLD_SIZE": "2"},
-    {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},
-]
-
-
-@pytest.mark.parametrize("variables", BROKEN, ids=str)
+@pytest.mark.parametrize("variables", [{"ACCELERATE_MIXED_PRECISION": "int3"}, {"WORLD_SIZE": "2"}], ids=str)
 def test_an_environment_that_accelerate_cannot_use_is_one_line(variables, tmp_path):
     command = [sys.executable, "train_sft.py", "--max_steps", "1", "--output_dir", str(tmp_path / "out")]
     run = run_script(command, **variables)
