@@ -10,6 +10,7 @@ from typing import TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from common.errors import UserError
+import torch
 
 T = TypeVar("T")
 
@@ -17,6 +18,11 @@ T = TypeVar("T")
 def gather_lists(accelerator: Accelerator, values: list[T]) -> list[T]:
     """The lists of all processes, concatenated, on each of them."""
     return gather_object(values) if accelerator.num_processes > 1 else values
+
+
+def anywhere(accelerator: Accelerator, here: bool) -> bool:
+    """Whether `here` is true on any process. Called on each."""
+    return accelerator.reduce(torch.tensor(float(here), device=accelerator.device), "sum").item() > 0
 
 
 def on_each_process(accelerator: Accelerator, function: Callable[[], T]) -> T:

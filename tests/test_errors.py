@@ -2,7 +2,7 @@
 
 import sys
 
-from common.errors import LAST_WORDS, UserError, last_words, printable, quoted
+from common.errors import UserError, printable, quoted
 
 from tests.conftest import run_script
 
@@ -28,14 +28,6 @@ def test_a_user_error_is_one_line_with_its_end():
     said = str(UserError("first\nline " + "x" * 5_000 + "\nremedy"))
     assert "\n" not in said and len(said) < 2_100 and said.startswith("first line") and said.endswith("remedy")
     assert quoted(10**5_000) == "<int>" and len(quoted("y" * 500)) == 121
-
-
-def test_each_last_word_is_called_once():
-    called, error = [], ValueError("of a run")
-    LAST_WORDS.extend([called.append, lambda error: 1 / 0, called.append])
-    last_words(error)
-    last_words(error)
-    assert called == [error, error]
 
 
 def test_an_error_ends_the_process_after_its_last_words():

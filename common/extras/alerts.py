@@ -14,7 +14,7 @@ from typing import Any
 import urllib.request
 
 from common.args import CommonArgs
-from common.errors import LAST_WORDS, SECRETS, UserError, hidden, is_first, say
+from common.errors import SECRETS, UserError, hidden, is_first, say
 from common.memory import memory
 import torch
 
@@ -47,7 +47,6 @@ class Alerts:
         self.sends = is_first() and not args.dry_run
         if self.sends:
             threading.Thread(target=self._work, name="alerts", daemon=True).start()
-            LAST_WORDS.append(self._died)
 
     def on_step(self, step: int) -> None:
         self.step, self.step_at = step, time.monotonic()
@@ -79,11 +78,6 @@ class Alerts:
         while self.sends and self.waiting.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.02)
         self.sends = False
-
-    def _died(self, error: BaseException) -> None:
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        self.send("died", f"at step {self.step}: {kind}{error}")
-        self.close()
 
     def _work(self) -> None:
         while True:

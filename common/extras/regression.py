@@ -297,10 +297,9 @@ class Regression:
         self.base = self.base or self.last
         return values
 
-    def state(self) -> dict[str, Any]:
+    def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint."""
-        return {"regression": {"base": self.base, "last": self.last, "fallen": self.fallen}}
+        return {"base": self.base, "last": self.last, "fallen": self.fallen}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        kept = state.get("regression", {})
-        self.base, self.last, self.fallen = kept.get("base", {}), kept.get("last", {}), kept.get("fallen", [])
+    def restore(self, step: int, state: dict[str, Any]) -> None:
+        self.base, self.last, self.fallen = state.get("base", {}), state.get("last", {}), state.get("fallen", [])

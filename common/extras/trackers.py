@@ -28,11 +28,11 @@ class Tracker:
     def __init__(self, accelerator: Accelerator, args: CommonArgs):
         self.accelerator, self.args = accelerator, args
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, step: int, state: dict[str, Any]) -> None:
         """Start the tracker, or continue its run: entries after the checkpoint's step will be logged again."""
         args, output_dir = self.args, Path(self.args.output_dir)
         config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in vars(args).items()}
-        if state["step"] and args.report_to == "tensorboard":
+        if step and args.report_to == "tensorboard":
             config = None  # a changed config would start a new run each time
         file, run_id = output_dir / "tracker.json", None
         if self.accelerator.is_main_process:
@@ -43,7 +43,7 @@ class Tracker:
                 replace_text(file, json.dumps({"id": run_id}))
         same, name = {"id": run_id, "resume": "allow"}, args.run_name or output_dir.name  # they ignore steps that they have
         settings = {"wandb": same | {"name": name}, "swanlab": same | {"experiment_name": name}}
-        settings["tensorboard"] = {"purge_step": state["step"] + 1 if state["step"] else 0}
+        settings["tensorboard"] = {"purge_step": step + 1 if step else 0}
         self.accelerator.init_trackers("plainloop", config=config, init_kwargs=settings)
 
     def on_log(self, step: int, values: dict[str, float]) -> None:

@@ -70,17 +70,16 @@ class Best:
         """The checkpoint of the best evaluation, or None."""
         return None if self.step is None else Path(output_dir, f"checkpoint-{self.step}")
 
-    def state(self) -> dict[str, Any]:
+    def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint."""
         known = {"metric": self.name, "higher_is_better": self.sign > 0, "value": self.value, "step": self.step}
-        return {"best": known | {"mark": self._mark, "waited": self._waited}}
+        return known | {"mark": self._mark, "waited": self._waited}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, step: int, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint. If the metric has changed, the search starts over."""
-        saved = state.get("best") or {}
-        if self.name and (saved.get("metric"), saved.get("higher_is_better")) == (self.name, self.sign > 0):
-            self.value, self.step = saved["value"], saved["step"]
-            self._mark, self._waited = saved["mark"], saved["waited"]
+        if self.name and (state.get("metric"), state.get("higher_is_better")) == (self.name, self.sign > 0):
+            self.value, self.step = state["value"], state["step"]
+            self._mark, self._waited = state["mark"], state["waited"]
 
 
 def _direction(metric: str) -> tuple[str, int]:

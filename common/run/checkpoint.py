@@ -24,9 +24,9 @@ from common.extras import extra
 from common.files import find_damage, flush, write_manifest
 from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
-from common.processes import on_main_process
+from common.processes import anywhere, on_main_process
 from common.run.best import Best
-from common.run.folder import WEIGHTS, checkpoints, copy_settings, read_json, step_of, writing
+from common.run.folder import WEIGHTS, checkpoints, read_json, step_of, writing
 from safetensors.torch import load_file
 import torch
 from torch import nn
@@ -78,7 +78,8 @@ def save_checkpoint(
     def complete() -> None:
         known = {"step": step, "processes": accelerator.num_processes, **state}
         (temporary / "trainer_state.json").write_text(json.dumps(known))
-        copy_settings(output_dir, temporary)
+        for name in ("args.yaml", "inputs.json"):
+            shutil.copyfile(output_dir / name, temporary / name)
         write_manifest(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
@@ -227,5 +228,4 @@ def _attempt(accelerator: Accelerator, write: Callable[[], None], everyone: bool
                 raise
             problem = " ".join(str(error).split())[-300:]
             problem = re.sub(r"\[enforce fail.*", "torch could not write: is the disk full?", problem)
-    failures = accelerator.reduce(torch.tensor(float(problem is not None), device=accelerator.device), "sum")
-    return (problem or "on another process") if failures else None
+    return (problem or "on another process") if anywhere(accelerator, problem is not None) else None

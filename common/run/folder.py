@@ -1,12 +1,11 @@
 """The output folder: which run owns it, what a new run may do with it, and what that run was made of.
 
-A run is made of its arguments (args.yaml) and its inputs (inputs.json): the script, files and models that arguments name,
-the training data, the user's loaded code, the precision. Both are kept in each checkpoint, too, and a run that resumes is
-compared with them.
+A run is made of its arguments (args.yaml) and its inputs (inputs.json): hashes of the script, of files and models that
+arguments name, of the training data and the user's loaded code, and the precision. Both are kept in each checkpoint, too,
+and a run that resumes is compared with them.
 """
 
 import ast
-import atexit
 from collections.abc import Iterator
 import contextlib
 import dataclasses
@@ -36,14 +35,7 @@ MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and their 
 CARD = "README.md"
 CLASSIFIER = "classifier"  # a reward model
 READS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "eval_prompts", "regression_suite")
-OTHERWISE = "--overwrite_output_dir starts over, or choose another --output_dir"
-# What is said of an input that has changed, by its kind in inputs.json.
-CHANGED = {
-    "files": "{} has been edited",
-    "data": "the rows of {} are not those that it had",
-    "code": "{} has been edited",
-    "launch": "it was launched with another {}",
-}
+OTHERWISE = "choose another --output_dir, or start over with --overwrite_output_dir"
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
 
 
@@ -97,22 +89,18 @@ def earlier_args(folder: Path) -> dict[str, Any] | None:
 # --- whose it is ------------------------------------------------------------------------------------------------------
 
 
-def open_folder(args: CommonArgs, accelerator: Accelerator, script: str) -> Path | None:
-    """Lock args.output_dir for this run; returns the checkpoint to resume from, or None to begin. Called on every process.
+def open_folder(args: CommonArgs, accelerator: Accelerator, script: str) -> tuple[Path | None, dict[str, str]]:
+    """Lock args.output_dir for this run; returns the checkpoint to resume from, or None to begin, and the inputs known so
+    far. Called on every process.
 
     Raises UserError if the folder is in use, or holds what no run has written, or another run; see `claim` for the rest.
     """
-    folder = Path(args.output_dir)
 
-    def open_it() -> Path | None:  # by one process: it reads whole checkpoints, and another machine may have another disk
+    def open_it() -> tuple[Path | None, dict[str, str]]:  # by one process: another machine may have another disk
         refuse_foreign_folder(args)  # before a lock is made there
-        lock(folder)
+        lock(Path(args.output_dir))
         inputs = known_inputs(args, script, accelerator.mixed_precision)
-        checkpoint = claim(args, script, inputs, accelerator.num_processes)
-        if earlier_args(folder) is None:
-            with writing(folder):
-                begin(args, script, inputs)
-        return checkpoint
+        return claim(args, inputs, accelerator.num_processes), inputs
 
     return on_main_process(accelerator, open_it)
 
@@ -151,7 +139,6 @@ def lock(folder: Path) -> None:
     if path not in _LOCKS:
         with writing(folder):
             _LOCKS[path] = open(path, "a+", encoding="utf-8")
-        atexit.register(_LOCKS[path].close)
     file = _LOCKS[path]
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +185,7 @@ def writing(folder: Path) -> Iterator[None]:
 # --- what a new run does with it --------------------------------------------------------------------------------------
 
 
-def claim(args: CommonArgs, script: str, inputs: dict[str, Any], processes: int) -> Path | None:
+def claim(args: CommonArgs, inputs: dict[str, str], processes: int) -> Path | None:
     """Decide what this run does with its folder; returns the checkpoint to resume from, or None to begin. Deletes nothing.
 
     | the folder holds                    | this run                                                                 |
@@ -212,12 +199,12 @@ def claim(args: CommonArgs, script: str, inputs: dict[str, Any], processes: int)
     inputs: see known_inputs; processes: of this run. Raises UserError if two different runs would be mixed.
     """
     folder, named = Path(args.output_dir), _named_checkpoint(args)
-    saved, instead = earlier_args(folder), OTHERWISE
+    saved, instead = None if args.overwrite_output_dir else earlier_args(folder), OTHERWISE
     is_inside = named is not None and named.resolve().is_relative_to(folder.resolve())
     if is_inside and args.overwrite_output_dir:
         raise UserError(f"--resume_from_checkpoint {named} lies in the folder that --overwrite_output_dir empties")
     is_complete = False
-    if args.overwrite_output_dir or saved is None:
+    if saved is None:
         if named is None:
             return None
         checkpoint, before, instead = named, read_args(named), "to start from its weights, use --model_name_or_path"
@@ -234,7 +221,7 @@ def claim(args: CommonArgs, script: str, inputs: dict[str, Any], processes: int)
         raise UserError(f"{earlier} is of a run whose args.yaml cannot be read: {instead}")
     changed = _refuse_other_run(args, before, earlier, instead)
     if is_complete or checkpoint:
-        refuse_changes(args, inputs, earlier, script)
+        refuse_changes(args, inputs, earlier)
     if is_complete:
         _leave_complete_run(args, changed)
         if checkpoint is None:
@@ -296,7 +283,7 @@ def _shown(changed: dict[str, tuple[Any, Any]], names: list[str]) -> str:
     return ", ".join(f"{name} {changed[name][0]} -> {changed[name][1]}" for name in names)
 
 
-def begin(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
+def begin(args: CommonArgs, script: str, inputs: dict[str, str]) -> None:
     """Write the settings of this run to its folder; with --overwrite_output_dir, first delete the earlier run there.
 
     Called once data and model are loaded, so that a misspelt name never costs a finished run. Raises OSError.
@@ -311,13 +298,6 @@ def begin(args: CommonArgs, script: str, inputs: dict[str, Any]) -> None:
     if not copy.exists() or not copy.samefile(script):
         shutil.copyfile(script, copy)  # not its mode: a read-only copy could not be replaced
     (folder / "inputs.json").write_text(json.dumps(inputs, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-def copy_settings(folder: Path, checkpoint: Path) -> None:
-    """Copy what `begin` has written into a checkpoint."""
-    for name in ("args.yaml", "inputs.json", read_json(folder / "inputs.json").get("script", "args.yaml")):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, checkpoint / name)
 
 
 def delete_run(folder: Path) -> None:
@@ -337,41 +317,35 @@ def delete_run(folder: Path) -> None:
 # --- what the run was made of -----------------------------------------------------------------------------------------
 
 
-def known_inputs(args: CommonArgs, script: str, mixed_precision: str) -> dict[str, Any]:
-    """The inputs known at the start: {"script": its name, "files": {path: hash}, "launch": settings}. The files are code
-    that arguments name, and model folders: the reference, the base under an adapter, or a reward model."""
-    files, outputs = {}, (args.output_dir, args.resume_from_checkpoint)
+def known_inputs(args: CommonArgs, script: str, mixed_precision: str) -> dict[str, str]:
+    """{what: its hash} of the inputs known at the start: the script, the precision, code that arguments name, and model
+    folders (the reference, the base under an adapter, a reward model)."""
+    code = ast.dump(ast.parse(Path(script).read_text(encoding="utf-8")))  # without comments and layout
+    inputs = {"the script": hashlib.sha256(code.encode()).hexdigest(), "the mixed precision": mixed_precision}
+    outputs = (args.output_dir, args.resume_from_checkpoint)
     words = [word for value in vars(args).values() for word in (value if isinstance(value, list) else [value])]
     words.append(read_json(Path(str(args.model_name_or_path), "adapter_config.json")).get("base_model_name_or_path"))
     for word in {str(word) for word in words} - {*outputs}:
         path = Path(re.sub(r"\.py:\w+$", ".py", word))  # file.py:function
         with contextlib.suppress(OSError):  # not a file name, or unreadable: reported elsewhere
             if path.suffix in (".py", ".jinja") and path.is_file():
-                files[str(path)] = file_hash(path)
+                inputs[str(path)] = file_hash(path)
             elif (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
-                files[str(path)] = model_hash(path)
-    return {"script": Path(script).name, "files": files, "launch": {"mixed_precision": mixed_precision}}
+                inputs[str(path)] = model_hash(path)
+    return inputs
 
 
-def refuse_changes(args: CommonArgs, inputs: dict[str, Any], earlier: Path, script: str = "") -> None:
+def refuse_changes(args: CommonArgs, inputs: dict[str, str], earlier: Path) -> None:
     """Raise UserError if an input is no longer what it was; with --accept_changes print a line instead.
 
-    earlier: the checkpoint, or the folder of a complete run. script: compared with the copy there, if given.
+    earlier: the checkpoint, or the folder of a complete run.
     """
-    before, changes = read_json(earlier / "inputs.json"), []
-    copy = earlier / str(before.get("script"))
-    if script and copy.is_file() and _code(copy) != _code(Path(script)):
-        name = Path(script).name
-        changes.append(f"{name} has been edited" if copy.name == name else f"it is a run of {copy.name}, and this is {name}")
-    for kind, text in CHANGED.items():
-        for name, now in inputs.get(kind, {}).items():
-            if before.get(kind, {}).get(name, now) != now:
-                changes.append(text.format(name))
-    for change in changes:
+    before = read_json(earlier / "inputs.json")
+    if changed := [what for what, now in inputs.items() if before.get(what, now) != now]:
+        message = f"{earlier}: changed since then: {', '.join(changed)}"
         if not args.accept_changes:
-            instead = f"the same command would go on with another run; --accept_changes does so, {OTHERWISE}"
-            raise UserError(f"{earlier}: {change}: {instead}")
-        say(f"{earlier}: {change} (--accept_changes)")
+            raise UserError(f"{message}: --accept_changes goes on all the same; or {OTHERWISE}")
+        say(f"{message} (--accept_changes)")
 
 
 def model_hash(folder: Path) -> str:
@@ -389,8 +363,3 @@ def model_hash(folder: Path) -> str:
                 file.seek(at)
                 digest.update(file.read(2**20 if at == 0 or size <= 2**26 else 2**12))
     return digest.hexdigest()
-
-
-def _code(script: Path) -> str:
-    """The code of a script, without comments and layout."""
-    return ast.dump(ast.parse(script.read_text(encoding="utf-8")))

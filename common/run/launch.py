@@ -30,12 +30,9 @@ NEVER_FREED: list[Any] = []
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
-def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
-    """The Accelerator of this run, and the checkpoint to resume from (None: start from the beginning).
-
-    Refuses misconfigured launches, claims the output folder, and leaves args.yaml and a copy of the script in it. If the
-    folder holds a run already, `begin` does that later, once this run has loaded everything it needs.
-    """
+def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict[str, str]]:
+    """The Accelerator of this run, the checkpoint to resume from (None: start from the beginning), and the inputs known so
+    far. Refuses misconfigured launches, and claims the output folder."""
     if args.report_to not in (None, "none"):
         extra("trackers").check_tracker(args.report_to)
     if args.push_to_hub:
@@ -67,20 +64,18 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None]:
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _set_up_deepspeed(accelerator.state.deepspeed_plugin, args)
-    output_dir = Path(args.output_dir)
-    checkpoint = None if args.dry_run else open_folder(args, accelerator, script)
-    accelerator.wait_for_everyone()
+    checkpoint, inputs = (None, {}) if args.dry_run else open_folder(args, accelerator, script)
     if checkpoint is not None or (accelerator.distributed_type in SHARDED and not args.dry_run):
-        check_shared_disk(accelerator, checkpoint or output_dir / "args.yaml")
+        check_shared_disk(accelerator, checkpoint or Path(args.output_dir, ".lock"))
     set_seed(args.seed)
     if args.dtype == "bfloat16":
         say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
     threads = f" ({torch.get_num_threads()} CPU threads each)" if accelerator.device.type == "cpu" else ""
     say(
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}{threads}, "
-        f"mixed precision {accelerator.mixed_precision}, output in {output_dir}"
+        f"mixed precision {accelerator.mixed_precision}, output in {args.output_dir}"
     )
-    return accelerator, checkpoint
+    return accelerator, checkpoint, inputs
 
 
 def check_shared_disk(accelerator: Accelerator, path: Path) -> None:

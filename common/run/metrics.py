@@ -129,7 +129,7 @@ class Metrics:
         self.sums, self.carry = {}, {}
         return {name: pair.tolist() for name, pair in reduced.items()}
 
-    def state(self) -> dict[str, Any]:
+    def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint. Called on every process."""
         self.carry = self.reduce()
         return {name: getattr(self, name) for name in KEPT} | {"seconds": self.seconds()}
@@ -138,12 +138,12 @@ class Metrics:
         """Run time so far, excluding the time between a stop and its resume."""
         return self.seconds_before + time.perf_counter() - self.started
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, step: int, state: dict[str, Any]) -> None:
         """Resume from a checkpoint: drop the lines that were written after it."""
         for name in KEPT:
             setattr(self, name, state.get(name, getattr(self, name)))
         self.clock_tokens, self.seconds_before = self.num_tokens, state.get("seconds", 0.0)
-        last = state["step"] or -1  # a run that starts over keeps none
+        last = step or -1  # a run that starts over keeps none
         if self.accelerator.is_main_process:
             for path in (self.output_dir / name for name in LINES if (self.output_dir / name).exists()):
                 kept = []

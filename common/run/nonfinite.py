@@ -7,6 +7,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from common.collators import Window
 from common.data.types import Tokenizer
 from common.errors import UserError, say
+from common.processes import anywhere
 from common.run.folder import checkpoints
 from common.run.metrics import Metrics, full_norm
 import torch
@@ -34,9 +35,7 @@ class NonFinite:
         loss = float(metrics.window["loss"][0]) if "loss" in metrics.window else 0.0
         norm = math.nan if grad_norm is None else float(full_norm(grad_norm))
         bad = not math.isfinite(loss) or not (math.isfinite(norm) or grad_norm is None or accelerator.scaler)
-        if accelerator.num_processes > 1:  # all processes take the step, or none does
-            bad = accelerator.reduce(torch.tensor(float(bad), device=accelerator.device), "sum").item() > 0
-        metrics.window_is_bad = bad
+        bad = metrics.window_is_bad = anywhere(accelerator, bad)  # all processes take the step, or none does
         if bad:
             self._report(loss, norm, step, window)
         return bool(accelerator.scaler) or not bad

@@ -20,6 +20,7 @@ from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError, say
 from common.memory import SHARDED, empty_caches, is_oom, tokens_at_once
+from common.processes import anywhere
 from common.run.launch import NEVER_FREED
 from common.run.metrics import Metrics
 import torch
@@ -77,7 +78,7 @@ class Retry:
             # The exception is gone by now, and with it the frames that held the failed attempt's tensors.
             if reason is not None and self.experts:
                 self.experts.give_up()
-            if not self._anywhere(reason is not None):
+            if not (anywhere(self.accelerator, reason is not None) if self._sums else reason is not None):
                 break
             self._start_again(step, window, reason)
         if self._sums:
@@ -95,11 +96,11 @@ class Retry:
         self._forget()
         say(f"--auto_micro_batch: {_shape(window)} fit in the memory")
 
-    def state(self) -> dict[str, Any]:
+    def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint, so that a resumed run rounds as the first one did."""
         return {"splits": self.splits}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, step: int, state: dict[str, Any]) -> None:
         self.splits = state.get("splits", 1)
 
     def _seed(self, step: int) -> int:
@@ -120,13 +121,6 @@ class Retry:
         self.model.zero_grad(set_to_none=True)
         self.metrics.forget_window()
         empty_caches(self.accelerator.device)
-
-    def _anywhere(self, here: bool) -> bool:
-        """Whether `here` is true on any process."""
-        if not self._sums:
-            return here
-        flag = torch.tensor(float(here), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _sum_gradients(self) -> None:
         """Do DistributedDataParallel's job: replace each gradient by its mean over the processes.

@@ -3,10 +3,10 @@
 A `Run` never calls the model (but for --regression_suite), holds no loop and takes no optimizer step: the script does. It
 calls back one function of the script, in one place (`retry_smaller`), to repeat a window that ran out of memory.
 
-Its parts are in one list. Each has those of these methods that it needs:
+Its parts are in one table, by name. Each has those of these methods that it needs:
 
-    restore(state)              read what it kept in the checkpoint's trainer_state.json ({"step": 0} for a new run)
-    state() -> dict             what to keep there
+    restore(step, state)        go on after so many updates with what it kept in the checkpoint ({} for a new run)
+    state(step) -> dict         what to keep in trainer_state.json
     on_step(step)               the work after so many updates begins
     on_event(kind, step, text)  a line of events.jsonl was written ("saved", "spike", "memory", "bad", "died", ...)
     on_log(step, values)        a line of metrics.jsonl was written
@@ -36,7 +36,7 @@ from common.model.save import base_dtype, final_dtype
 from common.run.best import Best
 from common.run.checkpoint import export, load_extra, resume, save_checkpoint
 from common.run.describe import describe, typical_length
-from common.run.folder import begin, known_inputs, read_json, refuse_changes, refuse_deleted_folder, writing
+from common.run.folder import begin, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, versions
 from common.run.nonfinite import NonFinite
@@ -53,18 +53,19 @@ class Run:
     """The plumbing of one run. `accelerator` and `resume_from` (a checkpoint, or None) are available from the start."""
 
     def __init__(self, args: CommonArgs, script: str):
-        """Start the processes, claim args.output_dir, and leave args.yaml and a copy of `script` there.
+        """Start the processes, and claim args.output_dir, where `prepare` leaves args.yaml and a copy of `script`.
 
         Raises UserError for misconfigured launches, and for a folder that holds another run.
         """
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
-        LAST_WORDS.clear()  # left by an earlier run in this process
-        # Before anything is written: the address is a secret.
-        alerts = [extra("alerts").Alerts(args)] if args.alert_webhook else []
         self.best = Best(args)
-        self.accelerator, self.resume_from = start(args, script)
+        self.parts: dict[str, Any] = {"best": self.best}
+        self.step = self.saved_step = 0
+        if args.alert_webhook:  # before anything is written: the address is a secret
+            self.parts["alerts"] = extra("alerts").Alerts(args)
+        LAST_WORDS[:] = [self._die]  # and none of an earlier run in this process
+        self.accelerator, self.resume_from, self.inputs = start(args, script)
         self.regression = extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
-        self.parts: list[Any] = [self.best, *alerts]
         self.said_idle = False  # that a rollout had nothing to learn
         self.facts = ""  # for dataset.json
 
@@ -94,12 +95,12 @@ class Run:
         if self.resume_from and read_json(self.resume_from / "trainer_state.json")["step"] > len(windows):
             raise UserError(f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end")
         if accelerator.is_main_process:
-            inputs = known_inputs(args, self.script, accelerator.mixed_precision)
-            inputs |= {"data": windows.train.digests(), "code": loaded_code(self.script)}
+            rows = {f"the rows of {source}": digest for source, digest in windows.train.digests().items()}
+            inputs = rows | loaded_code(self.script)
             if self.resume_from:
                 refuse_changes(args, inputs, self.resume_from)
             with writing(args.output_dir):
-                begin(args, self.script, inputs)
+                begin(args, self.script, self.inputs | inputs)
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         flops = flops_per_token(model, typical_length(windows))
@@ -107,7 +108,7 @@ class Run:
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         state = resume(accelerator, self.resume_from, self.optimizer, self.model)
         self.base_dtype = state.get("base_dtype", base_dtype(model))
-        self.first_step = self.saved_step = state["step"]
+        self.first_step = self.saved_step = self.step = state["step"]
         # Evaluations and saves done up to here are not repeated.
         self.resumed_at = self.first_step if self.resume_from else -1
         self.metrics = Metrics(accelerator, args, flops)
@@ -115,16 +116,17 @@ class Run:
         self.nonfinite = NonFinite(self.metrics, self.tokenizer, self.optimizer)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
-        self.parts += [self.metrics, self.retry]
+        self.parts |= {"metrics": self.metrics, "retry": self.retry, "windows": windows}
         if self.regression:
-            self.parts.append(self.regression)
+            self.parts["regression"] = self.regression
         if accelerator.log_with:
-            self.parts.append(extra("trackers").Tracker(accelerator, args))
+            self.parts["tracker"] = extra("trackers").Tracker(accelerator, args)
         if accelerator.is_main_process:
-            self.parts.append(extra("report").Report(args.output_dir))
-        self._each("restore", state)
+            self.parts["report"] = extra("report").Report(args.output_dir)
+        for name, part in self.parts.items():
+            if hasattr(part, "restore"):
+                part.restore(self.first_step, state.get("parts", {}).get(name, {}))
         self._note_start()
-        windows.restore(self.first_step, state.get("windows", {}))
         if (before := state.get("step_size", windows.step_size)) != windows.step_size:
             say(
                 f"a step has {windows.step_size}, and had {before}: "
@@ -132,9 +134,9 @@ class Run:
             )
         return self.model, self.optimizer
 
-    def _each(self, method: str, *words: Any) -> list[Any]:
-        """Call a method of every part that has it."""
-        return [getattr(part, method)(*words) for part in self.parts if hasattr(part, method)]
+    def _each(self, method: str, *words: Any) -> dict[str, Any]:
+        """Call a method of every part that has it; what each returns, by the part's name."""
+        return {name: getattr(part, method)(*words) for name, part in self.parts.items() if hasattr(part, method)}
 
     # --- the loop -------------------------------------------------------------------------------------------------------
 
@@ -155,7 +157,6 @@ class Run:
             mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines if the output goes to a file
             dynamic_ncols=True,
         )
-        LAST_WORDS.extend([self._note_death, self._save_before_the_end])  # the last one is called first
         with self.bar:
             for step in range(self.first_step, last + 1):  # not the bar's count, which lags behind
                 self.bar.update(step - self.bar.n)
@@ -165,15 +166,19 @@ class Run:
                     self._compare_with_best(step, self.regression.run(self.model, step, self.metrics), of_suite=True)
                 yield step
 
-    def _note_death(self, error: BaseException) -> None:
-        self.metrics.event("died", self.step, str(error) if isinstance(error, UserError) else repr(error))
-        self._each("close")
-
-    def _save_before_the_end(self, error: BaseException) -> None:
-        """Save a checkpoint before an error ends the run; all processes are here. Impossible if an evaluation failed between
-        the steps of one rollout: no run can resume from there."""
-        if isinstance(error, OutsideError) and self.step > self.saved_step and self.step % self.save_every == 0:
-            self._save(self.step)
+    def _die(self, error: BaseException) -> None:
+        """The last thing that happens when an error ends the run. After an OutsideError all processes are here, and a
+        checkpoint is written, unless between the steps of one rollout: no run can resume from there."""
+        text = str(error) if isinstance(error, UserError) else repr(error)
+        try:
+            if isinstance(error, OutsideError) and self.step > self.saved_step and self.step % self.save_every == 0:
+                self._save(self.step)
+        finally:
+            if "metrics" in self.parts:
+                self.metrics.event("died", self.step, text)
+            else:
+                self._each("on_event", "died", self.step, text)
+            self._each("close")
 
     def eval_due(self, step: int) -> bool:
         """Every eval_steps, and before the first and after the last update."""
@@ -210,9 +215,7 @@ class Run:
         """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training continues."""
         self.nonfinite.check_weights(self.model, step)
         refuse_deleted_folder(self.accelerator, Path(self.args.output_dir))
-        state = {"windows": self.windows.state(step), "step_size": self.windows.step_size, "base_dtype": self.base_dtype}
-        for kept in self._each("state"):
-            state |= kept
+        state = {"step_size": self.windows.step_size, "base_dtype": self.base_dtype, "parts": self._each("state", step)}
         written = save_checkpoint(
             self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best
         )
@@ -269,7 +272,7 @@ class Run:
         card = partial(extra("hub").write_card, args, self.script, best.step)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
-        metrics.finish(f"{self.step} steps; {shown}", best.state()["best"] if best.step else None, also=card)
+        metrics.finish(f"{self.step} steps; {shown}", best.state(self.step) if best.step else None, also=card)
         if both:
             say("\nbefore -> after, held out:")
         for name, before, after in both:

@@ -196,16 +196,16 @@ def test_no_address_stays_on_the_command_line(monkeypatch):
     assert sys.argv == ["--alert_webhook", "(secret)", "--alert-webhook=(secret)", "x"]
 
 
-def test_an_error_is_told_before_the_end():
+def test_an_error_is_told_before_the_end(launch):
+    """Also one while the run starts: here --model_name_or_path is missing."""
     server = Server()
-    alerts = alerts_to(server.url)
-    alerts.on_step(5)
-    alerts.on_event("died", 5, f"no such file {server.url}")
-    alerts.close()  # as the run does
-    last_words(UserError(f"no such file {server.url}"))
+    words = ["--alert_webhook", server.url, "--model_name_or_path", f"no-such-folder{server.url}"]
+    with pytest.raises(UserError) as error:
+        launch("sft", *SMALL, *words)
+    last_words(error.value)
     last_words(ValueError("again"))
     (got,) = server.got
-    assert got["event"] == "died" and got["content"].endswith("no such file (secret)")
+    assert got["event"] == "died" and "(secret)" in got["content"]
 
 
 def test_a_run_tells_its_end_and_no_address(launch, monkeypatch, capsys):

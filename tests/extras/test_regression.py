@@ -164,10 +164,10 @@ def test_a_fall_is_told_once(tmp_path, capsys):
     told, state = Told(), {}
     for step, good in ((0, True), (2, False), (4, False), (6, True)):
         part = Regression(args, Accelerator(cpu=True))
-        part.restore(state)
+        part.restore(0, state)
         part.tokenizer, part.suite.run = None, lambda *_, good=good: outcome_of([good] * 8)
         assert part.run(None, step, told) == {f"eval_regression/{name}": float(good) for name in ("all", "first", "last")}
-        state = json.loads(json.dumps(part.state()))
+        state = json.loads(json.dumps(part.state(0)))
     assert told.events == [
         ("regression", 2, "all has fallen since step 0, to 0 of 8 (p = 0.0039)"),
         ("regression", 2, "first has fallen since step 0, to 0 of 6 (p = 0.016)"),

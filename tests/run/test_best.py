@@ -37,14 +37,14 @@ def test_the_best_evaluation_and_the_end_of_patience():
         best.update(step, {"eval_loss": value})
         found.append((best.step, best.stops(step)))
         again = best_by("eval_loss", patience=3, delta=0.1)
-        again.restore(json.loads(json.dumps(best.state())))
+        again.restore(0, json.loads(json.dumps(best.state(0))))
         assert vars(again) | {"_before": 0} == vars(best) | {"_before": 0}
     assert found == [(10, False), (20, False), (20, False), (20, False), (50, True)]
     assert str(best.folder("out")) == "out/checkpoint-50"
     best.withdraw(50)
     assert (best.step, best.value) == (20, 4.0)
     other = best_by("max:eval_loss")
-    other.restore(best.state())
+    other.restore(0, best.state(0))
     assert other.step is None
     with pytest.raises(UserError, match="gives eval_a, eval_b"):
         best.update(0, {"eval_b": 1, "eval_a": 2})

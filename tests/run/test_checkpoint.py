@@ -15,7 +15,6 @@ from common.args import CommonArgs
 from common.errors import UserError
 from common.files import find_damage, write_manifest
 from common.model.load import load_pretrained, load_tokenizer
-from common.run.best import Best
 from common.run.checkpoint import export, resume, save_checkpoint
 from common.run.folder import checkpoints, newest_intact
 from common.run.metrics import Metrics
@@ -51,6 +50,8 @@ def tiny():
 def save(tiny, output, step, limit=2, best=None, **state):
     args = CommonArgs(output_dir=str(output), save_total_limit=limit)
     best = best or best_by(None)
+    for name in ("args.yaml", "inputs.json"):  # as `begin` leaves them
+        (Path(output) / name).touch()
     return save_checkpoint(args, tiny.accelerator, tiny.model, tiny.optimizer, tiny.tokenizer, step, state, best)
 
 
@@ -166,7 +167,6 @@ def test_kills_at_any_file_operation(tiny, tmp_path, monkeypatch):
     """Each call that touches the disk is the last one, in turn, before or after it has done its work."""
     output = tmp_path / "out"
     output.mkdir()
-    (output / "args.yaml").write_text("seed: 0")
     ended, at, seen = False, 0, []
     while not ended:
         for folder in checkpoints(output):
@@ -182,7 +182,7 @@ def test_kills_at_any_file_operation(tiny, tmp_path, monkeypatch):
         at += 1
     assert at > 40 and {"checkpoint-6", "checkpoint-9"} == set(seen) and seen == sorted(seen)
     save(tiny, output, 12, limit=1)
-    assert sorted(path.name for path in output.iterdir()) == ["args.yaml", "checkpoint-12"]
+    assert sorted(path.name for path in output.iterdir()) == ["args.yaml", "checkpoint-12", "inputs.json"]
 
 
 # --- loading -------------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_damaged_files_are_never_trusted(finished, tmp_path):
                 continue
             metrics = Metrics(accelerator, CommonArgs(output_dir=str(output)))
             if name == "metrics.jsonl":
-                metrics.restore({"step": 2})
+                metrics.restore(2, {})
                 kept = (output / name).read_text().splitlines()
                 assert all(isinstance(json.loads(line), dict) for line in kept) and len(lines) - 2 <= len(kept) + 2
                 (output / name).write_bytes(original)
@@ -288,7 +288,7 @@ def test_samples_may_hold_any_character(tmp_path):
     metrics.append("samples.jsonl", [{"step": 1, "completion": "a\u2028b\x85c"}, {"step": 2, "completion": "d"}])
     metrics.append("samples.jsonl", [{"step": 3, "completion": "later"}])
     before = (tmp_path / "samples.jsonl").read_text().split("\n")
-    metrics.restore({"step": 2})
+    metrics.restore(2, {})
     assert (tmp_path / "samples.jsonl").read_text().split("\n") == [*before[:2], ""]
 
 
@@ -307,8 +307,9 @@ def test_tied_embeddings_are_saved_once(tmp_path):
     assert model.lm.lm_head.weight is model.lm.get_input_embeddings().weight
     optimizer = torch.optim.AdamW(model.parameters())
     accelerator, tokenizer = Accelerator(cpu=True), load_tokenizer(CommonArgs(), "data/base_model")
-    args = CommonArgs(output_dir=str(tmp_path))
-    save_checkpoint(args, accelerator, model, optimizer, tokenizer, 1, {}, Best(args))
+    args, tiny = CommonArgs(output_dir=str(tmp_path)), SimpleNamespace(accelerator=accelerator, model=model)
+    tiny.optimizer, tiny.tokenizer = optimizer, tokenizer
+    assert save(tiny, tmp_path, 1)
     assert "lm_head.weight" not in load_file(tmp_path / "checkpoint-1" / "model.safetensors")
     again = load_pretrained(args, tmp_path / "checkpoint-1")
     assert again.lm.lm_head.weight is again.lm.get_input_embeddings().weight

@@ -58,7 +58,7 @@ def test_a_run_goes_on_with_the_same_gradients(stage, where, launch, monkeypatch
     assert fitted and max(fitted) <= 4 and len(fitted) <= 3 * 2**times  # calls in three steps
     assert_same(whole[:1], losses(output)[:1], tolerance=1e-6)
     assert_same(whole, losses(output))
-    assert json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())["splits"] > 1
+    assert json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())["parts"]["retry"]["splits"] > 1
 
 
 def test_a_resumed_run_rounds_as_the_first_one_did(launch, monkeypatch):
