@@ -18,6 +18,7 @@ import warnings
 
 from common.args import CommonArgs, declared, defaults, first_definition, is_within
 from common.errors import UserError, last_words, say, show_and_exit
+from common.extras import extra
 from common.memory import is_oom
 import yaml
 
@@ -26,6 +27,14 @@ Values = dict[str, Any]  # by the names of arguments
 types_of = functools.cache(get_type_hints)
 
 PREFIX = "PLAINLOOP_"
+# What users of transformers and TRL write for a choice: what it is called here.
+SAME = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "paged_adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+}
+SAME |= {"constant_with_warmup": "constant", "True": "group", "False": "none"}  # --scale_rewards False
 OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
 
 
@@ -255,7 +264,9 @@ def _options(args_class: type[CommonArgs], name: str) -> dict[str, Any]:
     kind, several = _kind(args_class, name)
     options: dict[str, Any] = {"nargs": "+"} if several else {}
     if get_origin(kind) is Literal and type(get_args(kind)[0]) is not bool:
-        return options | {"choices": get_args(kind), "type": type(get_args(kind)[0])}
+        choices = get_args(kind)
+        same = {word: here for word, here in SAME.items() if here in choices}
+        return options | {"choices": choices, "type": lambda word: type(choices[0])(same.get(word, word))}
     if kind is bool:
         return {"nargs": "?", "const": True, "metavar": "true/false", "type": _true_or_false} | options
     if kind not in (str, int, float):
@@ -285,5 +296,7 @@ def _unknown(word: str, args_class: type[CommonArgs]) -> str:
     known = defaults(args_class)
     if name.removeprefix("no_") in known:
         return f"unknown flag {word}: write --{name.removeprefix('no_')} false"
+    if here := extra("other_names").said_here(name):
+        return f"unknown flag {word}; here: {here}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f"unknown flag {word}: " + (f"did you mean --{near[0]}?" if near else "see --help")

@@ -4,13 +4,15 @@ import dataclasses
 import importlib
 import json
 import math
+import re
 import shutil
 from types import NoneType
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
 
-from common.args import CommonArgs, arg, declared, is_within
+from common.args import CommonArgs, arg, declared, defaults, is_within
 from common.command_line import OF_THE_TESTS, parse_args
 from common.errors import UserError
+from common.extras.other_names import HERE
 import pytest
 import yaml
 
@@ -317,3 +319,29 @@ def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch):
 
 
 # --- what is in its range trains --------------------------------------------------------------------------------------
+
+
+# --- coming from other tools ------------------------------------------------------------------------------------------
+
+
+def test_other_tools_flags_are_answered():
+    ours = {name for script in SCRIPTS for name in defaults(args_of(script))}
+    page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
+    for here, names in HERE.items():
+        named = set(re.findall(r"--(\w+)", here)) - {"mixed_precision", "config_file"}
+        assert named <= ours, here
+        assert f"| {' '.join(f'`{name}`' for name in names.split())} | {here} |\n" in page
+        for name in set(names.split()) - set(defaults(args_of("train_sft"))):
+            assert refused(parse, f"--{name}", "1") == f"unknown flag --{name}; here: {here}"
+
+
+@pytest.mark.parametrize(
+    "script, flag, there, here",
+    [
+        ("train_sft", "optim", "adamw_torch_fused", "adamw"),
+        ("train_sft", "lr_scheduler_type", "constant_with_warmup", "constant"),
+        ("train_grpo", "scale_rewards", "False", "none"),
+    ],
+)
+def test_values_of_transformers_are_accepted(script, flag, there, here):
+    assert getattr(parse(f"--{flag}", there, script=script), flag) == here

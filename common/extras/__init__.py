@@ -16,6 +16,7 @@ EXTRAS: dict[str, str] = {
     "hybrids": "recurrent layers, positions that depend on the length",
     "merge": "--merge_lora",
     "muon": "--optim muon",
+    "other_names": "an unknown flag",
     "padded": "models whose attention cannot be replaced; sampling where layers keep a state",
     "quantised": "--load_in_4bit, --load_in_8bit",
     "regression": "--regression_suite",
