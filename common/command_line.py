@@ -28,12 +28,7 @@ types_of = functools.cache(get_type_hints)
 
 PREFIX = "PLAINLOOP_"
 # What users of transformers and TRL write for a choice: what it is called here.
-SAME = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "paged_adamw_8bit": "adamw_8bit",
-    "adamw_bnb_8bit": "adamw_8bit",
-}
+SAME = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw_8bit"}
 SAME |= {"constant_with_warmup": "constant", "True": "group", "False": "none"}  # --scale_rewards False
 OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
 
