@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+from pathlib import Path
 import re
 import shlex
 import shutil
@@ -84,22 +85,20 @@ def test_the_chinese_front_page_has_the_same_commands_and_links():
         assert set(re.findall(pattern, english)) == set(re.findall(pattern, chinese))
 
 
-def edited(diff: str) -> tuple[str, str]:
-    """(the script that an edit of the front page is for, its text with the edit)."""
-    name, *hunks = diff.removeprefix("--- ").split("@@ def")
-    name = name.splitlines()[0]
-    source = page(name)
-    for hunk in hunks:
-        lines = hunk.splitlines()[1:]
-        old, new = ("".join(line[1:] + "\n" for line in lines if line[:1] == sign) for sign in "-+")
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    compile(source, name, "exec")
-    return name, source
+def edited(diff: str, folder: Path) -> tuple[str, Path]:
+    """An edit of the front page, applied to a copy in the folder: (the script that it is for, the copy)."""
+    script, copy = re.findall(r"^(?:---|\+\+\+) (\S+)", diff, re.M)
+    patch = ROOT / "docs" / "edits" / f"{copy[6:-3]}.diff"
+    shown, applied = (re.findall(r"^[-+](?![-+]{2}).*", text, re.M) for text in (diff, patch.read_text()))
+    assert shown == applied  # the page leaves out what stays
+    shutil.copyfile(ROOT / script, folder / copy)
+    subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True)
+    assert (folder / copy).read_text() != page(script)
+    return script, folder / copy
 
 
-def test_each_edit_of_the_front_page_fits_its_script():
-    assert all(edited(diff) for diff in blocks(page("README.md"), "diff"))
+def test_each_edit_of_the_front_page_applies(tmp_path):
+    assert len([edited(diff, tmp_path) for diff in blocks(page("README.md"), "diff")]) == 2
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -150,7 +149,7 @@ def local(tmp_path, monkeypatch):
     rows = [{"instruction": f"Add 1 to {i}", "input": "", "output": f"It is {i + 1}."} for i in range(20)]
     (tmp_path / "alpaca.json").write_text(json.dumps(rows))
     (tmp_path / "tinyshakespeare.txt").write_text("\n\n".join(f"Speak {i}, and be still. " * 4 for i in range(90)))
-    for name in ("gpt2", "Qwen/Qwen3-0.6B-Base", "outputs/sft"):
+    for name in ("gpt2", "Qwen/Qwen3-0.6B-Base", "outputs/sft", "outputs/alpaca"):
         shutil.copytree(ROOT / "data" / "base_model", tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -205,11 +204,10 @@ def test_the_other_commands_run_as_they_stand(name, local):
 def test_each_edit_of_the_front_page_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for number, diff in enumerate(blocks(page("README.md"), "diff")):
-        name, source = edited(diff)
-        (tmp_path / f"train_mine{number}.py").write_text(source)
+        name, copy = edited(diff, tmp_path)
         stage = name.removeprefix("train_").removesuffix(".py")
         words = ["--config", demo(stage), *SMALL[stage], "--output_dir", str(tmp_path / f"out{number}")]
-        done = run_script([sys.executable, str(tmp_path / f"train_mine{number}.py"), *words])
+        done = run_script([sys.executable, str(copy), *words])
         assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -229,6 +227,14 @@ def test_the_chain_of_the_demo_runs(local):
     assert code == 1 and "outputs/pretrain" in said and "--overwrite_output_dir" in said
     assert run("sft", "--overwrite_output_dir")[:2] == (0, "outputs/pretrain")
     assert run("dpo")[:2] == run("grpo")[:2] == (0, "outputs/sft")
+
+
+def test_the_reward_functions_of_the_page_score():
+    functions: dict = {}
+    exec(next(block for block in blocks(page("docs/rollouts.md"), "python") if "def brevity" in block), functions)
+    said = [[{"role": "assistant", "content": text}] for text in ("3+4=7. Answer: 7", "1+1=3. 3-1=2. Answer: 2", "")]
+    scores = {name: functions[name](completions=said, answer=["7", "3", "0"]) for name in ("right", "steps", "brevity")}
+    assert scores == {"right": [1.0, 0.0, 0.0], "steps": [1.0, 0.5, None], "brevity": [-0.016, -0.024, 0.0]}
 
 
 def test_the_five_lines_of_transformers_answer(local, capsys):
