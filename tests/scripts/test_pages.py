@@ -234,7 +234,7 @@ def test_the_reward_functions_of_the_page_score():
     exec(next(block for block in blocks(page("docs/rollouts.md"), "python") if "def brevity" in block), functions)
     said = [[{"role": "assistant", "content": text}] for text in ("3+4=7. Answer: 7", "1+1=3. 3-1=2. Answer: 2", "")]
     scores = {name: functions[name](completions=said, answer=["7", "3", "0"]) for name in ("right", "steps", "brevity")}
-    assert scores == {"right": [1.0, 0.0, 0.0], "steps": [1.0, 0.5, None], "brevity": [-0.016, -0.024, 0.0]}
+    assert scores == {"right": [1.0, 0.0, 0.0], "steps": [1.0, 0.5, None], "brevity": [-0.016, -0.023, 0.0]}
 
 
 def test_the_five_lines_of_transformers_answer(local, capsys):
