@@ -99,10 +99,8 @@ class Experts:
         self.own_tokens, self.tokens = window.own_tokens, None
         self.counts = self.probabilities = self.load = None
         self.counted = None  # (L, E), over the micro-batches after the first
-        self.first = None
         if not self.aux_coef or len(window) == 1:
             return
-        self.first = next(iter(window))["lengths"]
         self.counting = True
         devices = [self.device] if self.device.type == "cuda" else []
         try:
@@ -131,8 +129,6 @@ class Experts:
             return weights.new_zeros(())
         self.calls += 1
         if not self.agreed:
-            if self.first is not None and self.first != batch["lengths"]:
-                raise ValueError("the load-balancing loss: the first micro-batch of a window comes first")
             self._exchange(counts if self.counted is None else counts + self.counted)
         probabilities = torch.stack([(weights[:, None] * x.float().softmax(-1)).sum(0) for x in logits])  # (L, E)
         self.counts = counts if self.counts is None else self.counts + counts

@@ -57,9 +57,6 @@ def _is_swiglu(module: nn.Module) -> bool:
     Its weights, which may be small or zero, do not influence the answer.
     """
     parts = dict(module._modules)
-    weight = next(module.parameters())
-    if weight.is_meta:
-        return False
     x = torch.cat([torch.linspace(-size, size, 64) for size in (1e-3, 1.0, 30.0, 1e3)])[None]
     try:
         module._modules.update(gate_proj=nn.Identity(), up_proj=_Reversed(), down_proj=nn.Identity())
@@ -76,8 +73,6 @@ def _is_swiglu(module: nn.Module) -> bool:
 def _replace(module: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor], width: int) -> None:
     """Make the module compute inputs (..., width) by `forward`, unless the results differ on small or large values."""
     weight = next(module.parameters())
-    if weight.is_meta:
-        return
     dtype = weight.dtype if weight.is_floating_point() else torch.float32  # quantised weights
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
     inputs = [x * size for size in (1e-3, 1.0, 1e3)]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from common.collators import Batch
 from common.memory import to_device
-from common.model.attention import MIN_RELATIVE_LENGTH, FlatRow, Gather, first_occurrences
+from common.model.attention import FlatRow, Gather, first_occurrences, last_tokens, similar
 from common.model.flat_model import KEEPS_STATE, OWN_CACHE, names_in_code
 import numpy as np
 import torch
@@ -142,10 +142,9 @@ def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
         lengths, device = row.lengths, row.buckets[0].keys.device
         ends, batches, filled = lengths.cumsum(), [], 0
         inverse = np.empty(ends[-1], np.int64)
-        for group in _similar(lengths, 0.0 if together else MIN_RELATIVE_LENGTH):
-            column = np.arange(lengths[group].max())
-            index = np.minimum((ends - lengths)[group, None] + column, ends[group, None] - 1)
-            real = column < lengths[group, None]
+        for group in [np.arange(len(lengths))] if together else similar(lengths, lengths):
+            index = last_tokens(lengths[group], ends[group])
+            real = np.arange(index.shape[1]) < lengths[group, None]
             inverse[index[real]] = filled + np.flatnonzero(real)
             filled += index.size
             batches.append(to_device(index if row.token_map is None else row.token_map[index], device))
@@ -153,17 +152,6 @@ def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
             inverse = inverse[first_occurrences(row.token_map)]
         row.places[together] = batches, to_device(inverse, device)
     return row.places[together]
-
-
-def _similar(lengths: np.ndarray, least: float) -> list[list[int]]:
-    """Groups of sequences, longest first; the shortest in a group has at least `least` of the longest one's length."""
-    groups: list[list[int]] = []
-    for s in np.argsort(-lengths, kind="stable").tolist():
-        if groups and lengths[s] >= least * lengths[groups[-1][0]]:
-            groups[-1].append(s)
-        else:
-            groups.append([s])
-    return groups
 
 
 # --- rotary positions -----------------------------------------------------------------------------------------------

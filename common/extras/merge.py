@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
 from common.model.load import grow_embedding, hub_errors, make_savable
-from common.model.lora import adapter_config, check_mergeable, import_peft, is_adapter
+from common.model.lora import adapter_config, check_mergeable, import_peft
 from common.model.save import EXTRA
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ def merged_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     adapter = str(adapter)
-    if not is_adapter(adapter):
-        missing = "" if Path(adapter).exists() else ", there is no such folder"
-        raise UserError(f"{adapter} holds no adapter (adapter_config.json){missing}")
     config, peft = adapter_config(adapter, base=base), import_peft(f"the adapter {adapter}")
     name, revision = (base, None) if base else (config.base_model_name_or_path, config.revision)
     with hub_errors("model", name):

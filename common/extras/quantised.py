@@ -14,6 +14,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError
+from common.model.attention import compute_dtype
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
@@ -87,9 +88,8 @@ def _quantised_layers(lm: nn.Module) -> dict[str, nn.Module]:
 
 
 def _forward(self: nn.Module, x: Tensor) -> Tensor:
-    kind = x.device.type
-    x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-    if hasattr(self.weight, "quant_state") and kind == "cuda":  # its kernels read 4 bits directly if there are few tokens
+    x = x.to(compute_dtype(x))
+    if hasattr(self.weight, "quant_state") and x.device.type == "cuda":  # its kernels read 4 bits if there are few tokens
         import bitsandbytes
 
         out = bitsandbytes.matmul_4bit(x, self.weight, quant_state=self.weight.quant_state)

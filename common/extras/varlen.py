@@ -8,13 +8,10 @@ from common.model.attention import HALF, capability, compute_dtype
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before PyTorch 2.10
-    varlen_attn = None
 # 2.12 and later need a flag where there are fewer key heads than query heads.
-TAKES_ENABLE_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass
@@ -46,10 +43,8 @@ class Ragged:
         return varlen_attn(q, k, v, self.own, self.full, *self.longest, scale=scaling, window_size=window, **options)
 
 
-def plan(own: np.ndarray, lengths: np.ndarray, token_map: np.ndarray | None, device: torch.device) -> Ragged | None:
-    """own, lengths (S,): tokens of each sequence that are its own, and all. None without the kernel."""
-    if varlen_attn is None:
-        return None
+def plan(own: np.ndarray, lengths: np.ndarray, token_map: np.ndarray | None, device: torch.device) -> Ragged:
+    """own, lengths (S,): tokens of each sequence that are its own, and all."""
     borders = (to_device(np.cumsum([0, *counts]).astype(np.int32), device) for counts in (own, lengths))
     longest = int(own.max()), int(lengths.max())
     return Ragged(*borders, longest, None if token_map is None else to_device(token_map, device))

@@ -111,12 +111,12 @@ def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.nd
 
     buckets, filled = [], 0
     inverse = np.empty(ends[-1], np.int64)  # for all F tokens first
-    for group in _similar(lengths, num_queries):
-        queries = _last(num_queries[group], ends[group])
+    for group in similar(lengths, num_queries):
+        queries = last_tokens(num_queries[group], ends[group])
         real = np.arange(queries.shape[1]) < num_queries[group, None]
         inverse[queries[real]] = filled + np.flatnonzero(real)
         filled += queries.size
-        keys, before = tokens(_last(lengths[group], ends[group])), lengths[group] - num_queries[group]
+        keys, before = tokens(last_tokens(lengths[group], ends[group])), lengths[group] - num_queries[group]
         buckets.append(Bucket(keys, tokens(queries), to_device(before, device)) if before.any() else Bucket(keys, keys))
     inverse = inverse if first is None else inverse[first]
 
@@ -127,7 +127,7 @@ def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.nd
     return FlatRow(buckets, order, token_map is not None, is_bucket, ragged, lengths, token_map)
 
 
-def _similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
+def similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
     """Groups of sequences of similar length, longest first; those with a shared prefix apart from the others.
 
     A sequence without queries (all its tokens belong to others as well) is in no group.
@@ -149,7 +149,7 @@ def _fits(s: int, group: list[int], lengths: np.ndarray, num_queries: np.ndarray
     return similar and together.mean() >= MIN_REAL_QUERIES * together.max()
 
 
-def _last(counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def last_tokens(counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Indices of the last `counts` tokens before `ends`, (b, max count), padded with the last one."""
     return np.minimum((ends - counts)[:, None] + np.arange(counts.max()), ends[:, None] - 1)
 

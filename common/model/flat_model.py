@@ -118,14 +118,11 @@ class FlatModel(nn.Module):
 
         In a filler (flat_batch) logps, entropy, correct, nll and mapped are 0. A backward pass through a value without
         gradient is an error. Raises ValueError for nll_weights of another length, or that (or a temperature that) require a
-        gradient; UserError for router_logits of a model without experts, for a name that is not in
-        `self.extra`, and for a sequence longer than the model's positions.
+        gradient; UserError for router_logits of a model without experts, and for a sequence longer than the model's
+        positions.
         """
         if nll_weights is not None and entropy_grad:
             raise ValueError("with nll_weights the entropy has no gradient: use -(weights * out.logps).sum() instead")
-        for name in extra:
-            if name not in self.extra:
-                raise UserError(f"the model has no extra module {name!r}; it has: {', '.join(self.extra) or 'none'}")
         if getattr(temperature, "requires_grad", False):
             raise ValueError("the temperature gets no gradient here: divide the logits by it in map_logits")
         if nll_weights is not None and nll_weights.requires_grad:

@@ -10,6 +10,7 @@ Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows o
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from common.model.attention import compute_dtype
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -38,12 +39,6 @@ def chunk_rows(device: torch.device, V: int) -> int:
 
 def of_device(table: dict[str, int], device: torch.device) -> int:
     return table.get(device.type, table["cpu"])
-
-
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of matrix products: autocast's under autocast, else the weight's."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 # --- a chunk --------------------------------------------------------------------------------------------------------

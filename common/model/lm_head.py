@@ -16,13 +16,8 @@ Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows o
 
 from collections.abc import Callable
 
-from common.model.fused_head import (
-    LogitTransform,
-    LogProbs,
-    WeightedNLL,
-    chunk_rows,
-    compute_dtype,
-)
+from common.model.attention import compute_dtype
+from common.model.fused_head import LogitTransform, LogProbs, WeightedNLL, chunk_rows
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

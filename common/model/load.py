@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 import contextlib
-import copy
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -279,22 +278,15 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
 
 
 def make_savable(lm: "PreTrainedModel") -> None:
-    """Change generation settings that transformers would refuse to save at the first checkpoint: settings of sampling turn
-    sampling on; if that does not help, only the tokens stay."""
-    asked = lm.generation_config
-    tokens = {name: value for name, value in vars(asked).items() if name.endswith("token_id")}
-    sampling = copy.copy(asked)
-    sampling.do_sample = True
-    for config in (asked, sampling):
-        try:
-            config.validate(strict=True)
-        except ValueError as error:
-            reason = " ".join(str(error).split())[:200]
-        else:
-            lm.generation_config = config
-            return
-    lm.generation_config = type(asked)(**tokens)
-    say(f"generation_config.json: only its tokens are kept, because transformers would not save it: {reason}")
+    """Keep only the tokens of generation settings that transformers would refuse to save at the first checkpoint."""
+    config = lm.generation_config
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        tokens = {name: value for name, value in vars(config).items() if name.endswith("token_id")}
+        lm.generation_config = type(config)(**tokens)
+        reason = " ".join(str(error).split())[:200]
+        say(f"generation_config.json: only its tokens are kept, because transformers would not save it: {reason}")
 
 
 def _file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":

@@ -84,10 +84,7 @@ def _scores(args: CommonArgs, reference: Reference, examples: Examples) -> np.nd
     path = Path(args.dataset_cache_dir, f"ref_logps-{fingerprint(reference, examples, accelerator.mixed_precision)}.npz")
     known = None
     if accelerator.is_main_process and path.exists():
-        try:
-            known = np.load(path)["scores"]
-        except Exception as error:  # a damaged file fails in many ways
-            say(f"{path} is damaged ({error}): the scores are computed again")
+        known = np.load(path)["scores"]
     (scores,) = broadcast_object_list([known])  # another node may have another disk
     if scores is not None:
         say(f"reference: the scores of {len(examples):,} pairs are in {path}")

@@ -37,11 +37,11 @@ def final_dtype(args: CommonArgs, base: str) -> str:
     return args.dtype if args.dtype == "bfloat16" else base
 
 
-def gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """The weights by their names in the FlatModel; of a model with an adapter at least those that are trained. If processes
-    share the weights, the main one gets them, and the others {}. Called on every process."""
+def gather_weights(accelerator: Accelerator, model: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]:
+    """The weights by their names in the FlatModel; of a model with an adapter at least those that are trained, unless
+    `frozen`. If processes share the weights, the main one gets them, and the others {}. Called on every process."""
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
-    if accelerator.distributed_type == DistributedType.FSDP and hasattr(wrapper.lm, "peft_config"):
+    if accelerator.distributed_type == DistributedType.FSDP and hasattr(wrapper.lm, "peft_config") and not frozen:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -117,10 +117,7 @@ def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype
     Called on every process; the function is called on the main process. The model stays bitwise unchanged.
     """
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
-    if accelerator.distributed_type in SHARDED:
-        weights = accelerator.get_state_dict(model) or {}
-    else:
-        weights = wrapper.state_dict()
+    weights = gather_weights(accelerator, model, frozen=True)
 
     def write(folder: Path) -> None:
         lm, part = wrapper.lm, _part(wrapper, weights, "lm.")

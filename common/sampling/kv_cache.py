@@ -9,11 +9,10 @@ g = H / Hkv, Dh.
 """
 
 from collections.abc import Sequence
-import contextlib
 from dataclasses import dataclass
 
 from common.memory import to_device
-from common.model.attention import flat_attention, plan_flat_row
+from common.model.attention import compute_dtype, flat_attention, plan_flat_row
 import numpy as np
 import torch
 from torch import Tensor
@@ -238,16 +237,13 @@ def cached_attention(
     """
     if kv_cache is None:
         raise RuntimeError("cached attention needs kv_cache")
-    no_autocast = contextlib.nullcontext()
-    if torch.is_autocast_enabled(query.device.type):  # SDPA does this by itself
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        no_autocast = torch.autocast(query.device.type, enabled=False)
+    dtype = compute_dtype(query)  # as SDPA does by itself
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if kv_cache.t < 0:
         kv_cache.read_prompts(key[0], value[0])
         kwargs |= {"flat_row": kv_cache.flat_row, "softcap": softcap, "s_aux": s_aux}
         return flat_attention(module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **kwargs)
-    with no_autocast:
+    with torch.autocast(query.device.type, enabled=False):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         return kv_cache.attend(q, k, v, scaling, sliding_window, softcap, s_aux)[None], None

@@ -57,9 +57,9 @@ def test_the_sum_is_made_exactly_and_rounded_once_to_the_dtype_of_the_base(adapt
 
 def test_what_cannot_be_merged_is_said_in_a_line_and_leaves_nothing(adapter, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(UserError, match="nowhere holds no adapter .*, there is no such folder"):
+    with pytest.raises(UserError, match="cannot load the adapter .*nowhere"):
         merge_adapter(str(tmp_path / "nowhere"), str(out))
-    with pytest.raises(UserError, match="base holds no adapter"):
+    with pytest.raises(UserError, match="cannot load the adapter .*base"):
         merge_adapter(str(tmp_path / "base"), str(out))
     with pytest.raises(UserError, match="is there already"):
         merge_adapter(str(adapter), str(tmp_path / "base"))
