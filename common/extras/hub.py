@@ -9,7 +9,6 @@ import json
 import os
 from pathlib import Path
 import re
-import tempfile
 from typing import Any, get_args
 
 from common.args import CommonArgs, defaults
@@ -23,6 +22,7 @@ METRICS = re.compile(
     r"eval_(loss|nll_loss|perplexity|times_below_unigram|mean_token_accuracy|entropy|reward|exact_number|regression/all"
     r"|rewards(/(chosen|rejected|margins|accuracies|confidences))?|logps/(chosen|rejected))(_t[\d.]+)?"
 )
+ADAPTER = "adapter_config.json"
 TIMEOUT = 300  # seconds without an answer from the Hub
 SEAL = "<!-- written by Plainloop; a card that was edited stays as it is: {} -->\n"
 TEXT = """# A language model{after}
@@ -98,7 +98,7 @@ def write_card(args: CommonArgs, script: str, best_step: int | None, summary: di
 
 def merged_card(adapter: str, folder: Path, base: str | None, dtype: str) -> None:
     """Write the card of a model that an adapter was merged into; base: as the user named it."""
-    config = read_json(Path(adapter, "adapter_config.json"))
+    config = read_json(Path(adapter, ADAPTER))
     how = f" by a LoRA adapter (rank {config.get('r')}, alpha {config.get('lora_alpha')}), merged into it in {dtype}"
     head = {"base_model": base or config.get("base_model_name_or_path"), "tags": ["plainloop", "lora"]}
     save_card(folder, head, ", with its adapter merged", how, "\nHow it was trained: see its adapter.\n")
@@ -111,7 +111,7 @@ def save_card(folder: Path, head: dict[str, Any], after: str, how: str, training
     if (folder / CARD).exists() and not is_sealed(folder / CARD):
         say(f"{folder / CARD} is not of a run, or was edited: it stays as it is, and no model card is written")
         return
-    adapter, scores = (folder / "adapter_config.json").exists(), (folder / CLASSIFIER).is_dir()
+    adapter, scores = (folder / ADAPTER).exists(), (folder / CLASSIFIER).is_dir()
     base = head["base_model"] if is_on_hub(str(head["base_model"]), "model") else None
     head |= {"base_model": base, "base_model_relation": ("adapter" if adapter else "finetune") if base else None}
     library = "peft" if adapter else "transformers"
@@ -204,20 +204,32 @@ def push(folder: Path, repo: str) -> str:
     from_pretrained might prefer them. Raises UserError with the reason and the command that repeats it."""
     from huggingface_hub import HfApi, get_session
 
-    with tempfile.TemporaryDirectory() as staged:
-        if not stage(folder, Path(staged)):
-            raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
-        try:
-            get_session().timeout = TIMEOUT  # otherwise a hanging request never ends
-            api, message = HfApi(), folder.resolve().name
-            api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=staged, delete_patterns=[*WEIGHTS], commit_message=message)
-        except (Exception, KeyboardInterrupt) as error:  # the network, the Hub or the disk
-            cause = error.__cause__ or error  # "Error while uploading" alone explains nothing
-            reason = re.sub(r"(https?://[^\s'?]+)\?[^\s']+", r"\1", quoted(cause, 250, str))  # a signed query is a secret
-            again = f"python -m tools.push {folder} --hub_model_id {repo}"
-            raise UserError(f"the upload to {repo} failed ({type(cause).__name__}: {reason}): {again}") from None
+    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
+    what = {"folder_path": folder, "allow_patterns": sent(folder), "ignore_patterns": ["checkpoint-*", ADAPTER]}
+    try:
+        get_session().timeout = TIMEOUT  # otherwise a hanging request never ends
+        api, message = HfApi(), folder.resolve().name
+        api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, **what, delete_patterns=[*WEIGHTS], commit_message=message)
+        if adapter := read_json(folder / ADAPTER):
+            base = Path(str(adapter.get("base_model_name_or_path")))
+            if base.exists() or len(base.parts) != 2:  # a folder of this machine: its path is nobody's business
+                adapter["base_model_name_or_path"] = base.name
+            text = json.dumps(adapter, indent=2).encode()
+            api.upload_file(path_or_fileobj=text, path_in_repo=ADAPTER, repo_id=repo, commit_message=message)
+    except (Exception, KeyboardInterrupt) as error:  # the network, the Hub or the disk
+        cause = error.__cause__ or error  # "Error while uploading" alone explains nothing
+        reason = re.sub(r"(https?://[^\s'?]+)\?[^\s']+", r"\1", quoted(cause, 250, str))  # a signed query is a secret
+        again = f"python -m tools.push {folder} --hub_model_id {repo}"
+        raise UserError(f"the upload to {repo} failed ({type(cause).__name__}: {reason}): {again}") from None
     return f"https://huggingface.co/{repo}"
+
+
+def sent(folder: Path) -> list[str]:
+    """The files of a folder that are sent, as patterns: the model with its code, a classifier, the card."""
+    code = re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', json.dumps(read_json(folder / "config.json").get("auto_map", {})))
+    return [*WEIGHTS, *MODEL, CARD, f"{CLASSIFIER}/*", *(f"{name}.py" for name in code)]
 
 
 def push_at_end(args: CommonArgs) -> None:
@@ -227,30 +239,3 @@ def push_at_end(args: CommonArgs) -> None:
         say(f"it is at {push(Path(args.output_dir), args.hub_model_id)}")
     except UserError as error:
         say(str(error))
-
-
-def stage(folder: Path, staged: Path) -> bool:
-    """Put the files of a folder's model and its card into `staged`, without the paths of this machine. Returns whether there
-    are weights."""
-    code = re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', json.dumps(read_json(folder / "config.json").get("auto_map", {})))
-    patterns = [*WEIGHTS, *MODEL, CARD, *(f"{name}.py" for name in code)]
-    patterns += [f"{CLASSIFIER}/{pattern}" for pattern in (*WEIGHTS, *MODEL)]
-    for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
-        copy = staged / path.relative_to(folder)
-        copy.parent.mkdir(exist_ok=True)
-        if path.name.endswith("config.json"):
-            copy.write_text(json.dumps(json.loads(path.read_text(), object_hook=_without_paths), indent=2), encoding="utf-8")
-        else:
-            copy.symlink_to(path.resolve())
-    return any(True for pattern in WEIGHTS for _ in staged.glob(pattern))
-
-
-def _without_paths(table: dict[str, Any]) -> dict[str, Any]:
-    """Local paths cut to their last part: absolute ones, and names of models that are no names of the Hub."""
-    for key, value in table.items():
-        if isinstance(value, str) and key not in ("content", "chat_template"):
-            is_name = key.endswith(("name_or_path", "_file"))
-            is_local = is_name and (value.count("/") != 1 or Path(value).exists())
-            if is_local or re.match(r"(/|~|\.).*/", value):
-                table[key] = Path(value).name
-    return table

@@ -18,6 +18,7 @@ import os
 from pathlib import Path
 import re
 import shutil
+import ssl
 import time
 from typing import Any
 import urllib.error
@@ -36,8 +37,7 @@ import torch
 from torch import nn
 
 PAUSES = (0.0, 1.0, 4.0)  # seconds before each try of a request
-ASK_SECONDS, LOAD_SECONDS = 60.0, 1800.0  # for a short answer; for loading weights, and for a probe
-PATIENCE, PATIENCE_PER_TOKEN = 600.0, 0.2  # seconds for a completion, and for each token that it may have
+ASK_SECONDS, PATIENCE, PER_TOKEN = 60.0, 1800.0, 0.2  # for a short answer; to load or to sample; more for each token
 AT_ONCE = 64  # requests of a process in flight, per server
 PROBE_PROMPT, PROBE_TOKENS = 18, 16  # the prompt is longer than a block of the prefix cache, and so reveals a stale one
 # How far log-probabilities may be off, in nats on average: of a probe, and of a rollout. First where both sides are in
@@ -84,9 +84,12 @@ def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS, tri
             if error.code < 500 and "not JSON compliant" not in said:  # that is how it says NaN
                 raise UserError(f"--rollout_server {url}: {problem}") from None
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-            problem = " ".join(str(error).split()) or type(error).__name__
-            if isinstance(getattr(error, "reason", error), TimeoutError):
-                raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
+            reason = getattr(error, "reason", error)
+            problem = " ".join(str(reason).split()) or type(reason).__name__
+            if isinstance(reason, TimeoutError):
+                problem = f"no answer to {path.split('?')[0]} in {seconds:.0f} s"
+            if isinstance(reason, TimeoutError | ssl.SSLError):
+                break  # which another try would not change
     raise ServerFault(problem)
 
 
@@ -209,9 +212,9 @@ class RolloutServers:
     def _load(self, url: str, path: Path, prompt: list[int]) -> Sampled | str:
         try:
             self._check(url)  # it may have been restarted with other settings
-            ask(url, "/pause?mode=wait", {}, LOAD_SECONDS)
+            ask(url, "/pause?mode=wait", {}, PATIENCE)
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-            ask(url, "/collective_rpc", call, LOAD_SECONDS, tries=1)  # an engine that fails here dies at its next request
+            ask(url, "/collective_rpc", call, PATIENCE, tries=1)  # an engine that fails here dies at its next request
             ask(url, "/reset_prefix_cache", {})
             ask(url, "/update_weight_version", {"new_version": self.version})
             ask(url, "/resume", {})
@@ -313,7 +316,7 @@ class RolloutServers:
     ) -> Sampled:
         """Sample a completion, with the server's log-probabilities."""
         body = PLAIN | {"prompt": prompt, "max_tokens": limit, "seed": seed, "stop_token_ids": list(stops), **how}
-        answer = ask(url, "/v1/completions", body, PATIENCE + PATIENCE_PER_TOKEN * limit)
+        answer = ask(url, "/v1/completions", body, PATIENCE + PER_TOKEN * limit)
         try:
             [choice] = answer["choices"]
             ids, logps, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]

@@ -2,20 +2,20 @@
 
 import json
 import os
+from pathlib import Path
 import shutil
 import sys
-import time
 
 from common.command_line import parse_args
 from common.errors import UserError
-from common.extras.hub import check_repo, is_sealed, merged_card, public_settings, seal, stage, write_card
+from common.extras.hub import check_repo, is_sealed, merged_card, public_settings, write_card
 import huggingface_hub
+from huggingface_hub.utils import filter_repo_objects
 import pytest
 import transformers
 import yaml
 
 from tests.conftest import ROOT, demo, run_script
-from tests.extras.hub_stand_in import Hub
 from tools import push
 import train_grpo
 import train_sft
@@ -27,23 +27,36 @@ NAME = "someone/model"
 SECRET = "the quick brown secret"  # in the rows of the test
 
 
+class Hub:
+    """What stands in for huggingface_hub.HfApi: repos are {name: {file: its content}}."""
+
+    def __init__(self):
+        self.repos, self.fails = {}, None
+
+    def create_repo(self, repo_id, exist_ok):
+        if self.fails:
+            raise self.fails
+        self.repos.setdefault(repo_id, {})
+
+    def upload_folder(self, *, repo_id, folder_path, allow_patterns, ignore_patterns, delete_patterns, commit_message):
+        files, repo = [path for path in Path(folder_path).rglob("*") if path.is_file()], self.repos[repo_id]
+        for name in list(filter_repo_objects(repo, allow_patterns=delete_patterns)):
+            del repo[name]
+        names = [str(path.relative_to(folder_path)) for path in files]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            repo[name] = Path(folder_path, name).read_bytes()
+
+    def upload_file(self, *, path_or_fileobj, path_in_repo, repo_id, commit_message):
+        self.repos[repo_id][path_in_repo] = path_or_fileobj
+
+
 @pytest.fixture
 def hub(monkeypatch):
-    """The stand-in, as the Hub of this process."""
     made = Hub()
-    for name, value in {"ENDPOINT": made.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
-        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: made)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_testtesttesttest")
-    original = huggingface_hub.HfApi.__init__
-    monkeypatch.setattr(
-        huggingface_hub.HfApi,
-        "__init__",
-        lambda self, *given, **named: original(self, *given, **{"endpoint": made.url} | named),
-    )
-    huggingface_hub.close_session()  # it knows that the Hub is off
-    yield made
-    made.close()
-    huggingface_hub.close_session()
+    return made
 
 
 @pytest.fixture
@@ -82,7 +95,7 @@ def test_a_run_leaves_a_card(launch):
     assert "max_steps: 2\n" in card and f"transformers {transformers.__version__}" in card and str(output) not in card
 
 
-def test_nothing_of_this_machine_is_sent(launch, tmp_path):
+def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
     """Paths, names of local files, models, functions and groups, texts of flags and data."""
     private = tmp_path / "acme_clients"
     private.mkdir()
@@ -94,15 +107,14 @@ def test_nothing_of_this_machine_is_sent(launch, tmp_path):
     words = [*SMALL[:-1], str(base), "--dataset_name", str(private / "meetings.jsonl"), "data/sft/train.jsonl"]
     words += ["--eval_fraction", "0.2", "--run_name", "annette-3, hf_abcdefghijkl and /srv/keys"]
     words += ["--eval_prompts", "data/prompts/chat_test.jsonl", "--eval_reward_funcs", f"{private}/judge.py:acme_judge"]
-    output = launch("sft", *words, "--use_peft")
-    (tmp_path / "staged").mkdir()
-    assert stage(output, tmp_path / "staged")
-    sent = {path.name: path.read_bytes() for path in (tmp_path / "staged").rglob("*")}
+    words += ["--use_peft", "--save_steps", "1", "--push_to_hub", "--hub_model_id", NAME]
+    launch("sft", *words)
+    sent = hub.repos[NAME]
     everything = b"".join(content for name, content in sent.items() if name != "tokenizer.json")
     for word in ("acme_c", "meetings", "annette", "judge", "hf_abc", "/srv", SECRET, str(tmp_path), os.getcwd(), "/tmp/"):
         assert word.encode() not in everything, word
-    assert not {name for name in sent if name.startswith(("optimizer", "metrics", "samples", "args", "inputs", "dataset"))}
-    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= sent.keys()
+    known = {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
+    assert sent.keys() == known | {"chat_template.jinja", "generation_config.json"}
     assert json.loads(sent["adapter_config.json"])["base_model_name_or_path"] == "acme_base"
 
 
@@ -152,7 +164,7 @@ def test_a_card_of_the_users_is_left_alone(tmp_path, capsys):
     assert card_of(tmp_path, *words, "--seed", "1") != first, "a run's own is replaced"
     edited = first.replace("## Results", "## What came of it")
     (tmp_path / "README.md").write_text(edited)
-    assert card_of(tmp_path, *words) == edited and not is_sealed(tmp_path / "nothing") and seal("a") != seal("b")
+    assert card_of(tmp_path, *words) == edited
 
 
 def test_the_card_of_a_merged_adapter(cache, tmp_path):
@@ -182,36 +194,22 @@ def test_the_code_of_a_card_uses_the_model(words, launch, tmp_path):
 # --- the Hub --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_sends_its_model_and_card_only(hub, launch, tmp_path, capsys):
+def test_trouble_costs_a_line_that_repeats_it(hub, launch, capsys):
+    """The address that a failed upload was signed for is not told. Others' files stay there, other weights do not."""
+    hub.fails = RuntimeError("Error while uploading")
+    hub.fails.__cause__ = OSError("403 for url 'https://s3.example/model?X-Signature=abc&Key=def'\nfull")
     output = launch("sft", *DEMO, "--push_to_hub", "--hub_model_id", NAME)
-    sent = hub.repos[NAME]
-    (tmp_path / "staged").mkdir()
-    assert len(hub.commits) == 1 and stage(output, tmp_path / "staged")
-    assert sent == {path.name: path.read_bytes() for path in (tmp_path / "staged").iterdir()}
-    assert sent["model.safetensors"] == (output / "model.safetensors").read_bytes()
-    assert sent["README.md"] == (output / "README.md").read_bytes()
-    assert f"https://huggingface.co/{NAME}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("trouble", ["refuses", pytest.param("hangs", marks=pytest.mark.slow)])
-def test_trouble_costs_a_line_that_repeats_it(trouble, hub, launch, capsys, monkeypatch):
-    hub.fail = 403
-    if trouble == "hangs":
-        hub.slow = 2.0
-        monkeypatch.setattr("common.extras.hub.TIMEOUT", 0.3)
-    output = launch("sft", *DEMO, "--push_to_hub", "--hub_model_id", NAME)
-    said = capsys.readouterr().out
-    line = next(line for line in said.splitlines() if "failed" in line)
-    assert line.endswith(f"python -m tools.push {output} --hub_model_id {NAME}") and "hf_test" not in said
+    line = next(line for line in capsys.readouterr().out.splitlines() if "failed" in line)
+    assert line.endswith(f"python -m tools.push {output} --hub_model_id {NAME}") and "abc" not in line
     assert (output / "summary.json").exists()
     words = line.split("tools.push ")[1].split()
     with pytest.raises(UserError, match=NAME):
         push.main(words)
-    hub.fail, hub.slow = 0, 0.0
+    hub.fails = None
     hub.repos[NAME] = {"model-00001-of-00002.safetensors": b"of another form", "notes.md": b"mine"}
-    hub.private[NAME] = False
     push.main(words)
-    assert {"model.safetensors", "README.md", "notes.md"} <= hub.repos[NAME].keys(), "others' files stay"
+    assert hub.repos[NAME]["model.safetensors"] == (output / "model.safetensors").read_bytes()
+    assert {"README.md", "notes.md"} <= hub.repos[NAME].keys()
     assert "model-00001-of-00002.safetensors" not in hub.repos[NAME], "from_pretrained might prefer it"
 
 
@@ -225,7 +223,7 @@ def test_what_cannot_be_sent_stops_before_training(hub, launch, tmp_path, monkey
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
         launch("sft", *words, "--hub_model_id", NAME)
-    assert not hub.calls and not (tmp_path / "out").exists()
+    assert not hub.repos and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["ö/模型", "a/b--c", "a/b.git", "a/b.", "a/b/c", "a", f"a/{'b' * 99}", "", None])
@@ -235,64 +233,33 @@ def test_names_that_the_hub_refuses(name, hub):
     check_repo("some-one/a_model.v1")
 
 
-def test_a_signed_address_is_not_told(hub, monkeypatch):
-    error = RuntimeError("Error while uploading")
-    error.__cause__ = OSError("403 for url 'https://s3.example/model?X-Signature=abc&Key=def'\nfull")
-
-    def fail(*given, **named):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", fail)
-    with pytest.raises(UserError) as told:
-        push.main(["data/base_model", "--hub_model_id", NAME])
-    assert "abc" not in str(told.value)
-
-
 def test_a_folder_without_a_model_is_refused(hub, tmp_path):
     (tmp_path / "notes.txt").write_text("a")
     for folder in (tmp_path, tmp_path / "gone"):
         with pytest.raises(UserError, match=str(folder)):
             push.main([str(folder), "--hub_model_id", NAME])
-    assert not hub.calls
+    assert not hub.repos
 
 
-def test_code_goes_along_and_paths_do_not(tmp_path):
+def test_code_goes_along_and_the_script_does_not(hub, tmp_path):
     base = shutil.copytree(ROOT / "data" / "base_model", tmp_path / "base")
-    for name in ("modeling_mine.py", "train_sft.py"):
-        (base / name).write_text("")
     (base / "classifier").mkdir()
-    (base / "classifier" / "model.safetensors").write_text("")
-    config = json.loads((base / "config.json").read_text())
-    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}, "_name_or_path": str(base)}
+    for name in ("modeling_mine.py", "train_sft.py", "classifier/model.safetensors"):
+        (base / name).write_text("")
+    config = json.loads((base / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
     (base / "config.json").write_text(json.dumps(config))
-    for number, (name, sent) in enumerate(
-        [("data/base_model", "base_model"), ("gone/acme/base", "base"), ("Qwen/Q", "Qwen/Q")]
-    ):
+    for name, sent in [("data/base_model", "base_model"), ("gone/acme/base", "base"), ("Qwen/Q", "Qwen/Q")]:
         (base / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name, "r": 8}))
-        staged = tmp_path / str(number)
-        staged.mkdir()
-        assert stage(base, staged) and (staged / "modeling_mine.py").exists() and not (staged / "train_sft.py").exists()
-        assert (staged / "classifier" / "model.safetensors").exists()
-        assert json.loads((staged / "config.json").read_text()) == config | {"_name_or_path": "base"}
-        assert json.loads((staged / "adapter_config.json").read_text()) == {"base_model_name_or_path": sent, "r": 8}
+        push.main([str(base), "--hub_model_id", NAME])
+        assert {"modeling_mine.py", "classifier/model.safetensors", "model.safetensors"} <= hub.repos[NAME].keys()
+        assert "train_sft.py" not in hub.repos[NAME]
+        assert json.loads(hub.repos[NAME]["adapter_config.json"]) == {"base_model_name_or_path": sent, "r": 8}
 
 
 @pytest.mark.slow
-def test_as_a_user_runs_it(tmp_path):
-    """The Hub by HF_ENDPOINT: two processes of which one sends; then the command that repeats it, also if nobody answers."""
-    hub = Hub()
-    env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_testtesttest"}
-    command = ["--config_file", "accelerate_configs/cpu_ddp.yaml", "train_sft.py", *SMALL, "--dataset_name", "data/sft"]
-    command += ["--output_dir", str(tmp_path / "two"), "--push_to_hub", "--hub_model_id", NAME]
-    done = run_script([sys.executable, "-m", "accelerate.commands.launch", *command], **env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(hub.commits) == 1 and done.stdout.count("sending ") == 1
-    hub.repos.clear()
-    again = [sys.executable, "-m", "tools.push", str(tmp_path / "two"), "--hub_model_id", NAME]
-    done = run_script(again, **env)
-    assert done.returncode == 0 and "model.safetensors" in hub.repos[NAME], done.stderr
-    start = time.time()
-    done = run_script(again, **env | {"HF_ENDPOINT": "http://127.0.0.1:9"})
+def test_a_hub_that_nobody_answers_for(tmp_path):
+    environ = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_testtesttest"}
+    done = run_script(
+        [sys.executable, "-m", "tools.push", "data/base_model", "--hub_model_id", NAME], timeout=120, **environ
+    )
     assert done.returncode == 1 and "failed" in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert time.time() - start < 120
-    hub.close()

@@ -1,9 +1,9 @@
 """A server that speaks vLLM's protocol (0.32, as it was recorded) over the project's own sampler, and can play its faults.
 
-Plays: "slow", "dies in a rollout", "dies in a reload", "hangs", "500", "500 twice" (for each completion), "breaks off twice",
-"aborts", "refuses a reload", "old weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed
-with the weights of before), "restarts" (other weights in the middle of a rollout), "no development mode", "garbage", "unknown
-token", "half a token", "NaN", "drips" (a byte now and then).
+Plays: "slow", "dies in a rollout", "hangs", "500", "500 twice" (for each completion), "aborts", "refuses a reload", "old
+weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed with the weights of before),
+"restarts" (other weights in the middle of a rollout), "no development mode", "unknown token", "NaN", "drips" (a byte now and
+then).
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,8 @@ from common.sampling import sample
 from safetensors.torch import load_file
 import torch
 from transformers import AutoModelForCausalLM
+
+BLOCK = 16  # tokens, of the prefix cache
 
 
 class Asked:
@@ -46,12 +48,10 @@ class FakeVLLM:
         *,
         mode: str = "processed_logprobs",
         max_model_len: int = 128,
-        block: int = 16,
         dtype: str = "float32",
         generation_config: str = "vllm",
         play: str = "",
         keys: dict[int, tuple[int, ...]] | None = None,
-        port: int = 0,
         key: str = "",
         off: float = 0.0,
     ):
@@ -61,11 +61,11 @@ class FakeVLLM:
         self.model, self.keys = wrap(lm.eval()), keys or {}
         self.first = {name: value.clone() for name, value in lm.state_dict().items()}
         self.V = lm.get_input_embeddings().weight.shape[0]
-        self.mode, self.max_model_len, self.block, self.dtype, self.play = mode, max_model_len, block, dtype, play
+        self.mode, self.max_model_len, self.dtype, self.play = mode, max_model_len, dtype, play
         self.generation_config, self.key, self.off = generation_config, key, off
         self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
         self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
-        self.tries: dict[int, int] = {}  # of the seeds that it has broken off or answered 500
+        self.tries: dict[int, int] = {}  # of each seed
         self.lock, self.batches, self.is_dead = threading.Lock(), threading.Lock(), False
         self.waiting: list[Asked] = []
         fake = self
@@ -108,7 +108,7 @@ class FakeVLLM:
             def handle_error(self, *_: Any) -> None:  # a client that has gone
                 pass
 
-        self.http = Quiet(("127.0.0.1", port), Handler)
+        self.http = Quiet(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -143,9 +143,7 @@ class FakeVLLM:
         if path == "/server_info":
             model = {"model": "m", "dtype": f"torch.{self.dtype}", "max_model_len": self.max_model_len}
             model |= {"logprobs_mode": self.mode, "generation_config": self.generation_config}
-            cache = {"block_size": self.block, "enable_prefix_caching": True}
-            config = {"model_config": model, "cache_config": cache}
-            return 200, {"vllm_config": config, "vllm_env": {"VLLM_SERVER_DEV_MODE": True}}
+            return 200, {"vllm_config": {"model_config": model}}
         if path == "/is_paused":
             return 200, {"is_paused": self.paused}
         if path in ("/pause", "/resume"):
@@ -168,9 +166,6 @@ class FakeVLLM:
 
     def _reload(self, folder: Path) -> tuple[int, Any]:
         self.reloads += 1
-        if self.play == "dies in a reload":
-            self.die()
-            raise ConnectionAbortedError
         if self.play == "refuses a reload" or not folder.is_dir():
             self.play = "500"  # the engine is dead from here on
             return 500, error("Call to collective_rpc method failed: Worker failed with error 'Repo id must …'")
@@ -208,11 +203,8 @@ class FakeVLLM:
                     self.model.lm.load_state_dict(self.first)
             if self.play == "slow":
                 time.sleep(0.3)
-        if "twice" in self.play and is_of_rollout:
-            with self.lock:
-                self.tries[body["seed"]] = tried = self.tries.get(body["seed"], 0) + 1
-            if tried <= 2 and "breaks off" in self.play:
-                raise ConnectionAbortedError
+        with self.lock:
+            self.tries[body["seed"]] = tried = self.tries.get(body["seed"], 0) + is_of_rollout
         if is_of_rollout and (self.play == "500" or self.play == "500 twice" and tried <= 2):
             return 500, error("EngineCore encountered an issue. See stack trace (above) for the root cause.")
         while (self.paused or self.play == "hangs" and is_of_rollout) and not self.is_dead:
@@ -231,11 +223,10 @@ class FakeVLLM:
         if self.play == "aborts" and is_of_rollout:
             ids, logps, reason = ids[:1], logps[:1], "abort"
         if is_of_rollout:
-            ids = {"unknown token": [self.V, *ids[1:]], "half a token": [ids[0] + 0.5, *ids[1:]]}.get(self.play, ids)
+            ids = [self.V, *ids[1:]] if self.play == "unknown token" else ids
             logps = [math.nan, *logps[1:]] if self.play == "NaN" else logps
         choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logps}, "finish_reason": reason, "token_ids": ids}
-        choices = [] if self.play == "garbage" and is_of_rollout else [choice]
-        return 200, {"choices": choices, "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
+        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
 
     def counts(self, body: dict[str, Any]) -> bool:
         """Whether a request is one of a rollout: a probe has no stop tokens."""
@@ -250,8 +241,8 @@ class FakeVLLM:
             self.waiting = [asked for asked in self.waiting if asked not in batch]
         now = {name: value.clone() for name, value in self.model.lm.state_dict().items()} if self.play == "old cache" else {}
         for part in [[asked] for asked in batch] if now else [batch]:
-            start = tuple(part[0].body["prompt"][: self.block])
-            if now and len(part[0].body["prompt"]) > self.block:
+            start = tuple(part[0].body["prompt"][:BLOCK])
+            if now and len(part[0].body["prompt"]) > BLOCK:
                 self.model.lm.load_state_dict(self.cached.setdefault(start, now))
             seeds = [asked.body.get("seed", 0) for asked in part]
             drawing = part[0].drawing()

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+import time
 from types import SimpleNamespace
 
 from accelerate import Accelerator
@@ -36,7 +37,7 @@ def accelerator():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(vllm, "PATIENCE", 1.0)
-    monkeypatch.setattr(vllm, "PATIENCE_PER_TOKEN", 0.0)
+    monkeypatch.setattr(vllm, "PER_TOKEN", 0.0)
     monkeypatch.setattr(vllm, "PAUSES", (0.0, 0.01, 0.02))
 
 
@@ -165,9 +166,7 @@ def test_weights_are_pushed_before_the_first_rollout(connect, fake, model):
 
 
 def test_a_seed_is_the_same_in_every_process():
-    assert request_seed((1, 2, 3)) == request_seed([1, 2, 3]) == 4987016031672207636
-    seeds = {request_seed((seed, rollout, i)) for seed in range(3) for rollout in range(10) for i in range(64)}
-    assert len(seeds) == 3 * 10 * 64 and max(seeds) < 2**63
+    assert request_seed((1, 2, 3)) == request_seed([1, 2, 3]) == 4987016031672207636 < 2**63
 
 
 # --- what does not fit at the start ---------------------------------------------------------------------------------
@@ -230,9 +229,7 @@ def test_a_key_is_sent_and_never_printed(connect, fake, monkeypatch):
 # --- weights --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "play", ["old cache", *map(slow, ("dies in a reload", "refuses a reload", "half a reload", "old weights"))]
-)
+@pytest.mark.parametrize("play", ["old cache", *map(slow, ("refuses a reload", "half a reload", "old weights"))])
 def test_a_server_without_the_weights_is_left_out(play, connect, fake, model, capsys):
     good, bad = fake(), fake(play=play)
     found = connect(bad, good)
@@ -277,7 +274,7 @@ def test_two_runs_do_not_share_a_server(connect, fake):
 
 # --- faults in a rollout --------------------------------------------------------------------------------------------
 
-FAULTS = ("dies in a rollout", "hangs", "500", "aborts", "garbage", "unknown token", "half a token")
+FAULTS = ("dies in a rollout", "hangs", "500", "aborts", "unknown token")
 
 
 @pytest.mark.parametrize("play", ["restarts", "NaN", "drips", *map(slow, FAULTS)])
@@ -292,14 +289,13 @@ def test_the_others_take_over_and_draw_the_same(play, connect, fake, capsys):
     assert len(lines(capsys, f"{bad.url} has failed")) == 1
 
 
-@pytest.mark.parametrize("play", ["500 twice", slow("breaks off twice")])
-def test_a_request_is_tried_three_times(play, connect, fake):
-    alone, only = connect(fake()), fake(play=play)
+def test_a_request_is_tried_three_times(connect, fake):
+    alone, only = connect(fake()), fake(play="500 twice")
     found = connect(only)
     for servers in (alone, found):
         servers.sync(0)
     assert found.sample(MANY, MANY_KEYS) == alone.sample(MANY, MANY_KEYS)
-    assert not found.failed and min(only.tries.values()) == 3
+    assert not found.failed and set(only.tries.values()) == {0, 3}
 
 
 def test_a_server_that_is_back_samples_again(connect, fake, model, capsys):
@@ -339,6 +335,14 @@ def test_a_request_that_cannot_be_served_is_one_line(prompt, said, connect, fake
         found.sample([prompt], [(0, 0, 0)])
 
 
+def test_what_another_try_cannot_change_ends_at_once(fake, monkeypatch):
+    monkeypatch.setattr(vllm, "PAUSES", (0.0, 60.0, 60.0))
+    begun = time.monotonic()
+    with pytest.raises(UserError, match="SSL"):
+        vllm.ask(fake().url.replace("http", "https"), "/health")
+    assert time.monotonic() - begun < 30
+
+
 def test_a_rollout_is_of_one_set_of_weights(connect, fake, model):
     """A push waits for what is being sampled."""
     found = connect(fake(play="slow"))
@@ -352,8 +356,7 @@ def test_a_rollout_is_of_one_set_of_weights(connect, fake, model):
 
 
 def test_a_rollout_far_from_the_model_ends_the_run(connect, fake):
-    for dtype, most in (("float32", vllm.FAR), ("bfloat16", vllm.FAR_ROUNDED)):
-        found = connect(fake(dtype=dtype))
-        found.check(SimpleNamespace(window_mean={"sampling/logp_difference": 0.9 * most}.get))
-        with pytest.raises(UserError, match="--rollout_server"):
-            found.check(SimpleNamespace(window_mean={"sampling/logp_difference": 1.1 * most}.get))
+    found = connect(fake())
+    found.check(SimpleNamespace(window_mean={"sampling/logp_difference": 0.9 * vllm.FAR}.get))
+    with pytest.raises(UserError, match="--rollout_server"):
+        found.check(SimpleNamespace(window_mean={"sampling/logp_difference": 1.1 * vllm.FAR}.get))

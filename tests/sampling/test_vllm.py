@@ -21,12 +21,10 @@ import urllib.request
 import common  # noqa: F401  before torch, as in the scripts
 import psutil
 import pytest
-from safetensors.torch import load_file
 import torch
 import transformers
 
 from tests.conftest import ROOT, free_port, read_metrics, run_script
-from tests.run.fsdp import LAUNCHER
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
@@ -125,15 +123,6 @@ def column(output, name):
     return [row[name] for row in read_metrics(output) if name in row]
 
 
-def completions(output, *names):
-    rows = [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
-    return [tuple(row[name] for name in ("step", "prompt", "completion", *names)) for row in rows]
-
-
-def weights(output):
-    return load_file(output / "model.safetensors")
-
-
 # --- a run ------------------------------------------------------------------------------------------------------------------
 
 
@@ -157,36 +146,6 @@ def test_the_engine_agrees_with_the_trainer(one_run):
     assert max(column(one_run, "sampling/importance_clipped")) == 0
     reward = column(one_run, "reward")
     assert statistics.mean(reward[:2]) < 0.6 and statistics.mean(reward[-5:]) > 0.85  # it learns
-
-
-def assert_same_start(output, other):
-    """The first rollout is the same one. (Later, weights that are rounded otherwise may draw another token.)"""
-    first = [row for row in completions(other) if row[0] == 1]
-    assert [row for row in completions(output) if row[0] == 1] == first and len(first) == 64
-
-
-def test_sharded_weights_are_gathered_for_the_push(one_run, files, server, tmp_path):
-    """FSDP2 over two processes: see tests/run/test_fsdp.py."""
-    (tmp_path / "launcher.py").write_text(LAUNCHER)
-    words = arguments(files, 3, "--output_dir", tmp_path / "sharded", "--rollout_server", server.url)
-    words[words.index("--per_device_train_batch_size") + 1] = "32"
-    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    done = run_script(
-        [sys.executable, "-m", *launcher, str(tmp_path / "launcher.py"), "grpo", "no", *words], timeout=600, CONFIG="fsdp2"
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_start(tmp_path / "sharded", one_run)
-    assert max(column(tmp_path / "sharded", "sampling/logp_difference")) < 1e-3
-
-
-def test_a_resumed_run_pushes_its_weights_first(one_run, files, server, tmp_path):
-    """Ten steps, another run that leaves its weights in the server, ten more steps: twenty in one go."""
-    output = script_run(files, 10, tmp_path / "halves", "--rollout_server", server.url, "--save_steps", 10)
-    script_run(files, 2, tmp_path / "other", "--rollout_server", server.url, "--seed", 7)
-    script_run(files, STEPS, output, "--rollout_server", server.url, "--save_steps", 10)
-    assert completions(output) == completions(one_run)
-    mine, whole = weights(output), weights(one_run)
-    assert all(torch.equal(mine[name], whole[name]) for name in whole)
 
 
 # --- the last test: it kills the server -----------------------------------------------------------------------------------
