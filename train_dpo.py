@@ -143,7 +143,7 @@ def main(args: Args) -> None:
                 logged = pair_losses(batch, out)
                 sft_loss = -(logged["logps/chosen"] * pair_mask).sum() / chosen_tokens
                 loss = (logged.pop("loss") * pair_mask).sum() / P + sft_weight * sft_loss  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
+                window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
 

@@ -88,7 +88,7 @@ def main(args: Args) -> None:
                 else:
                     out = model(batch, entropy=True)
                     loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
+                window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
     # --- loop --------------------------------------------------------------------------------------------------------

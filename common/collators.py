@@ -170,10 +170,14 @@ class Window:
         for atoms in self._micro_batches:
             yield flat_batch(atoms or self.examples[:1], self._accelerator.device, weight=1.0 if atoms else 0.0)
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accelerate's backward pass, of a micro-batch's share of a sum over the window. Accelerate averages over the
+        micro-batches of a process, and DDP over the processes: the factor undoes both."""
+        self._accelerator.backward(loss * self.num_micro_batches)
+
     @property
     def num_micro_batches(self) -> int:
-        """Over all processes. Accelerate averages over the micro-batches of a process, and DDP over the processes: a loss
-        that is summed over the window is multiplied by this."""
+        """Over all processes."""
         return len(self) * self._accelerator.num_processes
 
     @property

@@ -266,7 +266,7 @@ def main(args: Args) -> None:
                 out = model(batch, temperature=args.temperature, entropy=True, map_logits=to_teacher)
                 losses = torch.zeros_like(mask).index_put((batch["targets"],), out.mapped)  # (T,)
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
+                window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, entropy=out.entropy)
             run.metrics.add(batch["sampled"], **{"loss/sampled": losses})

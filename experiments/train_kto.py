@@ -154,7 +154,7 @@ def main(args: Args) -> None:
                 out = model(batch)
                 logged = answer_losses(batch, out, kl)
                 loss = (logged.pop("loss") * mask).sum() / window.num_sequences  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
+                window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(mask * batch["label"], **{"rewards/chosen": logged["rewards"]})
             run.metrics.add(mask * (1 - batch["label"]), **{"rewards/rejected": logged.pop("rewards")})
             run.metrics.add(mask, **logged)

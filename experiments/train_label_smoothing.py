@@ -84,7 +84,7 @@ def main(args: Args) -> None:
                 out = model(batch, nll_weights=mask / N, map_logits=lambda logits, rows: logits.log_softmax(-1).mean(-1))
                 smooth = -(out.mapped * mask[batch["targets"]]).sum() / N
                 loss = (1 - args.label_smoothing) * out.nll + args.label_smoothing * smooth  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
+                window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
     # --- loop --------------------------------------------------------------------------------------------------------

@@ -325,7 +325,7 @@ def main(args: Args) -> None:
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
+                window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
 

@@ -128,7 +128,7 @@ def main(args: Args) -> None:
                 out = model(batch, extra=["score"])
                 logged = pair_losses(batch, out)
                 loss = (logged.pop("loss") * pair_mask).sum() / P  # <- the algorithm
-                accelerator.backward((loss + out.aux_loss) * window.num_micro_batches)  # of all processes: undoes the means
+                window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
 
