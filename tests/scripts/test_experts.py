@@ -1,17 +1,15 @@
 """Mixtures of experts through the scripts: the routers' losses of a window are the same however it is split."""
 
-import json
-
 from common.model import FlatModel
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import assert_same, losses, run_script, torchrun, train_metrics
+from tests.conftest import assert_same, losses, train_metrics
 from tests.run.test_fsdp import sharded  # noqa: F401
 from tests.scripts.one_step import LLAMA, assert_gradient, gradient_of, nll_window, tokenizer, watched, write_rows
-from tests.scripts.test_equivalence import arguments
+from tests.scripts.test_equivalence import arguments, two_processes
 from tests.scripts.test_sft import CHATS, encoded
 
 LOSSES = ["--router_aux_loss_coef", "20"]
@@ -66,25 +64,16 @@ def test_micro_batches_change_nothing(stage, launch, upcycled):
         assert_same_routing(whole, split)
 
 
-def two_processes(stage, tmp_path, *words, name="two"):
-    command = torchrun()
-    run = run_script([*command, f"train_{stage}.py", *words, "--output_dir", str(tmp_path / name)])
-    assert run.returncode == 0, run.stderr[-6000:]
-    assert json.loads((tmp_path / name / "summary.json").read_text())["processes"] == 2
-    return tmp_path / name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "grpo"])
 def test_two_processes_change_nothing(stage, launch, upcycled, tmp_path):
     words = [*upcycled, *LOSSES]
     whole = launch(stage, *arguments(stage, 8, 1), *words)
-    assert_same_routing(whole, two_processes(stage, tmp_path, *arguments(stage, 2, 2), *words))
+    assert_same_routing(whole, two_processes(stage, tmp_path / "2", *arguments(stage, 2, 2), *words))
     if stage == "sft":  # one micro-batch on each: no pass of its own counts
-        assert_same_routing(whole, two_processes(stage, tmp_path, *arguments(stage, 4, 1), *words, name="4"))
-        assert_same_routing(
-            whole, two_processes(stage, tmp_path, *arguments(stage, 2, 2), *words, "--auto_micro_batch", name="auto")
-        )
+        assert_same_routing(whole, two_processes(stage, tmp_path / "4", *arguments(stage, 4, 1), *words))
+        words.append("--auto_micro_batch")
+        assert_same_routing(whole, two_processes(stage, tmp_path / "auto", *arguments(stage, 2, 2), *words))
 
 
 @pytest.mark.slow
@@ -136,6 +125,3 @@ def test_a_restarted_window_is_the_same(launch, upcycled, monkeypatch, capsys):
     parts = launch("sft", *words, output="parts")
     assert "out of memory; again" in capsys.readouterr().out
     assert_same_routing(whole, parts)
-
-
-# --- checkpoints, new ones -------------------------------------------------------------------------------------------

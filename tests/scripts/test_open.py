@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT, free_port, read_metrics, run_script, torchrun, train_metrics
+from tests.scripts.one_step import BASE, exact, gradient_of, ids_of, logits_of, norm, token_scores, tokenizer
 
-BASE = ROOT / "data" / "base_model"
 COMMON = ["--model_name_or_path", str(BASE), "--eval_steps", "0", "--logging_steps", "1", "--save_steps", "0"]
 COMMON += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "1e-3", "--num_samples", "0"]
 BLOCKS = "import common.extras.stream\ncommon.extras.stream.BLOCK_ROWS = {}\n"  # of a stream: all rows
@@ -106,23 +105,23 @@ FIELDS = {
 }
 
 
+def sequences(rows, max_length=1024):
+    """(ids, the first that is trained) of each row."""
+    for row in rows:
+        ids = ids_of(tokenizer().apply_chat_template(row["messages"], tokenize=False))[:max_length]
+        prompt = tokenizer().apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
+        yield ids, len(ids_of(prompt))
+
+
 def by_hand(rows, max_length=1024):
     """The weighted loss of all rows in one window, in float64, one sequence at a time."""
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    model = AutoModelForCausalLM.from_pretrained(BASE).double()
-    total = weights = 0.0
-    for row in rows:
-        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        prompt = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text.rstrip("\n"), add_special_tokens=False).input_ids[:max_length]
-        start = len(tokenizer(prompt, add_special_tokens=False).input_ids)
+    lm, total, weights = exact(BASE), 0.0, 0.0
+    for row, (ids, start) in zip(rows, sequences(rows, max_length), strict=True):
+        fades = np.linspace(1.0, 0.2, len(ids)) * row["weight"]
+        last = len(ids) - (ids[-1] == ids_of("\n")[0])  # the line break after the answer is not trained
         with torch.no_grad():
-            logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        full = tokenizer(text, add_special_tokens=False).input_ids[:max_length]
-        fades = np.linspace(1.0, 0.2, len(full)) * row["weight"]
-        for t in range(start, len(ids)):
-            total -= fades[t] * logps[t - 1, ids[t]].item()
-            weights += fades[t]
+            total -= sum(fades[start:last] * token_scores(lm, ids)[0].numpy()[start - 1 : last - 1])
+        weights += sum(fades[start:last])
     return total / weights
 
 
@@ -182,21 +181,15 @@ def test_logits_are_open_label_smoothing(train, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", seed=0)
     flags = ["--dataset_name", tmp_path / "rows.jsonl", "--max_steps", "1", "--per_device_train_batch_size", len(rows)]
     (found,) = train_metrics(train(changed(**SMOOTHED), *flags, "--max_grad_norm", "0"))
-    tokenizer, model = AutoTokenizer.from_pretrained(BASE), AutoModelForCausalLM.from_pretrained(BASE).double()
-    total, count = 0.0, 0
-    for row in rows:
-        text = tokenizer.apply_chat_template(row["messages"], tokenize=False).rstrip("\n")
-        prompt = tokenizer.apply_chat_template(row["messages"][:1], tokenize=False, add_generation_prompt=True)
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
-        start = len(tokenizer(prompt, add_special_tokens=False).input_ids)
-        logits = model(ids[None]).logits[0, start - 1 : -1]
-        total += torch.nn.functional.cross_entropy(logits, ids[start:], label_smoothing=0.1, reduction="sum")
-        count += len(ids) - start
+    lm, total, count = exact(BASE), 0.0, 0
+    for ids, start in sequences(rows):
+        logits, answer = logits_of(lm, ids)[start - 1 : -2], torch.tensor(ids[start:-1])
+        total += torch.nn.functional.cross_entropy(logits, answer, label_smoothing=0.1, reduction="sum")
+        count += len(answer)
     loss = total / count
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    size = norm(gradient_of(lm, loss))
     assert found["smoothed"] == pytest.approx(loss.item(), rel=1e-5)
-    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert found["grad_norm"] == pytest.approx(size, rel=1e-4)
 
 
 # --- any module -----------------------------------------------------------------------------------------------------

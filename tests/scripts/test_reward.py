@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from experiments.classifier import score_head
 from experiments.scored import up_to_the_score
 from tests.conftest import train_metrics
-from tests.scripts.one_step import exact, make_model, tokenizer, write_rows
+from tests.scripts.one_step import PLAIN, exact, make_model, tokenizer, write_rows
 from tests.tiny import tiny_hybrid, tiny_lm
 
 PAIRS = [
@@ -61,20 +61,7 @@ def reward(launch, model, folder, *flags, output="out"):
     rows = write_rows(folder / "rows.jsonl", as_rows(PAIRS))
     held_out = write_rows(folder / "held_out.jsonl", as_rows(HELD_OUT))
     words = ["--model_name_or_path", model, "--dataset_name", rows, "--eval_dataset_name", held_out, *FLAGS]
-    words += [
-        "--logging_steps",
-        1,
-        "--eval_steps",
-        4,
-        "--save_steps",
-        0,
-        "--max_grad_norm",
-        0,
-        "--lr_scheduler_type",
-        "constant",
-    ]
-    words += ["--warmup_steps", 0, "--dataset_num_proc", 1]
-    return launch("reward", *words, *flags, output=output)
+    return launch("reward", *words, *PLAIN, "--eval_steps", 4, *flags, output=output)
 
 
 def evals_of(output):
@@ -123,17 +110,8 @@ def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
 def test_a_regression_on_a_number_also_of_plain_text(launch, model, tmp_path):
     rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}." * i, "score": i / 2} for i in range(1, 6)]
     words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
-    words += [
-        "--eval_dataset_name",
-        tmp_path / "rows.jsonl",
-        "--objective",
-        "regression",
-        "--max_steps",
-        6,
-        "--eval_steps",
-        6,
-    ]
-    words += ["--save_steps", 0, "--learning_rate", "1e-2", "--dataset_num_proc", 1]
+    words += ["--eval_dataset_name", tmp_path / "rows.jsonl", "--objective", "regression", "--learning_rate", "1e-2"]
+    words += "--max_steps 6 --eval_steps 6 --save_steps 0".split()
     output = launch("reward", *words)
     first, last = evals_of(output)
     assert first["eval_loss"] == pytest.approx(np.mean([row["score"] ** 2 for row in rows]), rel=1e-5)
@@ -159,18 +137,7 @@ def test_a_window_that_is_cut_keeps_pairs_together(launch, model, tmp_path, monk
 def test_bad_rows_and_settings_are_one_line(launch, model, tmp_path, capsys):
     rows = as_rows(PAIRS) + [{**as_rows(PAIRS)[0], "margin": "wide"}]
     long = {**as_rows(PAIRS)[0], "chosen": [{"role": "assistant", "content": "1+1=2. " * 99}]}
-    words = [
-        "--model_name_or_path",
-        model,
-        "--save_steps",
-        0,
-        "--max_steps",
-        1,
-        "--max_length",
-        100,
-        "--dataset_num_proc",
-        1,
-    ]
+    words = ["--model_name_or_path", model, *"--save_steps 0 --max_steps 1 --max_length 100".split()]
     launch("reward", *words, "--dataset_name", write_rows(tmp_path / "some.jsonl", [*rows, long]))
     said = capsys.readouterr().out
     assert "1 of 6 rows of some left out: margin is 'wide'; expected a number" in said

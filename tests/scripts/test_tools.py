@@ -27,7 +27,7 @@ script = importlib.import_module("experiments.train_tools")
 END = 2  # <|im_end|>
 CHATS = ["What is 3+4?", "Hi", "Eva has 10 figs. She loses 4. How many figs now?", "Which number comes before 14?"]
 ENVIRONMENTS = '''
-import json, random, time
+import json, random
 from pathlib import Path
 
 
@@ -62,49 +62,6 @@ def rating(environments, completions, completion_ids, **columns):
         for e, messages, ids in zip(environments, completions, completion_ids):
             file.write(json.dumps({"n": e.n, "said": e.said, "messages": messages, "ids": ids}) + "\\n")
     return [sum(ids) * 37 % 11 / 10 for ids in completion_ids]
-
-
-class Lazy(Counter):
-    def reset(self, **columns):
-        return None
-
-    get_reward = None
-
-
-class Broken(Counter):
-    def reset(self, **columns):
-        raise RuntimeError("no server")
-
-
-class Bare(Counter):
-    @staticmethod
-    def helper(x):
-        return x
-
-
-class Wild(Counter):
-    def wait(self, word: str) -> str:
-        """
-        Wait.
-
-        Args:
-            word: how long
-        """
-        time.sleep(9)
-
-    def leave(self, word: str) -> str:
-        """
-        Leave.
-
-        Args:
-            word: why
-        """
-        raise SystemExit(word)
-
-
-class Idle:
-    def nothing(self) -> str:
-        """Nothing."""
 '''
 
 
