@@ -1,18 +1,21 @@
 """Talk to a model: `python -m tools.chat outputs/sft`.
 
 The model is the folder of a run, one of its checkpoints, an adapter, or a name on the Hub. Answers appear as they are
-generated; Ctrl-C stops one early, and leaves at the prompt. A line that begins with a slash is a command:
+generated; Ctrl-C stops one early, and leaves at the prompt. The arrow keys bring earlier lines back; lines that are pasted
+together are one message (where Python has GNU readline). A line that begins with a slash is a command:
 
     /system TEXT        start over, with this system message (without TEXT: with none)
     /retry              generate the last answer again
     /temperature T      0 always takes the most probable token
     /save FILE          append the chat to FILE, as a row for train_sft.py
+    /help               this page
     /quit               exit, as does the end of the input (Ctrl-D)
 
 With --prompt, prints only the text of one answer, and exits.
 """
 
 import argparse
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -28,7 +31,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-COMMANDS = ("/system", "/retry", "/temperature", "/save", "/quit")
+COMMANDS = ("/system", "/retry", "/temperature", "/save", "/help", "/quit")
 
 
 def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
@@ -125,6 +128,8 @@ class Chat:
             if not self.messages or self.messages[-1]["role"] != "assistant":
                 raise UserError("/retry: there is no answer yet")
             self.answer(self.messages[:-1])
+        elif name == "/help":
+            print(__doc__)
         elif name == "/temperature":
             self.temperature = as_temperature(rest)
         elif name == "/save":
@@ -170,6 +175,10 @@ def main(argv: list[str] | None = None) -> None:
         chat.ask(args.prompt)
         return
     print(f"{args.model}: write, and press Enter. {' '.join(COMMANDS)}")
+    with contextlib.suppress(ImportError):  # Windows has none
+        import readline  # input() reads by it from here on, with a history
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
     while True:
         try:
             line = input("> ").strip()
