@@ -29,6 +29,7 @@ import torch
 RewardFunction = Callable[..., list[float | None]]
 Completion = str | list[dict[str, Any]]  # as passed to reward functions
 REWARD_SECONDS = 600.0  # allowed for the call of a reward function, and for the import of its file
+OF_TRL = {"trainer_state", "log_metric", "log_extra"}  # arguments that TRL's trainer alone can give
 LARGEST = 1e15  # largest reward: its square is finite in float32
 # A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
@@ -67,7 +68,14 @@ def _load(spec: str, device: torch.device) -> Reward:
     if kind == "length":
         return Reward("length", length(argument))
     if ".py:" in spec or spec.endswith(".py"):
-        return Reward(spec.rpartition(":")[2], from_file(spec))
+        function = from_file(spec)
+        if asked := OF_TRL & inspect.signature(function).parameters.keys():
+            raise UserError(
+                f"it asks for TRL's {', '.join(sorted(asked))}; to log a number, return it as a reward of weight 0"
+            )
+        return Reward(spec.rpartition(":")[2], function)
+    if spec == "accuracy_reward":
+        raise UserError("TRL's; exact_number does this for numbers in the column answer (--columns answer=solution)")
     return Reward(Path(spec).name, extra("reward_model").load(spec, device))
 
 

@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import signal
+import sys
 import textwrap
 import time
 
@@ -12,6 +13,8 @@ import common.run.signals  # noqa: F401  its import sets what children do at sig
 from common.sampling.rewards import Reward, call, from_file, load_rewards, must, score, score_by_name
 import pytest
 import torch
+
+from tests.conftest import run_script
 
 CPU = torch.device("cpu")
 
@@ -262,6 +265,23 @@ def test_a_function_without_end_is_ended(tmp_path, body):
     (reward,) = load_rewards([user_file(tmp_path, source)], CPU)
     with pytest.raises(UserError, match="my_reward took more than 0.3 s.*What is 1"):
         score([reward._replace(timeout=0.3)], [{"prompt": "What is 1+1?"}] * 2, ["a", "b"], [[1], [2]])
+
+
+def test_a_function_that_never_lets_go_ends_the_run(tmp_path):
+    """`except:` around a service that does not answer, again and again."""
+    (tmp_path / "own.py").write_text(
+        "import time\ndef my_reward(**columns):\n    while True:\n        try: time.sleep(1)\n        except: pass\n"
+    )
+    code = "import common\nfrom common.sampling.rewards import from_file, must\nmust('my_reward', from_file('own.py:my_reward'), 0.1)"
+    done = run_script([sys.executable, "-c", f"import os\n{code}".replace("own.py", f"{tmp_path}/own.py")], timeout=60)
+    assert done.returncode == 1 and f"{tmp_path}/own.py:" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_only_trl_gives_is_refused_at_the_start(tmp_path):
+    spec = user_file(tmp_path, "def my_reward(completions, log_metric=None, **columns):\n    return [1.0]")
+    for name, said in ((spec, "log_metric.*weight 0"), ("accuracy_reward", "exact_number")):
+        with pytest.raises(UserError, match=said):
+            load_rewards([name], CPU)
 
 
 def test_a_users_file_may_define_dataclasses(tmp_path):
