@@ -207,21 +207,27 @@ class Window:
             return self._num_tokens
         return sum(len(sequence["input_ids"]) for example in self.examples for sequence in example)
 
-    def total(self, field: str, sequences: slice = slice(None)) -> float:
-        """Sum over the window, all processes, of a field as it arrives in the batches: the denominator of a loss. (There,
-        loss_mask is 0 on the first token of each sequence, which nothing predicts; a script's own field is as returned by
-        `encode`.)
+    def total(self, *fields: str, sequences: slice = slice(None)) -> float:
+        """Sum over the window, all processes, of a field, or of a product of fields, as they arrive in the batches: the
+        denominator of a loss. (There, loss_mask is 0 on the first token of each sequence, which nothing predicts; a script's
+        own field is as returned by `encode`, so that total("loss_mask", "weight") counts what reaches the loss.)
 
         sequences: those of each example that count, for instance slice(0, None, 2) for the first of each pair. Raises
         ValueError if this process does not know the examples of the others (GRPO).
         """
         self._require_all("total")
         found = [sequence for example in self.examples for sequence in example[sequences]]
-        if found and field not in found[0]:
-            raise ValueError(f"window.total: the sequences have no field {field}; they have {', '.join(found[0])}")
-        if found and field == "loss_mask":  # in one step: a thousand processes have ten thousand sequences
-            return float(np.concatenate([sequence[field][1:] for sequence in found]).sum(dtype=np.float64))
-        return float(sum(np.sum(sequence[field]) for sequence in found))
+        for field in fields:
+            if found and field not in found[0]:
+                raise ValueError(f"window.total: the sequences have no field {field}; they have {', '.join(found[0])}")
+        if found and fields == ("loss_mask",):  # in one step: a thousand processes have ten thousand sequences
+            return float(np.concatenate([sequence["loss_mask"][1:] for sequence in found]).sum(dtype=np.float64))
+
+        def product(sequence: Sequence) -> np.ndarray:
+            arrived = [np.append(0.0, sequence[f][1:]) if f == "loss_mask" else sequence[f] for f in fields]
+            return np.prod(np.broadcast_arrays(*arrived), axis=0, dtype=np.float64)
+
+        return float(sum(product(sequence).sum() for sequence in found))
 
     @torch.no_grad()
     def add_fields(self, values: Callable[[Batch], dict[str, torch.Tensor]]) -> None:

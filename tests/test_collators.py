@@ -122,7 +122,7 @@ def test_the_denominators_of_a_window_are_those_of_all_processes():
         window = Windows(settings_of(), process(rank, 2, 3), train)[0]
         assert window.num_sequences == 10 and window.num_tokens == 27
         assert window.total("loss_mask") == 17  # the first token of a sequence is no target
-        assert window.total("loss_mask", slice(0, None, 2)) == 7
+        assert window.total("loss_mask", sequences=slice(0, None, 2)) == 7
         assert [members(batch) for batch in window][2] == ([[train.order[4]] * 2, []][rank])
 
 
@@ -321,3 +321,5 @@ def test_what_arrives_of_a_field_is_its_total_however_the_window_is_split(random
         for field in ("loss_mask", "every", "trained", "number"):
             arrived = sum(float(batch[field].sum()) for batch in window)
             assert arrived == pytest.approx(window.total(field)), field
+        weighted = sum(float((batch["loss_mask"] * batch["every"]).sum()) for batch in window)
+        assert weighted == pytest.approx(window.total("loss_mask", "every"))

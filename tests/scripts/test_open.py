@@ -90,10 +90,10 @@ FIELDS = {
         "    return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]\n",
         "    sequence = tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)\n"
         "    n = len(sequence['input_ids'])\n"
-        "    fades = np.linspace(1.0, 0.2, n) * row['weight'] * sequence['loss_mask']\n"
+        "    fades = np.linspace(1.0, 0.2, n) * row['weight']\n"
         "    return [sequence | {'token_weight': fades, 'score': row['score'], 'weight': row['weight']}]\n",
     ),
-    "count": ('window.total("loss_mask")', 'window.total("token_weight")'),
+    "count": ('window.total("loss_mask")', 'window.total("loss_mask", "token_weight")'),
     "loss": ("nll_weights=mask / N)", 'nll_weights=batch["token_weight"] * mask / N)'),
     "logged": (
         "            run.metrics.add(mask, loss=-out.logps,",
