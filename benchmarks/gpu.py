@@ -1,13 +1,14 @@
-"""The figures that need a GPU: one command, under nine minutes on an H200, no network.
+"""The figures that need a GPU: three calls in this order, each under ten minutes, without a network.
 
-    python benchmarks/gpu.py [--minutes 9] [--only sft dpo] [--wheels wheels]    # writes $OUT/gpu.json, else gpu.json beside this file
-    python benchmarks/gpu.py --device cpu --tiny                                 # every section at toy sizes: to see that it runs
+    python benchmarks/gpu.py --plan                   # what to bring along, what each call does, and for how long
+    python benchmarks/gpu.py a                        # then b, then c
+    python benchmarks/gpu.py b --only sft head        # some sections of a call
+    python benchmarks/gpu.py a --device cpu --tiny    # a rehearsal at toy sizes
 
-Random weights and random tokens, but for the fixed GRPO task (grpo_task.py). Beside ours stands what TRL computes, written out
-with transformers (gpu_train.py, gpu_grpo.py), and TRL itself where it is installed or its wheels are carried (carry_trl.sh).
-What is measured is saved after each side. A side that fails is one line, and the next one begins; each section has a share of
-the time. This process only watches: where one that measures dies, hangs or loses the GPU, another goes on with the next
-section. TRACEBACK=1 shows where it failed.
+A figure is a line of gpu_a.jsonl (gpu_b, gpu_c; in $OUT, else beside this file), written when it is found. Each section is a
+process of its own: where it dies or its time is over, what it found stays, and the next one begins. TRACEBACK=1 shows where one
+failed. Weights and tokens are random but for the scripts and the fixed GRPO task (grpo_task.py); beside ours stands what TRL
+computes, written out with transformers, and in the last call TRL itself.
 """
 
 import argparse
@@ -21,21 +22,55 @@ import tempfile
 import time
 from typing import Any
 
-SECTIONS = {  # module, function, and seconds at most
-    "pretrain": ("gpu_train", "pretrain", 100),
-    "sft": ("gpu_train", "sft", 50),
-    "sft 8k": ("gpu_train", "sft_8k", 30),
-    "dpo": ("gpu_train", "dpo", 35),
-    "sampling": ("gpu_grpo", "sampling", 75),
-    "grpo": ("gpu_grpo", "grpo_step", 35),
-    "head": ("gpu_parts", "head", 30),
-    "attention": ("gpu_parts", "attention", 15),
-    "long row": ("gpu_train", "long_row", 20),
-    "task": ("gpu_trl", "task", 60),
-    "trl": ("gpu_trl", "sft_trl", 70),
+CALLS = {  # call: section: its module, seconds at most, what it does
+    "a": {
+        "tests": (
+            "gpu_scripts",
+            120,
+            "pytest -m gpu: attention, head and CUDA graphs beside the same without the GPU's kernels",
+        ),
+        "scripts": (
+            "gpu_scripts",
+            440,
+            "the four scripts, 40 steps each: float32, bf16, fp16, compiled, LoRA, resumed after kill -9; losses within 1 % of "
+            "float32's and the CPU's",
+        ),
+    },
+    "b": {
+        "sampling": ("gpu_grpo", 110, "beside generate() and continuous batching; captures and replays of CUDA graphs"),
+        "grpo": ("gpu_grpo", 60, "a step: sampling and update"),
+        "sft": ("gpu_train", 90, "chats of uneven length beside padding; compiled"),
+        "pretrain": ("gpu_train", 160, "124M and 1.1B, eager and compiled: MFU"),
+        "head": ("gpu_parts", 60, "the loss head at V = 152k, 248k and 50,257 beside full logits"),
+        "attention": ("gpu_parts", 40, "varlen kernel, buckets, dense mask"),
+    },
+    "c": {
+        "sft_8k": ("gpu_train", 80, "rows of 8,192 tokens: kept, compiled, recomputed"),
+        "dpo": ("gpu_train", 80, "beside padded pairs and full logits"),
+        "long_row": ("gpu_train", 60, "one row of 16k tokens: kept, recomputed"),
+        "task": ("gpu_scripts", 140, "the fixed GRPO task, start to reward: train_grpo.py, then TRL while there is time"),
+        "trl": ("gpu_scripts", 140, "train_sft.py beside TRL's SFTTrainer, a process each"),
+    },
 }
-LOST, GRACE = 70, 15  # exit status of a process that has lost its GPU; seconds that a section may be late before it is ended
-LEAST = 5
+PLAN = """Bring along: this repository, with data/, and where TRL is to stand beside ours its wheels (2 MB), fetched where pip has an
+index. Needed there: torch (2.11 was tried), transformers (5.17), accelerate, psutil, peft; pytest, hypothesis; no `datasets`.
+
+    python -m pip download --no-deps --only-binary :all: --python-version 3.12 --dest wheels \\
+        trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
+
+There, from the root of the repository:
+"""
+INSTALL = "python -m pip install -q --no-index --no-deps --target /tmp/trl wheels/*.whl; PYTHONPATH=/tmp/trl python benchmarks/gpu.py c"
+
+
+def plan() -> str:
+    """Sections of each call, in their order, with the seconds after which they are ended."""
+    lines = [PLAN]
+    for call, sections in CALLS.items():
+        command = INSTALL if call == "c" else f"python benchmarks/gpu.py {call}"
+        lines.append(f"    {command}    # at most {sum(most for _, most, _ in sections.values()) / 60:.1f} minutes\n")
+        lines += [f"        {name:10} {most:4} s  {what}" for name, (_, most, what) in sections.items()] + [""]
+    return "\n".join(lines)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -51,178 +86,73 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def nvidia_smi(asked: str) -> str:
+def nvidia_smi() -> str:
+    asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"], capture_output=True, text=True, timeout=20
-        )
+        return subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
-        return repr(error)
-    return " | ".join(done.stdout.splitlines())
+        return type(error).__name__
 
 
-def write(file: Path, state: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(state, indent=1) + "\n")
-    os.replace(temporary, file)
-
-
-# --- the process that watches -------------------------------------------------------------------------------------------
-
-
-def supervise(args: argparse.Namespace, file: Path) -> dict[str, Any]:
-    """The state when all sections are done, or the time is over."""
-    end = time.time() + 60 * args.minutes
-    write(file, {"rows": [], "seconds": {}, "ended": {}, "now": None})
-    names = list(args.only)
-    while names and end - time.time() > LEAST:
-        command = [
-            sys.executable,
-            __file__,
-            "--worker",
-            str(file),
-            "--end",
-            str(end),
-            "--device",
-            args.device,
-            "--only",
-            *names,
-        ]
-        command += ["--tiny"] * args.tiny + (["--wheels", str(args.wheels)] if args.wheels else [])
-        process = subprocess.Popen(command, start_new_session=True)
-        try:
-            died = watch(process, file, end)
-        finally:
-            end_family(process)
-        state = json.loads(file.read_text())
-        if state["now"] is None:
-            if process.returncode:  # before its first section: another would die as well
-                print(f"the process that measures ended with {process.returncode}", flush=True)
-            break
-        name = state["now"]["name"]
-        reason = died or f"its process ended with {process.returncode}"
-        print(f"    {name}: {reason}; another process goes on", flush=True)
-        state["ended"][name], state["now"] = reason, None
-        write(file, state)
-        names = names[names.index(name) + 1 :]
-    return json.loads(file.read_text())
-
-
-def watch(process: subprocess.Popen, file: Path, end: float) -> str | None:
-    """Wait for it. Why it was not waited for any longer: its section hangs, where no signal reaches it."""
-    while process.poll() is None:
-        time.sleep(0.5)
-        now = json.loads(file.read_text())["now"]
-        if time.time() > min(end, now["until"] if now else end) + GRACE:
-            return "it hung"
-    return None
-
-
-def end_family(process: subprocess.Popen) -> None:
-    """With the processes that it has started."""
+def run_section(words: list[str], most: float) -> str:
+    """In a process of its own, which is ended with those that it has started. How it ended."""
+    process = subprocess.Popen([sys.executable, __file__, *words], start_new_session=True)
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+        status = process.wait(most)
+    except subprocess.TimeoutExpired:
+        return f"its {most} s are over"
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    return "done" if status == 0 else f"exit status {status}"
 
 
-# --- the process that measures ------------------------------------------------------------------------------------------
-
-
-def work(args: argparse.Namespace, file: Path) -> None:
+def measure(call: str, name: str, device: str, tiny: bool, file: Path) -> None:
+    """The process of a section."""
     import importlib
 
-    from compare import machine
-    from gpu_bench import Bench, DeviceIsLost, TimeIsOver  # which sets what torch reads when it is imported
-    import torch
-    import transformers
+    from gpu_bench import Bench
 
-    transformers.logging.set_verbosity_error()
-    state = json.loads(file.read_text())
-    bench = Bench(args.device, args.tiny, wheels=args.wheels)
-    if "machine" not in state:
-        try:
-            facts = machine()
-        except (OSError, KeyError) as error:  # no git there
-            versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-            facts = {"machine": repr(error), "versions": versions}
-        facts |= {"device": torch.cuda.get_device_name(bench.device) if bench.cuda else "cpu", "tiny": args.tiny}
-        if bench.cuda:
-            facts["cuda"] = torch.version.cuda
-            facts["nvidia-smi"] = nvidia_smi("driver_version,clocks.max.sm,clocks.mem,power.limit,temperature.gpu")
-        state["machine"] = facts
-        print(json.dumps(facts), flush=True)
-    bench.rows = state["rows"]
-    bench.save = lambda: write(file, state)
-
-    def too_long(*_: Any) -> None:
-        raise TimeIsOver
-
-    signal.signal(signal.SIGALRM, too_long)
-    if args.tiny:
-        torch.compiler.set_stance("force_eager")
-    for name in args.only:
-        module, function, most = SECTIONS[name]
-        left = min(most * (4 if args.tiny else 1), args.end - time.time())  # a busy CPU is no matter then
-        if left < LEAST:
-            state["ended"][name] = "no time was left for it"
-            continue
-        print(f"{name}, at most {left:.0f} s", flush=True)
-        began, bench.deadline = time.time(), time.monotonic() + left
-        state["now"] = {"name": name, "until": began + left}
-        bench.save()
-        try:
-            signal.setitimer(signal.ITIMER_REAL, left)
-            getattr(importlib.import_module(module), function)(bench)
-        except TimeIsOver:
-            state["ended"][name] = "its time is over; what is missing was not measured"
-        except DeviceIsLost as error:
-            bench.save()
-            print(f"    {name}: the GPU is lost: {error}", flush=True)
-            os._exit(LOST)
-        except Exception as error:
-            state["ended"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            if os.environ.get("TRACEBACK"):
-                import traceback
-
-                traceback.print_exc()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        if name in state["ended"]:
-            print(f"    {name}: {state['ended'][name]}", flush=True)
-        state["seconds"][name] = round(time.time() - began, 1)
-        if bench.cuda:
-            state.setdefault("clocks", {})[name] = nvidia_smi("clocks.sm,power.draw,temperature.gpu")
-        bench.clear()
-        state["now"] = None
-        bench.save()
+    bench = Bench(device, tiny, file)
+    print(f"--- {name}: {bench.facts()}", flush=True)
+    getattr(importlib.import_module(CALLS[call][name][0]), name)(bench)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("call", nargs="?", choices=list(CALLS))
+    parser.add_argument("--plan", action="store_true", help="print it, and do nothing")
+    parser.add_argument("--only", nargs="+", metavar="SECTION")
     parser.add_argument("--device", default="", help="cuda where there is one, else cpu")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--wheels", type=Path, help="a folder of carry_trl.sh")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)  # for the process of a section
     args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1"}
-    if args.worker:
-        work(args, args.worker)
+    if args.plan or not args.call:
+        print(plan())
         return
-    kept = "OUT" in os.environ or not args.tiny
-    folder = Path(os.environ.get("OUT", Path(__file__).resolve().parent)) if kept else Path(tempfile.mkdtemp())
-    folder.mkdir(parents=True, exist_ok=True)
-    state = supervise(args, folder / "gpu.json")
-    print()
-    print(markdown(state["rows"]))
-    print("seconds: " + ", ".join(f"{name} {took}" for name, took in state["seconds"].items()))
-    if state["ended"]:
-        print("not whole: " + "; ".join(f"{name}: {reason}" for name, reason in state["ended"].items()))
+    os.environ |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1"}
+    if args.file:
+        measure(args.call, args.only[0], args.device, args.tiny, args.file)
+        return
+    folder = Path(os.environ.get("OUT") or (tempfile.mkdtemp() if args.tiny else Path(__file__).resolve().parent))
+    file = folder / f"gpu_{args.call}.jsonl"
+    file.write_text("")
+    for name, (_, most, _) in CALLS[args.call].items():
+        if args.only and name not in args.only:
+            continue
+        words, began = (
+            [args.call, "--only", name, "--device", args.device, "--file", str(file)] + ["--tiny"] * args.tiny,
+            time.time(),
+        )
+        ended = run_section(words, most * (5 if args.tiny else 1))  # a CPU may be busy
+        row = {"section": "sections", "side": name, "s": round(time.time() - began), "ended": ended, "then": nvidia_smi()}
+        print(f"    {name}: {ended}", flush=True)
+        with file.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+    print("\n" + markdown([json.loads(line) for line in file.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ import statistics
 import time
 from typing import Any
 
-from gpu_bench import Bench, Row, optimizer_of
-from gpu_data import padded_logps, prompts_of, some_stops
+from gpu_bench import Bench, Row, optimizer_of, padded_logps, prompts_of, some_stops
 
 from common.collators import flat_batch  # isort: skip
 from common.data import Sequence
+from common.extras import cuda_graph
 from common.losses import grpo_loss, segment_ids
 from common.model import FlatModel
 from common.model.wrap import wrap
@@ -60,6 +60,24 @@ def samplers(bench: Bench, prompts: list[list[int]], stop_ids: list[int]) -> dic
     return {"ours": ours, "generate()": generate, "generate_batch (continuous batching)": generate_batch}
 
 
+def count_graphs() -> Row:
+    """Counts from now on how often our sampler captures a CUDA graph, and replays one."""
+    counts, capture = {"captures": 0, "replays": 0}, cuda_graph.capture
+
+    def counted(*args: Any) -> Callable:
+        replay = capture(*args)
+        counts["captures"] += 1
+
+        def replay_counted(tokens: torch.Tensor) -> torch.Tensor:
+            counts["replays"] += 1
+            return replay(tokens)
+
+        return replay_counted
+
+    cuda_graph.capture = counted
+    return counts
+
+
 def least_seconds(bench: Bench, lm: Any, prompts: list[list[int]], rows: list[list[int]]) -> float | None:
     """What reading weights, keys and values takes, at the bandwidth of the data sheet: once per step, each prompt once."""
     if bench.bandwidth is None:
@@ -74,6 +92,7 @@ def least_seconds(bench: Bench, lm: Any, prompts: list[list[int]], rows: list[li
 
 
 def sampling(bench: Bench) -> None:
+    graphs = count_graphs()
     for groups in bench.sizes["groups"]:
         prompts = prompts_of(bench, groups)
         for lengths, stop_ids in (("equal lengths", []), ("uneven lengths", some_stops(bench))):
@@ -82,18 +101,26 @@ def sampling(bench: Bench) -> None:
                 if batched and (not bench.cuda or stop_ids):
                     continue
                 with bench.side("GRPO sampling", f"{len(prompts)} rows, {lengths}: {name}") as row:
-                    row.update(_sampling_rate(bench, prompts, run, torch.bfloat16, ours=name == "ours"))
+                    row.update(_sampling_rate(bench, prompts, run, torch.bfloat16, graphs if name == "ours" else None))
                 if name == "ours" and groups == bench.sizes["groups"][0]:  # as train_grpo.py samples with bf16
                     with bench.side(
                         "GRPO sampling", f"{len(prompts)} rows, {lengths}: ours, float32 weights, autocast"
                     ) as row:
-                        row.update(_sampling_rate(bench, prompts, run, torch.float32, ours=True))
+                        row.update(_sampling_rate(bench, prompts, run, torch.float32, graphs))
+    few = prompts_of(bench, 1)
+    for dtype in (torch.bfloat16, torch.float32):
+        with bench.side("GRPO sampling", f"profiled: 24 tokens for {len(few)} rows, {dtype}"):
+            model = wrap(bench.chat_model(dtype).eval())
+            keys = [(i,) for i in range(len(few))]
+            with bench.autocast() if dtype == torch.float32 else nullcontext():
+                bench.kernels(f"sampling, {dtype}", lambda: sample(model, few, keys, stop_ids=[], max_new_tokens=24))  # noqa: B023
 
 
-def _sampling_rate(bench: Bench, prompts: list[list[int]], run: Callable, dtype: torch.dtype, ours: bool) -> Row:
+def _sampling_rate(bench: Bench, prompts: list[list[int]], run: Callable, dtype: torch.dtype, graphs: Row | None) -> Row:
+    """graphs: how often our sampler has captured and replayed one; None for another sampler."""
     lm = bench.chat_model(dtype).eval()
-    model = wrap(lm) if ours else lm
-    found = []
+    model = lm if graphs is None else wrap(lm)
+    before, found = dict(graphs or {}), []
     try:
         with bench.autocast() if dtype == torch.float32 else nullcontext():
             run(model, 0)  # the warm-up
@@ -110,10 +137,11 @@ def _sampling_rate(bench: Bench, prompts: list[list[int]], run: Callable, dtype:
     took, rows = found[-1]
     least = least_seconds(bench, lm, prompts, rows)
     row = {"tokens/s": round(rate), "ms a step": round(1000 * took / max(map(len, rows)), 2)}
+    row |= {name: count - before[name] for name, count in (graphs or {}).items()}
     return row | ({"of the bandwidth": f"{least / took:.1%}"} if least else {})
 
 
-def grpo_step(bench: Bench) -> None:
+def grpo(bench: Bench) -> None:
     """Sampling and one update on the completions, float32 weights under autocast on both sides; rewards are random."""
     prompts = prompts_of(bench, bench.sizes["groups"][0])
     sides = samplers(bench, prompts, some_stops(bench))

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from gpu_bench import GIB, LLAMA, SMALL, Bench
-from gpu_data import lognormal
+from gpu_bench import GIB, LLAMA, SMALL, Bench, lognormal
 
 from common.model.attention import flat_attention, plan_flat_row  # isort: skip
 from common.model.lm_head import log_probs, weighted_nll
@@ -52,6 +51,8 @@ def _head(bench: Bench, N: int, D: int, V: int) -> None:
             row["TFLOP/s"] = round(6 * N * D * V / row["ms"] / 1e9, 1)
             if bench.cuda:
                 row["temporary GiB"] = round((torch.cuda.max_memory_allocated(bench.device) - before) / GIB, 2)
+            if name == "ours, pretrain and SFT":
+                bench.kernels(f"loss head at V = {V:,}", step)
             hidden.grad = weight.grad = None
 
 

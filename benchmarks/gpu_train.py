@@ -10,8 +10,7 @@ from contextlib import nullcontext
 import time
 from typing import Any
 
-from gpu_bench import Bench, Row, optimizer_of, update
-from gpu_data import chats, labels_of, pad, padded_logps, pairs
+from gpu_bench import Bench, Row, chats, labels_of, optimizer_of, pad, padded_logps, pairs, update
 
 from common.collators import flat_batch  # isort: skip
 from common.data import Example, Sequence, whole
@@ -63,6 +62,8 @@ def _pretrain_step(bench: Bench, config: Any, dtype: torch.dtype, compiled: bool
     first = step().item()
     compiling = time.perf_counter() - began
     rate = rows * T / bench.seconds(step)
+    if dtype == torch.float32:
+        bench.kernels(f"pretrain, {config.hidden_size} wide, {'compiled' if compiled else 'eager'}", step)
     found = {"rows": rows, "tokens/s": round(rate), "TFLOP/s": round(rate * flops / 1e12, 2), "first loss": round(first, 4)}
     if bench.peak_flops:
         found["MFU"] = f"{rate * flops / bench.peak_flops:.1%}"
@@ -84,22 +85,10 @@ def sft_sides(bench: Bench) -> dict[str, tuple[int, bool, Callable]]:
         mask = pad(bench, [np.ones(len(c["input_ids"])) for c in some], 0)
         return lm(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
 
-    def dense(lm: Any, some: list[Sequence]) -> torch.Tensor:
-        lengths = torch.tensor([len(c["input_ids"]) for c in some])
-        of = torch.repeat_interleave(torch.arange(len(some)), lengths).to(bench.device)
-        mask = ((of[:, None] == of[None]) & torch.ones(len(of), len(of), dtype=torch.bool, device=bench.device).tril())[
-            None, None
-        ]
-        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])[None].to(bench.device)
-        ids = torch.from_numpy(np.concatenate([c["input_ids"] for c in some]))[None].to(bench.device)
-        labels = torch.from_numpy(np.concatenate([labels_of(c) for c in some]))[None].to(bench.device)
-        return lm(input_ids=ids, attention_mask=mask, position_ids=positions, labels=labels, use_cache=False).loss
-
     few = bench.sizes["rows"]
     return {
         "ours": (few, False, flat),
         "padded, HF loss (as TRL by default)": (few, False, padded),
-        "packed, dense block mask, HF loss": (few, False, dense),
         "ours, 4 times the chats": (4 * few, False, flat),
         "padded, 4 times the chats": (4 * few, False, padded),
         "ours, compiled": (few, True, flat),
@@ -124,7 +113,7 @@ def sft_8k(bench: Bench) -> None:
         with bench.side("SFT at 8k", f"{rows} rows of {T}: {name}") as row:
             model = wrap(bench.chat_model()).train()
             if recomputed:
-                enable_gradient_checkpointing(model, False)
+                enable_gradient_checkpointing(model)
             if compiled:
                 compile_layers(model)
             flops, optimizer = flops_per_token(model, T), optimizer_of(model)
@@ -157,6 +146,8 @@ def _sft_step(bench: Bench, name: str, count: int, compiled: bool, loss_of: Call
 
     loss = step().item()
     took = bench.seconds(step, warm_up=len(batches) - 1, cycle=len(batches))
+    if name.startswith("ours"):
+        bench.kernels(f"SFT, {name}", step)
     lengths = [[len(chat["input_ids"]) for chat in some] for some in batches]
     useful = sum(map(sum, lengths))
     row = {"chats": count, "useful tokens/s": round(useful / len(batches) / took), "first loss": round(loss, 5)}

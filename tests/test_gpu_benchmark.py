@@ -11,39 +11,59 @@ from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-SECTIONS = {
-    "pretrain", "SFT", "SFT at 8k", "DPO", "GRPO sampling", "GRPO step", "loss head", "attention", "long row", "fixed GRPO task",
-    "SFT beside TRL itself",
-}  # fmt: skip
+import gpu  # noqa: E402
+
+# Of each call, the tables that it prints beside that of its sections.
+TABLES = {
+    "a": {"tests", "scripts, 4 steps"},
+    "b": {"GRPO sampling", "GRPO step", "SFT", "pretrain", "loss head", "attention"},
+    "c": {"SFT at 8k", "DPO", "long row", "fixed GRPO task", "SFT beside TRL itself"},
+}
 
 
-def run(tmp_path, *words, first="", **environ):
-    """gpu.py with something done at the start of each of its processes."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nfor name in ('datasets', 'trl'): sys.modules[name] = None\n" + first
-    )
-    env = os.environ | {"OUT": str(tmp_path), "PYTHONPATH": str(tmp_path)} | environ
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--tiny", "--minutes", "20", *words]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1300)
+def run(tmp_path, call):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nfor name in ('datasets', 'trl'): sys.modules[name] = None\n")
+    env = os.environ | {"OUT": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "benchmarks/gpu.py", call, "--device", "cpu", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, json.loads((tmp_path / "gpu.json").read_text())
+    return [json.loads(line) for line in (tmp_path / f"gpu_{call}.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_every_section_runs_and_both_sides_find_the_same_losses(tmp_path):
-    out, found = run(tmp_path)
-    rows = found["rows"]
-    assert {row["section"] for row in rows} == SECTIONS
-    assert [row["side"] for row in rows if "failed" in row] == ["TRL", "TRL"]  # it is not there
-    assert not found["ended"] and found["now"] is None and "not whole" not in out
-    heads = {row["side"].split(",")[0] for row in rows if row["section"] == "loss head"}
-    assert len(heads) == 2  # two vocabularies
-    for section in ("SFT", "SFT at 8k", "loss head", "DPO", "long row"):
-        losses = {}
-        for row in rows:
-            if row["section"] == section:
-                loss = row.get("first logp of a chosen answer", row.get("first loss", row.get("loss")))
-                kind = row["side"].split(",")[0] if section == "loss head" else row.get("chats", row.get("pairs"))
-                losses.setdefault(kind, []).append(loss)
-        for same in losses.values():
-            assert same == pytest.approx([same[0]] * len(same), rel=1e-2), section  # bfloat16
+@pytest.mark.parametrize("call", list(gpu.CALLS))
+def test_every_section_runs_and_all_sides_agree(call, tmp_path):
+    rows = run(tmp_path, call)
+    assert [row["ended"] for row in rows if row["section"] == "sections"] == ["done"] * len(gpu.CALLS[call])
+    tables = {row["section"] for row in rows}
+    assert {name for name in tables if not name.startswith("longest kernels")} == TABLES[call] | {"sections"}
+    assert any(name.startswith("longest kernels") for name in tables) == (call == "b")
+    assert [row["side"] for row in rows if "failed" in row] == (["TRL", "TRL"] if call == "c" else [])  # it is not there
+    assert "TOO FAR" not in str(rows)
+    losses = {}
+    for row in rows:
+        loss = row.get("first logp of a chosen answer", row.get("first loss", row.get("loss")))
+        if row["section"] in ("SFT", "SFT at 8k", "loss head", "DPO", "long row"):
+            kind = row["side"].split(",")[0] if row["section"] == "loss head" else row.get("chats", row.get("pairs"))
+            losses.setdefault((row["section"], kind), []).append(loss)
+    for same in losses.values():
+        assert same == pytest.approx([same[0]] * len(same), rel=1e-2)  # bfloat16
+
+
+def test_the_plan_fits_three_times_ten_minutes():
+    for call, sections in gpu.CALLS.items():
+        assert sum(most for _, most, _ in sections.values()) < 590
+        assert all(f"        {name}" in gpu.plan() for name in sections) and f"gpu.py {call}" in gpu.plan()
+
+
+def test_a_section_that_dies_or_hangs_is_ended(tmp_path, monkeypatch):
+    script, alive = tmp_path / "section.py", tmp_path / "alive"
+    child = f"import time, pathlib; time.sleep(2); pathlib.Path({str(alive)!r}).touch()"
+    script.write_text(
+        f"import subprocess, sys\nif sys.argv[1] == 'dies': sys.exit(3)\nsubprocess.run([sys.executable, '-c', {child!r}])\n"
+    )
+    monkeypatch.setattr(gpu, "__file__", str(script))
+    assert gpu.run_section(["dies"], 60) == "exit status 3"
+    assert gpu.run_section(["hangs"], 1) == "its 1 s are over"
+    subprocess.run(["sleep", "2.5"])
+    assert not alive.exists()  # what it has started is ended as well
