@@ -1,9 +1,9 @@
-"""All benchmarks, one after the other, and RESULTS.md made of their results.
+"""All benchmarks, one after the other, and the tables of docs/benchmarks.md made of their results.
 
 python benchmarks/run_all.py [--rounds 3]     # the machine should be otherwise idle
-python benchmarks/run_all.py --report         # only writes RESULTS.md anew
+python benchmarks/run_all.py --report         # measures nothing; prints all tables, with spread, machine and versions
 
-others.py, which needs interpreters of other environments, is run by itself; its results are in RESULTS.md, too.
+others.py, which needs interpreters of other environments, is run by itself.
 """
 
 import argparse
@@ -106,25 +106,17 @@ def measured_on(table: dict[str, Any]) -> str:
     )
 
 
+def show() -> None:
+    """Print all tables. A ratio is the median over rounds of neighbours in time, with the lowest and the highest; `by CPU
+    time` is the same by the CPU seconds of the two processes, which a busy machine disturbs less. Peak memory is the resident
+    memory of the whole process up to its last step; `losses`: the largest difference from ours in the first steps.
+    """
+    for name in (*STAGES, "others"):
+        for table in tables_of(name):
+            print(f"{table.get('markdown') or markdown(table)}\n{measured_on(table)}\n")
+
+
 def report() -> None:
-    parts = [
-        "# Results",
-        "",
-        "Made by `python benchmarks/run_all.py`. A ratio is the median over rounds of neighbours in time, with the lowest and the",
-        "highest; `by CPU time` is the same by the CPU seconds of the two processes, which a busy machine disturbs less. Peak memory",
-        "is the resident memory of the whole process up to its last step, what Python and the libraries need included; `losses`: the",
-        "largest difference from ours in the first steps. The summary is in docs/benchmarks.md.",
-        "",
-    ]
-    machines: list[str] = []
-    for name in [stage for stage in STAGES if stage != "limits"]:  # limits and others are in docs/benchmarks.md
-        tables = tables_of(name)
-        parts += [f"## {name}", ""] if tables else []
-        for table in tables:
-            machines += [] if measured_on(table) in machines else [measured_on(table)]
-            parts += [table.get("markdown") or markdown(table), f"Machine {machines.index(measured_on(table)) + 1}.", ""]
-    parts += ["## Machines", "", *(f"{number}. {machine}" for number, machine in enumerate(machines, 1)), ""]
-    (HERE / "RESULTS.md").write_text("\n".join(parts))
     page = ROOT / "docs" / "benchmarks.md"
     text = page.read_text(encoding="utf-8")
     for name, lines in tables_of_the_page().items():
@@ -150,6 +142,7 @@ def main() -> None:
             failed.append(stage)
         report()
     report()
+    show()
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
