@@ -15,6 +15,7 @@ from tests.scripts.one_step import (
     ids_of,
     make_model,
     nll_window,
+    read_rows,
     tokenizer,
     watched,
     write_rows,
@@ -130,15 +131,31 @@ def test_a_new_model_has_the_sizes_that_were_asked_for(launch, data, tmp_path):
     flags += ["--save_steps", 0, "--per_device_train_batch_size", 2]
     names = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"]
     sizes = [word for name, size in zip(names, SIZES.values(), strict=True) for word in (f"--{name}", size)]
-    sizes += ["--max_length", 64, "--initializer_range", 0.5, "--tie_word_embeddings", "false"]
+    sizes += ["--max_length", 600, "--initializer_range", 0.5, "--tie_word_embeddings", "false"]
     for output, more in (("flags", sizes), ("config", ["--config_name", tmp_path / "flags", "--max_length", 32])):
         folder = launch("pretrain", *flags, *more, "--learning_rate", 0, output=output)
         config = transformers.AutoConfig.from_pretrained(folder)
         assert {name: getattr(config, name) for name in SIZES} == SIZES
         assert config.vocab_size == len(tokenizer()) and config.tie_word_embeddings is False
-        assert config.max_position_embeddings == 512 and config.eos_token_id == tokenizer().eos_token_id
+        assert config.max_position_embeddings == 600 and config.eos_token_id == tokenizer().eos_token_id
     weights = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "flags").model.layers[0].mlp.up_proj.weight
     assert weights.std().item() == pytest.approx(0.5, rel=0.1)
+
+
+def test_documents_are_those_of_the_column_that_is_named(launch, data, base, tmp_path):
+    """In training, and in the samples; a new tokenizer knows their words, and a resumed run has the same one."""
+    rows = [{"text": "zzzz", "story": text} for text in DOCUMENTS]
+    flags = ["--dataset_name", write_rows(tmp_path / "rows.jsonl", rows), "--dataset_text_field", "story"]
+    run = pretrain(launch, data, *flags, "--num_train_epochs", 1, "--eval_steps", 1, "--num_samples", 1)
+    assert_metrics(run.rows[0], nll_window(base, rows_of(DOCUMENTS, "wrapped"))[1])
+    assert read_rows(run.output / "samples.jsonl")[0]["prompt"] == " ".join(DOCUMENTS[0].split())
+    flags += "--vocab_size 300 --hidden_size 32 --num_layers 1 --num_heads 2 --max_length 32 --eval_steps 0".split()
+    new = launch("pretrain", *flags, "--max_steps", 1, "--save_steps", 1, output="new")
+    known = (new / "tokenizer.json").read_text()
+    assert "zz" not in known
+    (tmp_path / "cache").mkdir()
+    launch("pretrain", *flags, "--max_steps", 2, "--dataset_cache_dir", tmp_path / "cache", output="new")
+    assert (new / "tokenizer.json").read_text() == known and not list((tmp_path / "cache").glob("tokenizer*"))
 
 
 def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data):

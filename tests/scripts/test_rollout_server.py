@@ -1,6 +1,5 @@
 """Runs whose completions come from a server (a fake one), beside runs that sample themselves."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import torch
 from tests.conftest import ROOT, read_metrics, run_script, teacher, torchrun, train_metrics, words_of
 from tests.run.fsdp import LAUNCHER
 from tests.sampling.fake_vllm import FakeVLLM
+from tests.scripts.one_step import read_rows
 
 KEYS = [(42, rollout, i) for rollout in range(8) for i in range(64)]
 KEYS += [(42, rollout, i, turn) for rollout in range(8) for i in range(64) for turn in range(4)]
@@ -53,10 +53,6 @@ def fake():
         server.die()
 
 
-def completions(output):
-    return [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
-
-
 def assert_same_model(one, other, exact=True):
     file = "adapter_model.safetensors" if (one / "adapter_model.safetensors").exists() else "model.safetensors"
     a, b = load_file(one / file), load_file(other / file)
@@ -69,7 +65,7 @@ def assert_same_model(one, other, exact=True):
 
 
 def texts(output):
-    return [line["completion"] for line in completions(output)]
+    return [line["completion"] for line in read_rows(output / "completions.jsonl")]
 
 
 SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distill", "tools")]
@@ -93,6 +89,35 @@ def test_a_run_with_a_server_samples_the_same(stage, launch, fake):
             assert other["sampling/logp_difference_max"] < 1e-3
     assert_same_model(own, theirs, exact=False)
     assert not list((theirs / "rollout_weights").iterdir())
+
+
+def test_held_out_episodes_are_played_with_the_weights_of_now(launch, fake, tmp_path):
+    """Before the first step and after the last one, too, when no rollout follows."""
+    prompts = (ROOT / "experiments/data/tools/validation.jsonl").read_text().splitlines()[:6]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    more = "--max_steps 1 --save_steps 0 --per_device_train_batch_size 4 --eval_steps 1 --learning_rate 1e-2"
+    more += f" --max_completion_length 12 --eval_temperatures 0.7 --eval_dataset_name {tmp_path}/prompts.jsonl"
+    own, theirs = (launch("tools", *words("tools", *urls, more=more), output=f"{len(urls)}") for urls in ([], [fake().url]))
+    told = [[(row["step"], row["completion"]) for row in read_rows(folder / "samples.jsonl")] for folder in (own, theirs)]
+    assert told[0] == told[1] and len({*told[0]}) == 12
+
+
+class Drifting(FakeVLLM):
+    """A server whose second rollout is not from the weights that its answer to the probe is from."""
+
+    def _complete(self, body):
+        status, answer = super()._complete(body)
+        if self.counts(body) and self.reloads > 1:
+            scores = answer["choices"][0]["logprobs"]
+            scores["token_logprobs"] = [logp - 1 for logp in scores["token_logprobs"]]
+        return status, answer
+
+
+def test_each_rollout_is_compared_with_the_model(launch):
+    with Drifting(teacher(), max_model_len=1024) as server, pytest.raises(UserError, match="nats a token off"):
+        small = "--max_steps 3 --save_steps 0 --per_device_train_batch_size 8 --max_completion_length 8 --num_iterations 1"
+        launch("grpo", *words("grpo", server.url, more=small))
+    assert server.reloads == 2
 
 
 @pytest.mark.slow

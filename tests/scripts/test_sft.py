@@ -172,6 +172,16 @@ def test_the_evaluation_is_the_mean_over_all_held_out_tokens(size, launch, data,
         assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
 
 
+def test_a_token_weighs_the_same_in_every_held_out_source(launch, data, base, tmp_path):
+    """The loss of all is the mean over their tokens, beside that of each source."""
+    parts = {"one": HELD_OUT[:4], "two": HELD_OUT[4:]}
+    files = [write_rows(tmp_path / f"{name}.jsonl", [{"messages": m} for m in part]) for name, part in parts.items()]
+    run = sft(launch, data, "--eval_dataset_name", *files, "--eval_steps", 1, "--max_steps", 1)
+    values = nll_window(base, [encoded(messages) for messages in HELD_OUT])[1]
+    own = {f"{name}_loss": nll_window(base, list(map(encoded, part)))[1]["loss"] for name, part in parts.items()}
+    assert_metrics(run.evals[0], {f"eval_{name}": value for name, value in (values | own).items()})
+
+
 @pytest.mark.parametrize("kind", DROPOUT)
 def test_dropout_is_on_in_training_and_off_in_evaluation(kind, launch, data, tmp_path):
     """On the same data and weights the gradient differs from step to step, also after an evaluation, and with the seed; it is

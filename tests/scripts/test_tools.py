@@ -195,6 +195,19 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     assert any(calls and full for _, calls, full in cut)  # a later turn was cut
 
 
+def test_held_out_episodes_have_a_temperature_of_their_own(launch, model, flags, calling, tmp_path):
+    """That of training makes no difference to them; one that is not 0 does."""
+    held_out = ["--eval_dataset_name", tmp_path / "prompts.jsonl", "--eval_steps", 1, "--max_steps", 1, "--learning_rate", 0]
+    said = {}
+    for name, words in {"1": ["--temperature", 1.0], "2": ["--temperature", 2.0]}.items():
+        output = launch(
+            "tools", *flags, *held_out, *words, "--model_name_or_path", model, "--eval_temperatures", 0, 1.0, output=name
+        )
+        rows = read_rows(output / "samples.jsonl")
+        said[name] = {t: [row["completion"] for row in rows if row["temperature"] == t] for t in (0, 1)}
+    assert said["1"] == said["2"] and said["1"][0] != said["1"][1] and len(said["1"][0]) == 2 * len(CHATS)
+
+
 def test_the_environments_of_the_demo():
     calculator = Calculator()
     assert [calculator.calculate(e) for e in ("12+30-7", "7", "1-9")] == ["35", "7", "-8"]
