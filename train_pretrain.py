@@ -24,9 +24,10 @@ from typing import Literal
 from common.args import CommonArgs, arg
 from common.collators import Window, Windows
 from common.command_line import launch
-from common.data import Row, Tokenizer, as_text, chunk, load_data, pack, train_tokenizer
+from common.data import Row, Tokenizer, as_text, chunk, load_data, pack
 from common.errors import UserError
 from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts, unigram_perplexity
+from common.extras import extra
 from common.model import llama_config, load_config, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
 
@@ -112,7 +113,7 @@ def main(args: Args) -> None:
     if tokenizer_source:
         tokenizer = load_tokenizer(args, tokenizer_source)
     else:
-        tokenizer = train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
+        tokenizer = extra("tokenizer").train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
     field = args.dataset_text_field
     train, held_out = load_data(args, accelerator, encode, tokenizer)
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=partial(first_words, field=field))

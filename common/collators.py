@@ -285,7 +285,7 @@ class Windows:
         max_steps windows, or, if that is not positive, num_train_epochs passes, of which the last window may be smaller.
         """
         self.train, self.max_tokens, self.max_steps = train, max_tokens, args.max_steps
-        self.longest = train.longest  # tokens of the longest sequence
+        self.longest = train.examples.longest  # tokens of the longest sequence
         self._accelerator, self._batch_size = accelerator, args.per_device_train_batch_size
         self._indivisible = indivisible
         self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes  # micro-batches per window

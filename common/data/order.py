@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from common.data.examples import Examples
-    from common.data.sources import Source
 
 CURRICULUM = 0.5  # of the first epoch is ordered from easy to hard; the rest is shuffled
 BANDS = 10  # of a curriculum, from easy to hard, each shuffled
@@ -108,16 +107,8 @@ class Shuffled:
         """data: the examples before packing or cutting. turn_dropping: the probability that a chat ends after one of its
         earlier answers."""
         self.examples, self.order, self.turn_dropping = examples, order, turn_dropping
+        self.sources = examples.sources
         self.data = examples if data is None else data
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.examples.longest
-
-    @property
-    def sources(self) -> "list[Source]":
-        return self.examples.sources
 
     def digests(self) -> dict[str, str]:
         """{label: a hash of all data from that source}."""

@@ -44,13 +44,7 @@ class Source:
 
 # --- which sources --------------------------------------------------------------------------------------------------
 
-ITEM = {  # the keys that an item of --dataset_name may have, and what is expected
-    "path": (lambda value: isinstance(value, str) and value, "a file, a folder or a Hub name"),
-    "name": (lambda value: isinstance(value, str), "the name of a configuration"),
-    "split": (lambda value: isinstance(value, str), "the name of a split"),
-    "weight": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"),
-    "max_samples": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
-}
+ITEM = {"path": (str,), "name": (str,), "split": (str,), "weight": (int, float), "max_samples": (int,)}  # types of its keys
 
 
 def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
@@ -109,9 +103,9 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         except ValueError as error:
             raise UserError(f'--{flag} {word}: not valid JSON: {error}; expected like {{"path": "a.jsonl"}}') from None
     for key, value in item.items():
-        valid, expected = ITEM.get(key, (None, f"only {', '.join(ITEM)}"))
-        if valid is None or not valid(value):
-            raise UserError(f"--{flag} {word}: {key}: expected {expected}")
+        if type(value) not in ITEM.get(key, ()) or not value or (not isinstance(value, str) and not 0 < value < math.inf):
+            expected = " and ".join(f"{name} ({kinds[0].__name__})" for name, kinds in ITEM.items())
+            raise UserError(f"--{flag} {word}: {key} {value!r}; expected {expected}, above 0")
     settings = {"name": args.dataset_config, "max_samples": most} | item
     source = Source(**settings, columns=tuple(args.columns or ()), streaming=args.dataset_streaming)
     if "split" in item:

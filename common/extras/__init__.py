@@ -24,6 +24,7 @@ EXTRAS: dict[str, str] = {
     "report": "every run, when report.html is written",
     "report_data": "what report.html shows",
     "stream": "--dataset_streaming",
+    "tokenizer": "pretraining without a tokenizer: --vocab_size",
     "trackers": "--report_to",
     "varlen": "attention on a CUDA device",
     "vllm": "--rollout_server",

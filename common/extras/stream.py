@@ -75,11 +75,6 @@ class Stream:
         """The same before packing or cutting."""
         return (self.blocks or [self._block(self._next[1])])[-1].data
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence in the last block read: a stream's length is unknown in advance."""
-        return self.examples.longest
-
     def digests(self) -> dict[str, str]:
         """{label: a hash of what is known of a source's rows before reading them}."""
         tokens = fingerprint(self.job.tokenizer)

@@ -66,7 +66,9 @@ def test_packing_keeps_the_kind_the_data_and_the_order(tmp_path, tokenizer, sett
     train, _ = load_data(args, alone(), documents, tokenizer)
     plain = sorted(example[0] for example in ids(train, 60))
     packed = pack(train, 64)
-    assert type(packed) is type(train) and packed.longest == train.longest and packed.sources == train.sources
+    assert (
+        type(packed) is type(train) and packed.examples.longest == train.examples.longest and packed.sources == train.sources
+    )
     assert sorted(part for example in ids(packed, len(packed.examples)) for part in example) == plain
     assert packed.data.lengths.tolist() == train.data.lengths.tolist() and len(packed.examples) < 40
     assert ids(train, 60) != ids(packed, 30)  # what was packed is as it was

@@ -318,7 +318,7 @@ def load(sources, tokenizer, turn_dropping=0.0, **settings):
 def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer):
     sources = some(tmp_path, "several")
     found = load(sources, tokenizer)
-    assert [ids(found[p]) for p in range(60)] == naive(tokenizer, sources, 60) and found.longest > 1
+    assert [ids(found[p]) for p in range(60)] == naive(tokenizer, sources, 60) and found.examples.longest > 1
     for name, value in (("max_steps", -1), ("curriculum_column", "n"), ("turn_dropping", 0.5), ("turn_dropping", 1.5)):
         with pytest.raises(UserError, match=f"--{name}"):
             load(sources, tokenizer, **{name: value})

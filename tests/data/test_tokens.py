@@ -8,7 +8,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 from common.data.chat import end_of_turn, read_chat_template, stop_token_ids
-from common.data.tokenizer import train_bpe
 from common.data.tokens import (
     show_trained,
     tokenize_completion,
@@ -23,6 +22,7 @@ from common.data.tokens import (
 )
 from common.data.types import BadRow
 from common.errors import UserError
+from common.extras.tokenizer import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np

@@ -11,6 +11,7 @@ from common.data.encode import Account
 from common.data.formats import as_text
 from common.data.sources import identity, read_rows, training_sources
 from common.errors import UserError, say
+from common.files import file_hash
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,7 +30,7 @@ def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: in
     rows = (row for source in sources for row, _ in read_rows(source))
     texts = (account.attempt(lambda row: as_text(row, field), row) for row in rows)
 
-    parts = [[identity(source) for source in sources], vocab_size, field, *versions()]
+    parts = [[identity(source) for source in sources], vocab_size, field, *versions(), file_hash(Path(__file__))]
     folder = build_once(
         accelerator,
         Path(args.dataset_cache_dir, f"tokenizer-{digest(parts)}"),
