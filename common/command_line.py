@@ -178,9 +178,11 @@ def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) 
             raise UserError(f"{origin}: config is a flag, and no key of a file")
         if isinstance(value, list | dict) and name in types_of(args_class) and not _kind(args_class, name)[1]:
             raise UserError(f"{origin}: {name} takes one value")
+        if value == []:
+            raise UserError(f"{origin}: {name} is an empty list: name one, or leave it out")
         several = value if isinstance(value, list) else [value]
         several = [json.dumps(item, default=str) if isinstance(item, dict) else str(item) for item in several]
-        if value is not None and several:  # a list of one may begin with a minus
+        if value is not None:  # a list of one may begin with a minus
             words += [f"--{name}={several[0]}"] if len(several) == 1 else [f"--{name}", *several]
     try:
         return _parse(words, args_class)

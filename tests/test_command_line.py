@@ -212,6 +212,7 @@ def test_yaml_is_converted_as_flags_are_and_yields_to_them(tmp_path):
         ("config: a.yaml\n", "config"),
         ("3: 4\n", "3"),
         ("- a\n", "name: value"),
+        ("dataset_name: []\n", "dataset_name"),
         ("beta: .nan\n", "--beta nan"),
         (f"seed: {'9' * 5000}\n", "digits"),
         (f"dataset_name: {'[' * 5000}{']' * 5000}\n", "recursion"),

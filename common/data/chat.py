@@ -88,10 +88,8 @@ def assistant_spans(
     text, marked = _apply_template(messages, tokenizer, tools)
     if marked is not None and len(marked) != len(answers):
         raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
-    for tool in tools or []:
-        function = tool.get("function")
-        if str((function if isinstance(function, dict) else tool).get("name", "")) not in text:
-            raise BadRow("the chat template leaves out the tools (to train without them: --columns unused=tools)")
+    if leaves_out(tools, text):
+        raise BadRow("the chat template has no place for tools (another --chat_template; without: --columns unused=tools)")
 
     spans: dict[int, tuple[int, int]] = {}
     at = 0  # end of the messages found so far
@@ -117,6 +115,12 @@ def assistant_spans(
                 raise BadRow(f"the chat template leaves out a {message['role']} message (try --chat_template chatml)")
             at = place + len(content)
     return text, spans
+
+
+def leaves_out(tools: list[Any] | None, text: str) -> bool:
+    """Whether the name of a tool is not in the text of a chat."""
+    functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools or []]
+    return not all(str(function.get("name", "")) in text for function in functions)
 
 
 @per_tokenizer

@@ -23,6 +23,7 @@ CHAT = (
     ("sharegpt", ("conversations",)),
     ("alpaca", ("instruction", "output")),
     ("prompt_completion", ("prompt", "completion")),
+    ("prompt_response", ("prompt", "response")),
     ("text", ("text",)),
 )
 PREFERENCE = (
@@ -43,7 +44,10 @@ Columns = dict[str, Any]
 
 
 def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
-    """The name of the first format that a row has. Raises BadRow, naming its columns, if it has none."""
+    """The name of the first format that a row has. Raises BadRow, naming its columns, if it has none; and for media."""
+    for name in ("image", "images", "videos", "audios"):
+        if columns.get(name):
+            raise BadRow(f"a row with {name}: only text is trained (to train on its text alone: --columns unused={name})")
     for name, needed in formats:
         if all(columns.get(column) is not None for column in needed):
             return name
@@ -79,11 +83,12 @@ def as_chat(columns: Columns) -> dict[str, Any]:
     if format == "alpaca":
         answer = [{"role": "assistant", "content": _string(columns, "output")}]
         return {"messages": _alpaca_prompt(columns) + answer, "tools": tools}
-    if format == "prompt_completion":
-        prompt, completion = columns["prompt"], columns["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return {"prompt": _string(columns, "prompt"), "completion": _string(columns, "completion")}
-        prompt = _prompt_turns(prompt)
+    if format.startswith("prompt_"):
+        answer = format.removeprefix("prompt_")
+        prompt, completion = columns["prompt"], columns[answer]
+        if isinstance(prompt, str) and isinstance(completion, str) and not _system(columns):
+            return {"prompt": _string(columns, "prompt"), "completion": _string(columns, answer)}
+        prompt = _prompt_turns(columns)
         return {"messages": prompt + _answered(_answer(completion)), "tools": tools, "prompt_turns": len(prompt)}
     return {"messages": _answered(_conversation(columns)), "tools": tools}
 
@@ -110,11 +115,15 @@ def as_preference(columns: Columns) -> dict[str, Any]:
         while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
             shared += 1
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    elif format == "explicit_prompt" and all(isinstance(text, str) for text in (columns["prompt"], chosen, rejected)):
+    elif (
+        format == "explicit_prompt"
+        and all(isinstance(text, str) for text in (columns["prompt"], chosen, rejected))
+        and not _system(columns)
+    ):
         prompt, chosen, rejected = (_string(columns, name) for name in ("prompt", "chosen", "rejected"))
     else:
         if format == "explicit_prompt":
-            prompt = _prompt_turns(columns["prompt"])
+            prompt = _prompt_turns(columns)
         else:
             prompt = _alpaca_prompt(columns) if format == "alpaca" else _conversation(columns)
         chosen, rejected = _answer(chosen), _answer(rejected)
@@ -181,16 +190,23 @@ def _tools(columns: Columns) -> list[Any] | None:
 
 
 def _conversation(columns: Columns) -> list[Message]:
-    """The messages or conversations column as messages, preceded by the system column."""
-    messages = _messages(columns.get("messages") or columns.get("conversations"))
-    system = columns.get("system")
-    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": unicode(system)}, *messages]
-    return messages
+    """The messages or conversations column (as JSON text, too) as messages, after the system turn."""
+    turns = columns.get("messages") or columns.get("conversations")
+    messages = _messages(json.loads(turns) if isinstance(turns, str) else turns)
+    return messages if messages[0]["role"] == "system" else _system(columns) + messages
 
 
-def _prompt_turns(prompt: Any) -> list[Message]:
-    return _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+def _prompt_turns(columns: Columns) -> list[Message]:
+    """The prompt column, a string or messages, as messages, after the system turn."""
+    prompt = columns["prompt"]
+    messages = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    return messages if messages[0]["role"] == "system" else _system(columns) + messages
+
+
+def _system(columns: Columns) -> list[Message]:
+    """The column system, or system_prompt, as a turn, if it has one."""
+    system = columns.get("system") or columns.get("system_prompt")
+    return [{"role": "system", "content": unicode(system)}] if isinstance(system, str) and system.strip() else []
 
 
 def _answered(messages: list[Message]) -> list[Message]:
@@ -217,10 +233,7 @@ def _messages(value: Any) -> list[Message]:
         if not isinstance(name, str) or name not in ROLES:
             raise BadRow(f"unknown role {name!r}; known: {', '.join(ROLES)}")
         if isinstance(content, list):
-            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-            if not all(isinstance(part, str) for part in parts):
-                raise BadRow("a message part that is not text")
-            content = "".join(parts)
+            content = "".join(map(_part, content))
         if content is None and turn.get("tool_calls"):
             content = ""
         if not isinstance(content, str):
@@ -235,6 +248,15 @@ def _messages(value: Any) -> list[Message]:
             message["train"] = False
         messages.append(message)
     return messages
+
+
+def _part(part: Any) -> str:
+    """The text of one part of a message: a string, or {"type": "text"} with text (OpenAI) or value (LLaMA-Factory)."""
+    if isinstance(part, dict) and part.get("type") in (None, "text"):
+        part = part.get("value") if part.get("text") is None else part["text"]
+    if not isinstance(part, str):
+        raise BadRow("a message part that is not text")
+    return part
 
 
 def _is_trained(turn: dict[str, Any]) -> bool:
@@ -269,9 +291,7 @@ def _answer(value: Any) -> list[Message]:
 
 def _alpaca_prompt(columns: Columns) -> list[Message]:
     """The system turn, the history and the instruction with its input, as messages."""
-    messages = []
-    if columns.get("system"):
-        messages.append({"role": "system", "content": _string(columns, "system")})
+    messages = _system(columns)
     for pair in columns.get("history") or []:
         if not isinstance(pair, (list, tuple)) or not all(isinstance(text, str) for text in pair) or len(pair) != 2:
             raise BadRow("history is not a list of [question, answer]")

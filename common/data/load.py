@@ -10,7 +10,7 @@ from common.data.examples import Examples
 from common.data.order import Order, Shuffled
 from common.data.sources import Source, find_sources, read_rows
 from common.data.types import Row, Tokenizer
-from common.errors import UserError, say
+from common.errors import UserError
 from common.extras import extra
 import numpy as np
 
@@ -107,8 +107,6 @@ def load_prompts(args: CommonArgs, encode: EncodePrompt, tokenizer: Tokenizer) -
 
     prompts = Rows(sources, encoded, args.curriculum_column)
     prompts.order = make_order(args, sources, prompts)
-    if tokenizer.chat_template and any(isinstance(row["prompt"], str) for row in prompts.rows if "prompt" in row):
-        say("prompts that are plain text go without the chat template; a --system_prompt, empty or not, makes chats of them")
     return prompts, Rows(held_out_sources, encoded)
 
 

@@ -34,11 +34,12 @@ def plain(path: Path) -> Path:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, at: int, number: int) -> Iterator[Position]:
+def read_file(path: Path, at: int, number: int, whole: bool = False) -> Iterator[Position]:
     """The rows of a file after the first `at` bytes or rows, which contain its first `number` lines or rows.
 
-    .json is one array or an object per line, .txt a row {"text"} per paragraph; all values of .csv and .tsv are strings. All
-    but .parquet may be compressed. A row whose content cannot be read has a `problem`. Raises UserError for a broken file.
+    .json is one array or an object per line, .txt a row {"text"} per paragraph, or for the whole file; all values of .csv
+    and .tsv are strings. All but .parquet may be compressed. A row whose content cannot be read has a `problem`. Raises
+    UserError for a broken file.
     """
     suffix = kind(path)
     try:
@@ -46,6 +47,9 @@ def read_file(path: Path, at: int, number: int) -> Iterator[Position]:
             yield from _read_parquet(path, at)
         elif suffix in (".csv", ".tsv"):
             yield from _read_csv(path, at, "," if suffix == ".csv" else "\t")
+        elif suffix == ".txt" and whole:
+            if not at:
+                yield Row({"text": "".join(text for *_, text in _lines(path, 0, 0))}, str(path)), 1, 1
         elif suffix == ".txt":
             yield from _read_paragraphs(path, at, number)
         elif suffix not in (".json", ".jsonl"):
@@ -157,7 +161,12 @@ def _lines(path: Path, at: int, number: int) -> Iterator[tuple[int, int, str]]:
             try:
                 yield at, number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte order mark at the start
             except UnicodeDecodeError as error:
-                raise UserError(f"{path}:{number}: expected UTF-8: {error}") from None
+                try:
+                    line.decode("gb18030")
+                    hint = "; as Chinese text it can be read: iconv -f GB18030 -t UTF-8, and look at the result"
+                except UnicodeDecodeError:
+                    hint = "; convert the file from the encoding it was written in"
+                raise UserError(f"{path}:{number}: expected UTF-8: {error.reason}{hint}") from None
 
 
 # --- the datasets library -------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class Source:
     split: str = "train"
     weight: float | None = None  # its share among the sources
     max_samples: int | None = None  # the first N rows, after hold-out
+    whole: bool = False  # a .txt file is one document, not one for each paragraph
     columns: tuple[str, ...] = ()  # renames, "new=old"
     held_out: float = 0.0  # the fraction split off for evaluation, by a hash of the row
     part: str = "all"  # all, train, held_out
@@ -44,7 +45,14 @@ class Source:
 
 # --- which sources --------------------------------------------------------------------------------------------------
 
-ITEM = {"path": (str,), "name": (str,), "split": (str,), "weight": (int, float), "max_samples": (int,)}  # types of its keys
+ITEM = {  # the keys that an item of --dataset_name may have, with their types
+    "path": (str,),
+    "name": (str,),
+    "split": (str,),
+    "weight": (int, float),
+    "max_samples": (int,),
+    "whole": (bool,),
+}
 
 
 def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
@@ -54,6 +62,10 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
     split of those training sources that have one.
     """
     train, most = training_sources(args), args.max_eval_samples
+    for source in train:
+        if not source.whole and any(kind(file) == ".txt" for file in files_of(source) or []):
+            one = json.dumps({"path": source.path, "whole": True}, ensure_ascii=False)
+            say(f"data: {source.path}: each paragraph is a document with an end token (as one document: {one})")
     if args.eval_fraction and args.eval_dataset_name:
         raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
     if args.eval_fraction:
@@ -103,7 +115,8 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         except ValueError as error:
             raise UserError(f'--{flag} {word}: not valid JSON: {error}; expected like {{"path": "a.jsonl"}}') from None
     for key, value in item.items():
-        if type(value) not in ITEM.get(key, ()) or not value or (not isinstance(value, str) and not 0 < value < math.inf):
+        is_number = type(value) in (int, float)
+        if type(value) not in ITEM.get(key, ()) or value == "" or (is_number and not 0 < value < math.inf):
             expected = " and ".join(f"{name} ({kinds[0].__name__})" for name, kinds in ITEM.items())
             raise UserError(f"--{flag} {word}: {key} {value!r}; expected {expected}, above 0")
     settings = {"name": args.dataset_config, "max_samples": most} | item
@@ -167,7 +180,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         if files is None:
             rows = read_dataset(source.path, source.name, source.split, source.streaming, at)
         else:
-            rows = read_file(files[file], at, line)
+            rows = read_file(files[file], at, line, source.whole)
         for row, at, line in rows:
             if source.part != "all" and _is_held_out(source, row) != (source.part == "held_out"):
                 continue

@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.data.chat import PLACEHOLDER, assistant_spans, hidden_texts, per_tokenizer, render, special_tokens
+from common.data.chat import PLACEHOLDER, assistant_spans, hidden_texts, leaves_out, per_tokenizer, render, special_tokens
 from common.data.types import BadRow, Message, Sequence, Tokenizer, may_reject, whole
 from common.errors import UserError, printable
 import numpy as np
@@ -83,6 +83,8 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
 
     The prompt has the same ids as on its own, as in sampling: no token spans the boundary.
     """
+    if tokenizer.chat_template:
+        notes.add("plain text goes without the chat template (messages, or instruction and output, have it)")
     before = tokenize_text(prompt, tokenizer)
     ids = tokenize_text(prompt + completion, tokenizer)
     if ids[: len(before)] != before:  # a merge across the boundary: tokenise the completion separately
@@ -123,6 +125,10 @@ def tokenize_pair(
     starts = [int(side["loss_mask"].argmax()) for side in sides]
     if starts[0] != starts[1] or (sides[0]["input_ids"][: starts[0]] != sides[1]["input_ids"][: starts[0]]).any():
         raise BadRow("the prompt has other tokens before the chosen than before the rejected answer")
+    ends = [int(np.flatnonzero(side["loss_mask"])[-1]) for side in sides]
+    if min(ends) < max_length <= max(ends):  # one answer loses its end token: trained in the other alone, it would make
+        side = sides[ends.index(min(ends))]  # ending good or bad
+        side["loss_mask"][min(ends)] = 0
     return [truncate(side, max_length) for side in sides]
 
 
@@ -135,8 +141,12 @@ def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
 def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None) -> list[int]:
     """A prompt as ids to sample from: plain text unchanged, messages followed by the answer's header."""
     if isinstance(prompt, str):
+        if tokenizer.chat_template:
+            notes.add("plain text goes without the chat template (--system_prompt, empty or not, makes chats of prompts)")
         return tokenize_text(prompt, tokenizer)
     text = render(prompt, tokenizer, tools, add_generation_prompt=True)
+    if leaves_out(tools, text):
+        notes.add("the chat template has no place for tools")
     answers = [message["content"] for message in prompt if message["role"] == "assistant"]
     seam = seams(text, [len(text)]) or any(answer[:1].isspace() for answer in answers)
     starts = answer_starts(text, prompt, tokenizer, tools) if answers and seam else []
@@ -345,6 +355,8 @@ def truncate(sequence: Sequence, max_length: int) -> Sequence:
     short = {name: value[:max_length] if np.ndim(value) else value for name, value in sequence.items()}
     if not short["loss_mask"][1:].any():
         raise BadRow(f"no trained token within max_length {max_length}")
+    if len(sequence["input_ids"]) > max_length:
+        notes.add(f"cut at max_length {max_length}")
     return short
 
 

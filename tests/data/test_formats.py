@@ -38,6 +38,8 @@ ROLES = ["system", *["user"] * 3, *["assistant"] * 5, *["tool"] * 3]
     [
         ({"messages": [U, A]}, [U, A]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, A]}, [U, A]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]}, A]}, [U, A]),
+        ({"messages": json.dumps([U, A])}, [U, A]),
         ({"messages": [U | {"tool_calls": None, "from": None}, {"role": None, "content": None} | turn("gpt", "a")]}, [U, A]),
         ({"messages": [U, LONG]}, [U, LONG]),
         ({"conversations": [turn("human", "q"), turn("gpt", "a")]}, [U, A]),
@@ -82,6 +84,8 @@ def test_prompts_of_completions_are_not_trained():
     for row in ({"prompt": [S, U], "completion": [A]}, {"prompt": [S, U], "completion": "a"}):
         assert as_chat(row) == {"messages": [S, U, A], "tools": None, "prompt_turns": 2}
     assert as_chat({"prompt": "q", "completion": [A]}) == CHAT | {"prompt_turns": 1}
+    assert as_chat({"prompt": "q", "response": "a"}) == {"prompt": "q", "completion": "a"}
+    assert as_chat({"prompt": "q", "completion": "a", "system_prompt": "s"})["messages"] == [S, U, A]
     assert as_chat({"text": "t"}) == {"text": "t"}
     assert (as_text({"text": " t\n"}), as_text({"body": "t"}, "body")) == (" t\n", "t")
     row = {"prompt": "q", "chosen": " a", "rejected": " b"}
@@ -103,6 +107,12 @@ def test_prompts_of_completions_are_not_trained():
         ({"messages": [U, {"role": "assistant", "content": " "}]}, "empty answer"),
         ({"messages": [U, A | {"tool_calls": ["f"]}]}, "a tool call is not an object"),
         ({"messages": [U, A | {"tool_calls": [{"function": "f"}]}]}, "a tool call is not an object"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "value": "x"}]}, A]},
+            "a message part that is not text",
+        ),
+        ({"messages": "[{"}, " "),
+        ({"messages": [U, A], "images": ["x.png"]}, "a row with images"),
         ({"messages": [U, A], "tools": "[{"}, "tools is not valid JSON"),
         ({"messages": [U, A], "tools": ["f"]}, "tools is not a list of objects"),
         ({"messages": [U, {"role": "assistant", "content": "\ud83d"}]}, "not valid Unicode"),
@@ -150,6 +160,8 @@ HH_PROMPT = [U, {"role": "assistant", "content": "first"}, {"role": "user", "con
         ({"prompt": [U], "chosen": [A], "rejected": [B]}, [U]),
         ({"prompt": "q", "chosen": [A], "rejected": [B]}, [U]),
         ({"prompt": [S, U], "chosen": "a", "rejected": "b"}, [S, U]),
+        ({"system": "s", "prompt": "q", "chosen": "a", "rejected": "b"}, [S, U]),
+        ({"system_prompt": "s", "prompt": [U], "chosen": [A], "rejected": [B]}, [S, U]),
         ({"prompt": "q", "chosen": [U, A], "rejected": [U, B]}, [U]),
         ({"chosen": [S, U, A], "rejected": [S, U, B]}, [S, U]),
         ({"chosen": HH + "a", "rejected": HH + "b"}, HH_PROMPT),

@@ -16,6 +16,7 @@ from common.data import (
     tokenize_chat,
     tokenize_completion,
     tokenize_messages,
+    tokenize_row,
 )
 from common.data.tokens import tokenize_documents
 from common.errors import UserError
@@ -37,7 +38,7 @@ def documents(row, tokenizer, args):
 
 
 def one_chat(row, tokenizer, args):
-    return [tokenize_chat(as_chat(row), tokenizer)]
+    return [tokenize_chat(as_chat(row), tokenizer, max_length=30)]
 
 
 def numbered(path, count):
@@ -54,6 +55,38 @@ def test_too_few_documents_for_the_weights_are_no_error_where_their_chunks_are_e
     assert chunks[0] and chunks.order.quotas[0] > 5 * chunks.order.quotas[1] > 0
     with pytest.raises(UserError, match="--dataset_weights: of 2 examples, source 2 would give none"):
         train[0]
+
+
+@pytest.mark.parametrize(
+    "row, encode, note",
+    [
+        ({"messages": [U, A], "id": 3, "empty": None}, one_chat, "not read: id"),
+        ({"messages": [U, A | {"content": "word " * 50}]}, one_chat, "cut at max_length 30"),
+        ({"prompt": "q", "completion": "a"}, one_chat, "plain text goes without the chat template"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_lost_of_rows_is_said(tmp_path, tokenizer, capsys, row, encode, note, streaming):
+    good = {"messages": [U, A], "id": None}
+    for bad, said in ((3, True), (1, False)):  # of 100: up to two go without a word, and are in the facts
+        name = jsonl(tmp_path / f"{bad}.jsonl", [row] * bad + [good] * (100 - bad))
+        train, _ = load_data(arguments(tmp_path, name, dataset_streaming=streaming), alone(), encode, tokenizer)
+        facts = train[0] and train.data.facts()[0]
+        ((found, counted),) = facts["noted"].items()
+        assert found.startswith(note) and counted["first"][0] == f"{name}:1" and facts["columns"]
+        assert streaming or counted["count"] == bad
+        assert (note in capsys.readouterr().out) == (said or streaming)
+
+
+def test_prompts_that_go_another_way_are_noted(tmp_path, tokenizer, capsys):
+    def encode(row, tokenizer, args):
+        return tokenize_row(as_prompt(row), tokenizer)
+
+    tools = [{"name": "search"}]
+    load_prompts(arguments(tmp_path, jsonl(tmp_path / "a.jsonl", [{"prompt": "q"}])), encode, tokenizer)
+    assert "--system_prompt" in capsys.readouterr().out
+    load_prompts(arguments(tmp_path, jsonl(tmp_path / "b.jsonl", [{"prompt": [U], "tools": tools}])), encode, tokenizer)
+    assert "no place for tools" in capsys.readouterr().out
 
 
 # --- what is done to the training data ------------------------------------------------------------------------------

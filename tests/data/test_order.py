@@ -189,11 +189,8 @@ def chat(*trained):
 
 class Chats:
     def __init__(self, examples):
-        self.examples, self.lengths, self.longest = (
-            examples,
-            np.array([sum(len(s["input_ids"]) for s in u) for u in examples]),
-            18,
-        )
+        self.examples, self.sources = examples, []
+        self.lengths = np.array([sum(len(s["input_ids"]) for s in u) for u in examples])
 
     def __getitem__(self, i):
         return self.examples[i]

@@ -95,6 +95,23 @@ def test_text_without_blank_lines_is_cut(tmp_path, monkeypatch):
     assert [row.where for row, _ in read_rows(Source(source))] == [f"{source}:{i}" for i in (1, 3, 5, 7)]
 
 
+def test_a_text_file_is_split_unless_it_is_whole(tmp_path, capsys):
+    name = write(tmp_path / "a.txt", TEXT)
+    assert texts(found(name)[0][0]) == [row["text"] for row in ROWS]
+    assert f"{name}: each paragraph is a document" in capsys.readouterr().out
+    source = found({"path": name, "whole": True})[0][0]
+    rows = list(read_rows(source))
+    assert [row["text"] for row, _ in rows] == [TEXT] and list(read_rows(source, rows[0][1])) == []
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("encoding, hint", [("gb18030", "iconv -f GB18030"), ("latin1", "the encoding it was written in")])
+def test_another_encoding_is_refused_with_what_fits(tmp_path, encoding, hint):
+    (tmp_path / "a.txt").write_bytes({"gb18030": "你好，世界", "latin1": "caf\xe9\n"}[encoding].encode(encoding))
+    with pytest.raises(UserError, match=hint):
+        texts(tmp_path / "a.txt")
+
+
 @pytest.mark.parametrize("name, end", [("a.jsonl", "\n"), ("a.txt", "\n\n"), ("a.csv", "\n")])
 def test_reading_a_large_file_takes_little_memory(tmp_path, name, end):
     row = json.dumps({"text": "x" * 1000}) if name == "a.jsonl" else "x" * 1000

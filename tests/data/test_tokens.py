@@ -283,7 +283,7 @@ def test_a_system_turn_or_tools_that_the_template_leaves_out_refuse_the_chat():
     with pytest.raises(BadRow, match="System role not supported"):
         tokenize_messages([SYSTEM, *CHAT], make_tokenizer(GEMMA))
     tools = [{"type": "function", "function": {"name": "search_recipes", "parameters": {}}}]
-    with pytest.raises(BadRow, match="leaves out the tools.*--columns unused=tools"):
+    with pytest.raises(BadRow, match="--columns unused=tools"):
         tokenize_messages(CHAT, make_tokenizer(CHATML), tools=tools)
 
 
@@ -408,6 +408,16 @@ def test_what_max_length_leaves_untrained_is_dropped():
     ):
         with pytest.raises(BadRow, match="no trained token within max_length"):
             refused()
+
+
+def test_an_end_is_trained_in_both_answers_or_none():
+    tokenizer, sides = make_tokenizer(), ("one two three four five six seven", "no")
+    answers = [[{"role": "assistant", "content": text}] for text in sides]
+    whole = tokenize_pair(CHAT[:1], *answers, tokenizer, 512)
+    assert [trained(side, tokenizer) for side in whole] == [[f"{text}<|im_end|>"] for text in sides]
+    cut = tokenize_pair(CHAT[:1], *answers, tokenizer, len(whole[0]["input_ids"]) - 3)
+    assert sides[0].startswith(trained(cut[0], tokenizer)[0]) and trained(cut[1], tokenizer) == ["no"]
+    assert cut[1]["input_ids"].tolist() == whole[1]["input_ids"].tolist()
 
 
 @pytest.mark.parametrize("name", ALL)
