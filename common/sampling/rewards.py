@@ -70,9 +70,7 @@ def _load(spec: str, device: torch.device) -> Reward:
     if ".py:" in spec or spec.endswith(".py"):
         function = from_file(spec)
         if asked := OF_TRL & inspect.signature(function).parameters.keys():
-            raise UserError(
-                f"it asks for TRL's {', '.join(sorted(asked))}; to log a number, return it as a reward of weight 0"
-            )
+            raise UserError(f"it asks for TRL's {', '.join(sorted(asked))}; a number to log is a reward of weight 0")
         return Reward(spec.rpartition(":")[2], function)
     if spec == "accuracy_reward":
         raise UserError("TRL's; exact_number does this for numbers in the column answer (--columns answer=solution)")
