@@ -27,6 +27,7 @@ Values = dict[str, Any]  # by the names of arguments
 types_of = functools.cache(get_type_hints)
 
 PREFIX = "PLAINLOOP_"
+GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # said by gloo and NCCL
 # What users of transformers and TRL write for a choice: what it is called here.
 SAME = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw_8bit"}
 SAME |= {"constant_with_warmup": "constant", "True": "group", "False": "none"}  # --scale_rewards False
@@ -97,6 +98,8 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
             remedy = "lower --per_device_eval_batch_size or --eval_max_new_tokens, or what the script samples at a time"
             reason = " ".join(str(error).split())[:160] or "MemoryError"
             show_and_exit(UserError(f"out of memory outside of the training steps: {remedy} ({reason})"))
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in GONE):
+            show_and_exit(UserError(f"another process has ended; if it printed why, that is the reason ({error})"))
         last_words(error)
         raise
     sys.stdout.flush()

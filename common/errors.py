@@ -4,13 +4,16 @@ from collections.abc import Callable
 import contextlib
 import os
 import re
+import signal
 import sys
+import time
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 # Functions called with the error that ends a run, before its process ends.
 LAST_WORDS: list[Callable[[BaseException], None]] = []
+ALONE_SECONDS = 3.0  # after which a process knows that it failed alone
 SECRETS: list[str] = []  # must not appear in any message, whoever wrote it, such as a failing reward function
 
 
@@ -89,6 +92,10 @@ def last_words(error: BaseException) -> None:
 def show_and_exit(error: UserError) -> None:
     """Print one line without a traceback, and exit with code 1."""
     where = "" if is_first() else f"[rank {os.environ['RANK']}] "
+    if where:  # if the first process has this error, too, it prints it, and the launcher ends this one
+        last_words(error)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(ALONE_SECONDS)
     print(printable(f"{where}error: {error}"), file=sys.stderr, flush=True)
     last_words(error)
     sys.stdout.flush()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+import shutil
 import sys
 import sysconfig
 
@@ -38,9 +39,11 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Flush every file to disk and list it with size and hash in manifest.json."""
+    """Flush every file to disk and list it with size and hash in manifest.json; all are as readable as that."""
     files, manifest = {}, folder / "manifest.json"
+    manifest.touch()
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest):
+        shutil.copymode(manifest, path)  # safetensors' files are the owner's alone
         flush(path)
         files[path.relative_to(folder).as_posix()] = (path.stat().st_size, file_hash(path))
     manifest.write_text(json.dumps({"files": files}, indent=1))

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -20,6 +20,20 @@ CAUGHT = 5  # times that user code may catch the end of its time
 def gather_lists(accelerator: Accelerator, values: list[T]) -> list[T]:
     """The lists of all processes, concatenated, on each of them."""
     return gather_object(values) if accelerator.num_processes > 1 else values
+
+
+def whole(value: Any) -> Any:
+    """A tensor that FSDP2 shards (a DTensor), whole; anything else as it is. Called on every process."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def shared_as(here: Any, value: Any) -> Any:
+    """The reverse of `whole`, for tensors in dicts: sharded as they are in `here`."""
+    if isinstance(here, dict) and isinstance(value, dict):
+        return {name: shared_as(here.get(name), one) for name, one in value.items()}
+    if hasattr(here, "device_mesh"):
+        return torch.distributed.tensor.distribute_tensor(value.to(here.device), here.device_mesh, here.placements)
+    return value
 
 
 def anywhere(accelerator: Accelerator, here: bool) -> bool:

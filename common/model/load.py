@@ -32,6 +32,9 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
     """Load without progress bars and reports, and turn any exception of a library into one line with the folder's name."""
     import transformers
 
+    is_path = name.startswith(("/", ".", "~", "outputs/")) or name.count("/") > 1  # a Hub name is OWNER/NAME
+    if is_path and not Path(name).exists():
+        raise UserError(f"cannot load the {kind} {name}: no such folder; if an earlier stage writes it, run that first")
     transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # a long report with raw tensor names

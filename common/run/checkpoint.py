@@ -7,7 +7,8 @@ DeepSpeed keeps its engine's state in `state/`.) It is written under a temporary
 or a full disk, leaves the last complete one usable.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -24,14 +25,17 @@ from common.extras import extra
 from common.files import find_damage, flush, write_manifest
 from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
-from common.processes import anywhere, on_main_process
+from common.processes import anywhere, on_main_process, shared_as, whole
 from common.run.best import Best
 from common.run.folder import WEIGHTS, checkpoints, read_json, step_of, writing
 from safetensors.torch import load_file
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-SETTINGS = ("lr", "weight_decay", "betas", "eps", "fused")  # of the optimizer's groups: set by flags, not by a checkpoint
+# Of the optimizer's groups: set by flags or by the script, not by a checkpoint.
+SETTINGS = ("lr", "lr_multiplier", "weight_decay", "betas", "eps", "fused")
+KEPT = "kept.pt"  # what a script keeps by `Run.keep`
 
 
 def save_checkpoint(
@@ -43,9 +47,10 @@ def save_checkpoint(
     step: int,
     state: dict[str, Any],
     best: Best,
+    kept: dict[str, Any] | None = None,
 ) -> bool:
     """Write checkpoint-<step>, then prune to the newest args.save_total_limit and the best one. Returns whether it was
-    written.
+    written. kept: see Run.keep.
 
     Called on every process; step: updates done so far. If the disk refuses the write, a message says so and training
     continues: existing checkpoints stay, and the next save tries again.
@@ -57,6 +62,7 @@ def save_checkpoint(
     shards = sharded is not None and sharded.writes_shards(accelerator, wrapper)
     modules = sharded.gather_extra(wrapper) if shards else {}
     weights = {} if shards else gather_weights(accelerator, model)
+    states = tree_map(whole, {name: one.state_dict() for name, one in (kept or {}).items()})
 
     def write() -> None:
         for left in output_dir.glob(".checkpoint-*.tmp"):  # left by a save that was killed
@@ -68,6 +74,8 @@ def save_checkpoint(
             write_model(temporary, wrapper, weights, tokenizer)
         if kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+        if states:
+            torch.save(states, temporary / KEPT)
 
     def write_shares() -> None:
         if sharded:
@@ -140,9 +148,11 @@ def export(
             shutil.rmtree(folder)
         if best and (best / EXTRA).exists():  # model.extra is beside the shards, not in them
             shutil.copyfile(best / EXTRA, temporary / EXTRA)
-        files = list(temporary.iterdir())
-        for file in files:
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                shutil.copymode(output_dir / "args.yaml", file)  # safetensors' files are the owner's alone
             flush(file)
+        files = list(temporary.iterdir())
         for file in files:
             target = output_dir / file.name
             if target.is_dir():
@@ -163,6 +173,21 @@ def export(
         say(f"the final model is that of {best}, the best one")
 
 
+def check_modules(model: FlatModel, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError for modules that would be trained and not saved, or neither trained nor frozen."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if not name.startswith(("lm.", "extra.")):
+            raise UserError(
+                f"model.{name} would never be saved: modules of your own go into model.extra, before make_optimizer"
+            )
+        if p.requires_grad and id(p) not in known:
+            raise UserError(
+                f"model.{name} is not in the optimizer: add modules to model.extra before make_optimizer, and freeze what "
+                "is not to be trained"
+            )
+
+
 def resume(
     accelerator: Accelerator, checkpoint: Path | None, optimizer: torch.optim.Optimizer, model: nn.Module | None = None
 ) -> dict[str, Any]:
@@ -180,11 +205,8 @@ def resume(
         accelerator.load_state(str(checkpoint / "state"))
     else:
         file = checkpoint / "optimizer.pt"
-        try:
+        with _reading(file, "the optimizer of this model, in tensors alone"):
             optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        except Exception as error:  # a state that does not match this model fails in many ways
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(f"{file} is not the optimizer of this model, or holds more than tensors: {reason}") from None
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)  # this run's: the weight decay may have changed
     state = read_json(checkpoint / "trainer_state.json")
@@ -196,12 +218,24 @@ def load_extra(model: FlatModel, checkpoint: Path | None) -> None:
     """Load the script's own modules in `model.extra`, before Accelerate prepares the model."""
     if checkpoint is None or not len(model.extra):
         return
-    file = checkpoint / EXTRA
+    with _reading(checkpoint / EXTRA, f"the modules {', '.join(model.extra)} of this script"):
+        model.extra.load_state_dict(load_file(checkpoint / EXTRA))
+
+
+def load_kept(name: str, kept: Any, checkpoint: Path) -> None:
+    """Restore an object from what `save_checkpoint` kept of it."""
+    with _reading(checkpoint / KEPT, f"what this script keeps as {name!r}"):
+        states = torch.load(checkpoint / KEPT, map_location="cpu", weights_only=True)
+        kept.load_state_dict(shared_as(kept.state_dict(), states[name]))
+
+
+@contextlib.contextmanager
+def _reading(file: Path, what: str) -> Iterator[None]:
+    """Turn any exception into one line: a file that is missing, damaged or of something else fails in many ways."""
     try:
-        model.extra.load_state_dict(load_file(file))
-    except Exception as error:  # missing, damaged, or for other modules
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{file} does not hold the modules {', '.join(model.extra)} of this script: {reason}") from None
+        yield
+    except Exception as error:
+        raise UserError(f"{file} does not hold {what}: {' '.join(str(error).split())[:300]}") from None
 
 
 def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> None:

@@ -18,7 +18,7 @@ from common.args import CommonArgs
 from common.errors import hidden, say
 from common.files import replace_text
 from common.memory import finest_dtype, memory, peak_flops, relieve
-from common.processes import gather_lists
+from common.processes import gather_lists, whole
 from common.run.folder import LINES, is_held, writing
 import torch
 from torch import Tensor
@@ -27,11 +27,6 @@ from tqdm import tqdm
 RESERVED = ("step", "not_finite")
 KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
-
-
-def full_norm(norm: Any) -> Any:
-    """A gradient norm as a number or a whole tensor: FSDP2's is a DTensor, sharded over the processes. Called on each."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 class Metrics:
@@ -75,6 +70,8 @@ class Metrics:
                 self._add(name, torch.as_tensor(value).detach().amax(), 1.0)
             elif isinstance(value, Tensor):
                 by = torch.as_tensor(weights, device=value.device)
+                if by.dim() and value.dim() and by.shape != value.shape:
+                    raise ValueError(f"metrics.add: {name} is {tuple(value.shape)}, and its weights are {tuple(by.shape)}")
                 by = by if by.dim() else by.expand(value.shape)
                 self._add(name, (value.detach() * by).sum(), by.sum())
             else:
@@ -161,7 +158,7 @@ class Metrics:
         """Write the means since the last call, and the values given here. step: updates done so far."""
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
-        values |= {name: full_norm(v) for name, v in now.items() if v is not None}  # DeepSpeed does not return the norm
+        values |= {name: whole(v) for name, v in now.items() if v is not None}  # DeepSpeed does not return the norm
         values["num_tokens"] = self.num_tokens
         values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
         peak = peak_flops(self.accelerator.device)

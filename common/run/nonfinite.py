@@ -7,9 +7,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from common.collators import Window
 from common.data.types import Tokenizer
 from common.errors import UserError, say
-from common.processes import anywhere
+from common.memory import SHARDED
+from common.processes import anywhere, whole
 from common.run.folder import checkpoints
-from common.run.metrics import Metrics, full_norm
+from common.run.metrics import Metrics
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ class NonFinite:
         """
         metrics, accelerator = self.metrics, self.metrics.accelerator
         loss = float(metrics.window["loss"][0]) if "loss" in metrics.window else 0.0
-        norm = math.nan if grad_norm is None else float(full_norm(grad_norm))
+        norm = math.nan if grad_norm is None else float(whole(grad_norm))
         bad = not math.isfinite(loss) or not (math.isfinite(norm) or grad_norm is None or accelerator.scaler)
         bad = metrics.window_is_bad = anywhere(accelerator, bad)  # all processes take the step, or none does
         if bad:
@@ -62,11 +63,20 @@ class NonFinite:
         )
 
     def check_weights(self, model: nn.Module, step: int) -> None:
-        """Raise UserError if weights have become NaN or infinite, before they are saved. Called on every process."""
+        """Raise UserError if weights have become NaN or infinite, or differ between processes that should have the same,
+        before they are saved. Called on every process."""
+        accelerator = self.metrics.accelerator
         trained = [getattr(p, "ds_tensor", p).detach() for p in model.parameters() if p.requires_grad]  # ZeRO-3: its share
-        norm = full_norm(torch.nn.utils.get_total_norm(trained)).to(self.metrics.accelerator.device)
-        if not self.metrics.accelerator.reduce(norm, "sum").isfinite():
+        norm = whole(torch.nn.utils.get_total_norm(trained)).to(accelerator.device)
+        if not accelerator.reduce(norm, "sum").isfinite():
             raise UserError(f"step {step}: weights are NaN or infinite and not saved; {self._last_good()}")
+        if accelerator.num_processes > 1 and accelerator.distributed_type not in SHARDED:
+            hashes = accelerator.gather(torch.stack([torch.hash_tensor(p).view(torch.int64) for p in trained])[None])
+            if (hashes != hashes[0]).any():
+                raise UserError(
+                    f"step {step}: the weights differ between the processes, and are not saved: the loop draws other random "
+                    f"numbers on each, or changes weights on one; {self._last_good()}"
+                )
 
     def count_skipped(self, step: int) -> None:
         """With fp16: count the steps in a row that the loss scaler skipped, after `step` updates. Raises UserError if no

@@ -54,9 +54,11 @@ class Retry:
         own = len(accelerator.unwrap_model(model).extra) > 0 and accelerator.distributed_type not in SHARDED
         self._sums = (args.auto_micro_batch or own) and accelerator.num_processes > 1
         self._recovers = not engine and (args.auto_micro_batch or accelerator.num_processes == 1)
+        self._inside = False
         if self._sums:
             NEVER_FREED.append(model)
             self.model = accelerator.unwrap_model(model)
+            self.model.register_forward_pre_hook(self._refuse_outside)
 
     def __call__(self, gradients: Gradients, step: int, window: Window) -> None:
         """Afterwards the model holds the gradients of the whole window, over all processes.
@@ -70,11 +72,14 @@ class Retry:
             try:
                 if self.experts:
                     self.experts.begin(self.accelerator, self.model, window)
+                self._inside = True
                 gradients(window)
             except Exception as error:
                 if not is_oom(error):
                     raise
                 reason = " ".join(str(error).split())[:160] or type(error).__name__
+            finally:
+                self._inside = False
             # The exception is gone by now, and with it the frames that held the failed attempt's tensors.
             if reason is not None and self.experts:
                 self.experts.give_up()
@@ -116,6 +121,13 @@ class Retry:
         shape = _shape(window.split(self.splits, self.tokens))
         say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
         self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
+
+    def _refuse_outside(self, model: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled() and model.training and not self._inside:
+            raise UserError(
+                "on several processes with model.extra or --auto_micro_batch, only run.retry_smaller(gradients, window) "
+                "adds up the gradients of all: call that"
+            )
 
     def _forget(self) -> None:
         self.model.zero_grad(set_to_none=True)

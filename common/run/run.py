@@ -21,9 +21,10 @@ from pathlib import Path
 import platform
 import shlex
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
-from common.args import CommonArgs
+from accelerate.utils import DistributedType
+from common.args import CommonArgs, defaults
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
 from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printable, say
@@ -34,7 +35,7 @@ from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.model.save import base_dtype, final_dtype
 from common.run.best import Best
-from common.run.checkpoint import export, load_extra, resume, save_checkpoint
+from common.run.checkpoint import check_modules, export, load_extra, load_kept, resume, save_checkpoint
 from common.run.describe import describe, typical_length
 from common.run.folder import begin, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.launch import NEVER_FREED, start
@@ -47,6 +48,8 @@ from common.sampling.rollout import rollout_lines, rollout_metrics
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+
+T = TypeVar("T")
 
 
 class Run:
@@ -61,6 +64,7 @@ class Run:
         self.best = Best(args)
         self.parts: dict[str, Any] = {"best": self.best}
         self.step = self.saved_step = 0
+        self.kept: dict[str, Any] = {}
         if args.alert_webhook:  # before anything is written: the address is a secret
             self.parts["alerts"] = extra("alerts").Alerts(args)
         LAST_WORDS[:] = [self._die]  # and none of an earlier run in this process
@@ -103,6 +107,7 @@ class Run:
                 begin(args, self.script, self.inputs | inputs)
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
+        check_modules(model, optimizer)
         flops = flops_per_token(model, typical_length(windows))
         load_extra(model, self.resume_from)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
@@ -134,6 +139,19 @@ class Run:
             )
         return self.model, self.optimizer
 
+    def keep(self, name: str, kept: T) -> T:
+        """Save the object's `state_dict()` in each checkpoint; if the run resumes, restore it here, by `load_state_dict`.
+        Returns the object. Call it before the loop, on every process.
+
+        The state: numbers, texts and tensors in dicts and lists, the same on every process. Tensors that FSDP2 shards are
+        kept whole, and sharded again where a dict holds them; so keep a copy of weights after `prepare`. Raises UserError if
+        the checkpoint has another state.
+        """
+        self.kept[name] = kept
+        if self.resume_from:
+            load_kept(name, kept, self.resume_from)
+        return kept
+
     def _each(self, method: str, *words: Any) -> dict[str, Any]:
         """Call a method of every part that has it; what each returns, by the part's name."""
         return {name: getattr(part, method)(*words) for name, part in self.parts.items() if hasattr(part, method)}
@@ -145,6 +163,8 @@ class Run:
 
         save_every: checkpoints are possible only at multiples of it (GRPO, between two rollouts).
         """
+        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:  # whose optimizer has pieces of its own
+            check_modules(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), self.optimizer)
         gc.freeze()  # loaded objects stay: exclude them from the many collections during training
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.save_wanted = last, save_every, False
@@ -217,7 +237,7 @@ class Run:
         refuse_deleted_folder(self.accelerator, Path(self.args.output_dir))
         state = {"step_size": self.windows.step_size, "base_dtype": self.base_dtype, "parts": self._each("state", step)}
         written = save_checkpoint(
-            self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best
+            self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best, self.kept
         )
         self.metrics.event("saved" if written else "not saved", step, f"checkpoint-{step}")
         self.signals.saved()
@@ -281,6 +301,8 @@ class Run:
         what = "adapter" if args.use_peft and not args.merge_lora else "model"
         say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
         say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
+        if try_next.endswith(".py") and args.output_dir != defaults(type(args))["output_dir"]:
+            try_next += f" --model_name_or_path {shlex.quote(args.output_dir)}"
         say(f"try next: {try_next}")
         self._each("close")
         self.accelerator.wait_for_everyone()  # no process exits while another still writes

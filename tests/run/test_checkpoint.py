@@ -203,7 +203,7 @@ def test_a_pickled_optimizer_is_not_run(tiny, tmp_path):
         write({"state": Evil(trace), "param_groups": []}, folder / "optimizer.pt")
         assert find_damage(folder) == "optimizer.pt is damaged"
         write_manifest(folder)  # by the same hand
-        with pytest.raises(UserError, match=r"checkpoint-3/optimizer.pt is not the optimizer.*more than tensors") as refused:
+        with pytest.raises(UserError, match=r"checkpoint-3/optimizer.pt does not hold the optimizer") as refused:
             resume(tiny.accelerator, folder, tiny.optimizer)
         assert not trace.exists() and "\n" not in str(refused.value)
 

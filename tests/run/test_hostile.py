@@ -137,6 +137,12 @@ def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path
 # --- templates and rows ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["/nowhere/model", "./model", "outputs/never_trained"])
+def test_a_missing_folder_is_no_hub_name(name, launch):
+    with pytest.raises(UserError, match=f"{name}: no such folder"):
+        launch("sft", *SFT, "--model_name_or_path", name)
+
+
 def test_a_key_twice_in_a_row_is_not_taken(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": 1, "y": {"z": 1, "z": 2}}\n')
     assert [row.problem for row in load_rows(str(tmp_path / "a.jsonl"))] == [None, "the key 'z' appears twice"]

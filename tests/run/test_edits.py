@@ -1,0 +1,196 @@
+"""What an author changes in a copy of train_sft.py: state of its own is kept, and what would go wrong in silence is refused."""
+
+import importlib.util
+import stat
+import sys
+
+from accelerate import Accelerator
+from common.args import CommonArgs
+from common.errors import UserError
+from common.run.metrics import Metrics
+import pytest
+from safetensors.torch import load_file
+import torch
+
+from tests.conftest import ROOT, SFT, read_metrics, run_script, torchrun
+
+OPTIMIZER = "    optimizer = make_optimizer(args, model)\n"
+PREPARE = "    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run\n"
+LOOP = "    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends\n"
+SAVE = (
+    "        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal\n"
+)
+STEP = "            optimizer.step()\n"
+IMPORT = "import math\n"
+HEAD = '    model.extra["head"] = torch.nn.Linear(8, 8)\n'
+
+AVERAGE = '''
+class Average:
+    """An exponential average of the weights, which changes places with them."""
+
+    def __init__(self, model):
+        self.weights, self.inside = dict(model.named_parameters()), False
+        self.other = {name: w.detach().clone() for name, w in self.weights.items()}
+
+    def update(self):
+        for name, w in self.weights.items():
+            self.other[name].lerp_(w.detach(), 0.1)
+
+    def swap(self):
+        self.inside = not self.inside
+        for name, w in self.weights.items():
+            here = w.detach().clone()
+            w.data.copy_(self.other[name])
+            self.other[name].copy_(here)
+
+    def state_dict(self):
+        return {"inside": self.inside, "other": self.other}
+
+    def load_state_dict(self, state):
+        self.inside = state["inside"]
+        for name, w in state["other"].items():
+            self.other[name].copy_(w)
+        if self.inside:
+            self.swap()
+
+
+'''
+AVERAGED = [
+    ("\n\n@dataclass\n", f"\n{AVERAGE}@dataclass\n"),
+    (PREPARE, f'{PREPARE}    average = run.keep("average", Average(accelerator.unwrap_model(model)))\n'),
+    (LOOP, f"{LOOP}        average.swap()  # the average is evaluated, saved and exported\n"),
+    (SAVE, f"{SAVE}            break\n        average.swap()\n        if False:\n"),
+    (STEP, f"{STEP}            average.update()\n"),
+]
+
+
+def edited(*edits):
+    source = (ROOT / "train_sft.py").read_text()
+    for old, new in [(IMPORT, f"{IMPORT}import torch\n"), *edits]:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """script(*edits): from now on train_sft.py is a copy with each (old, new) applied."""
+
+    def use(*edits):
+        path = tmp_path / "train_mine.py"
+        path.write_text(edited(*edits))
+        spec = importlib.util.spec_from_file_location("train_sft", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "train_sft", module)
+        spec.loader.exec_module(module)
+
+    return use
+
+
+def test_an_average_of_the_weights_is_evaluated_exported_and_resumed(script, launch, monkeypatch):
+    script(*AVERAGED)
+    words = [*SFT, "--max_steps", "6", "--save_steps", "3", "--eval_steps", "3", "--learning_rate", "1e-2"]
+    whole = launch("sft", *words, "--save_best", "eval_loss", "--save_total_limit", "0", output="whole")
+    exported = load_file(whole / "model.safetensors")
+    evaluated = load_file(whole / "checkpoint-6" / "model.safetensors")
+    assert all(torch.equal(exported[name], w) for name, w in evaluated.items())
+    step = torch.optim.AdamW.step
+
+    def dying(self, *rest, **named):
+        dying.steps += 1
+        if dying.steps == 5:
+            raise RuntimeError("killed")
+        return step(self, *rest, **named)
+
+    dying.steps = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", dying)
+        with pytest.raises(RuntimeError, match="killed"):
+            launch("sft", *words, "--save_best", "eval_loss", "--save_total_limit", "0")
+    resumed = launch("sft", *words, "--save_best", "eval_loss", "--save_total_limit", "0")
+    assert read_metrics(resumed) == read_metrics(whole)
+    assert all(torch.equal(exported[name], w) for name, w in load_file(resumed / "model.safetensors").items())
+    script(*AVERAGED[:1], (PREPARE, f'{PREPARE}    run.keep("another", Average(model))\n'))
+    with pytest.raises(UserError, match="kept.pt does not hold .*another"):
+        launch("sft", *words, "--max_steps", "8", "--accept_changes")
+
+
+@pytest.mark.parametrize(
+    ("place", "module", "named"),
+    [
+        (OPTIMIZER, HEAD, "model.extra.head.weight is not in the optimizer"),
+        (
+            PREPARE,
+            "    accelerator.unwrap_model(" + HEAD.strip().replace(".extra", ").extra", 1) + "\n",
+            "extra.head.weight",
+        ),
+        (OPTIMIZER, "    model.head = torch.nn.Linear(8, 8)\n", "model.head.weight would never be saved"),
+    ],
+    ids=["after make_optimizer", "after prepare", "beside model.extra"],
+)
+def test_modules_that_are_not_trained_or_saved_are_refused(place, module, named, script, launch, tmp_path):
+    script((place, f"{place}{module}"))
+    with pytest.raises(UserError, match=named):
+        launch("sft", *SFT)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_weights_of_another_shape_name_their_metric(tmp_path):
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    with pytest.raises(ValueError, match="my_loss"):
+        metrics.add(torch.ones(3), my_loss=torch.ones(3, 1))
+    metrics.add(torch.ones(3), of_all=torch.tensor(2.0))
+    assert metrics.window_mean("of_all") == 2.0
+
+
+def test_the_rate_of_a_group_is_that_of_the_script(script, launch):
+    """Also after a resume: a checkpoint does not bring back the old one."""
+    for rate, steps in ((3.0, "2"), (5.0, "4")):
+        check = f"            assert optimizer.param_groups[-1]['lr'] == {rate} * lr_at(step)\n"
+        own = HEAD + OPTIMIZER.replace("model)", f"model, extra_lr_multiplier={rate})")
+        script((OPTIMIZER, own), (STEP, f"{check}{STEP}"))
+        launch("sft", *SFT, "--max_steps", steps, "--save_steps", "2", "--accept_changes")
+
+
+def test_what_a_run_leaves_is_readable_as_the_umask_says(launch):
+    output = launch("sft", *SFT, "--max_steps", "2", "--save_steps", "1")
+    files = [path for path in output.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"model.safetensors", "optimizer.pt"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {stat.S_IMODE((output / "args.yaml").stat().st_mode)}
+
+
+def test_the_next_command_names_the_folder(launch, capsys):
+    output = launch("sft", *SFT, "--max_steps", "1")
+    assert f"try next: accelerate launch train_grpo.py --model_name_or_path {output}\n" in capsys.readouterr().out
+
+
+# --- two processes ------------------------------------------------------------------------------------------------------
+
+
+def run_two(tmp_path, token_cache, *edits):
+    (tmp_path / "train_mine.py").write_text(edited(*edits))
+    words = [str(tmp_path / "train_mine.py"), *SFT, "--max_steps", "2", "--output_dir", str(tmp_path / "out")]
+    return run_script([*torchrun(), *words, "--dataset_cache_dir", str(token_cache)], PYTHONPATH=str(ROOT))
+
+
+DRIFT = STEP + "            model.module.lm.lm_head.weight.data.add_(1e-6 * accelerator.process_index)\n"
+DIRECT = ("        run.retry_smaller(gradients, window)", "        gradients(window)")
+FAILURES = {
+    "replicas that drift apart": ([(STEP, DRIFT)], "the weights differ between the processes"),
+    "gradients that nobody adds up": ([(OPTIMIZER, HEAD + OPTIMIZER), DIRECT], "only run.retry_smaller"),
+    "one process alone": (
+        [(LOOP, f"{LOOP}        if step and accelerator.process_index == 1:\n            raise UserError('mine')\n")],
+        "[rank 1] error: mine",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", FAILURES)
+def test_one_line_from_two_processes(what, tmp_path, token_cache):
+    edits, line = FAILURES[what]
+    run = run_two(tmp_path, token_cache, *edits)
+    assert run.returncode != 0 and not (tmp_path / "out" / "model.safetensors").exists()
+    said = run.stderr.split("ChildFailedError")[0]
+    assert said.count(line) == 1, run.stderr
+    assert 'train_mine.py", line' not in said, run.stderr
