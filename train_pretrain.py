@@ -26,7 +26,7 @@ from common.collators import Window, Windows
 from common.command_line import launch
 from common.data import Row, Tokenizer, as_text, chunk, load_data, pack
 from common.errors import UserError
-from common.evaluate import complete_prompts, evaluate_nll, load_eval_prompts, unigram_perplexity
+from common.evaluate import bytes_per_token, complete_prompts, evaluate_nll, load_eval_prompts, unigram_perplexity
 from common.extras import extra
 from common.model import llama_config, load_config, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
@@ -123,7 +123,7 @@ def main(args: Args) -> None:
         train, held_out = chunk(train, args.max_length, across=False), chunk(held_out, args.max_length, across=False)
         train, held_out = pack(train, args.max_length), pack(held_out, args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
-    baseline = unigram_perplexity(train, held_out, len(tokenizer))
+    baseline, token_bytes = unigram_perplexity(train, held_out, len(tokenizer)), bytes_per_token(held_out, tokenizer)
 
     # --- model -------------------------------------------------------------------------------------------------------
     config = None if args.model_name_or_path else new_model_config(args, tokenizer)
@@ -153,6 +153,7 @@ def main(args: Args) -> None:
             values = evaluate_nll(args, accelerator, model, held_out)
             if baseline:
                 values["eval_times_below_unigram"] = baseline / values["eval_perplexity"]
+                values["eval_bits_per_byte"] = values["eval_loss"] / math.log(2) / token_bytes
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
         if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal

@@ -125,6 +125,18 @@ def unigram_perplexity(train: Shuffled, held_out: Examples, vocab_size: int) -> 
     return math.exp(-(np.log(smoothed / smoothed.sum()) * scored).sum() / scored.sum())
 
 
+def bytes_per_token(held_out: Examples, tokenizer: Tokenizer) -> float:
+    """UTF-8 bytes of the held-out text for each of its tokens that is predicted (all but the first of a sequence; special
+    ones stand for no text). eval_loss / (ln 2 · bytes_per_token) are bits per byte. 0 without held-out rows."""
+
+    def count(ids: np.ndarray) -> int:
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return len(text.encode("utf-8", "replace"))
+
+    rows = [sequence["input_ids"] for i in range(len(held_out)) for sequence in held_out[i]]
+    return sum(count(ids) - count(ids[:1]) for ids in rows) / max(sum(len(ids) - 1 for ids in rows), 1)
+
+
 # --- completions ----------------------------------------------------------------------------------------------------
 
 

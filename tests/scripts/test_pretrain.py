@@ -1,6 +1,7 @@
 """train_pretrain.py against float64: every token that follows another one, once, with the same weight."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -164,6 +165,22 @@ def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data
     total = [row["num_tokens"] for row in run.rows]
     sizes = [after - before for before, after in zip([0, *total], total, strict=False)]
     assert all(2 * L < size <= 3 * L for size in sizes[:-1]) and len(sizes) > 2
+
+
+@pytest.mark.parametrize("packing, length", [("wrapped", L), ("bfd", 256)])
+def test_bits_per_byte_are_of_the_text(packing, length, launch, data, tmp_path):
+    """All nats of the held-out tokens by the bytes that they stand for; what nothing predicts, the first token of a row, is
+    not among them. The end of a text costs bits, and has no bytes."""
+    texts = [*HELD_OUT, *(["Zoë übt: 7 € ≥ 5 €, 3+4=7 🦆🦆"] if packing == "bfd" else [])]
+    file = write_rows(tmp_path / "held_out.jsonl", [{"text": text} for text in texts])
+    flags = ["--eval_dataset_name", file, "--packing_strategy", packing, "--max_length", length]
+    run = pretrain(launch, data, *flags, "--eval_steps", 1, "--max_steps", 1)
+    rows = [ids for ids, _ in rows_of(texts, packing, length)]
+    letters = [tokenizer().convert_ids_to_tokens(i) for ids in rows for i in ids[1:] if i != tokenizer().eos_token_id]
+    size = sum(map(len, letters))  # in a byte-level vocabulary each byte is written as one letter
+    tokens = sum(len(ids) - 1 for ids in rows)
+    for row in run.evals:
+        assert row["eval_bits_per_byte"] == pytest.approx(row["eval_loss"] * tokens / (math.log(2) * size), rel=1e-6)
 
 
 def test_the_line_to_beat_is_what_the_frequencies_of_tokens_alone_would_reach(launch, data):
