@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import EXPERIMENTS, ROOT, demo, free_port, read_metrics, run_script, teacher
+from tests.conftest import EXPERIMENTS, ROOT, assert_same, demo, free_port, losses, read_metrics, run_script, teacher
 
 STAGES = ("pretrain", "sft", "dpo", "grpo")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(path.read_text() for path in PAGES)
 TINY = "--max_steps 2 --max_train_samples 40 --max_eval_samples 4 --eval_max_new_tokens 4 --logging_steps 1 --save_steps 0".split()
 SMALL = {
@@ -198,6 +198,22 @@ def test_the_other_commands_run_as_they_stand(name, local):
         assert ran.returncode == 0, (command, ran.stderr[-2000:])
         done += 1
     assert done >= 1
+
+
+@pytest.mark.slow
+def test_the_commands_for_assistants_run_as_they_stand(tmp_path):
+    """One after the other, in a folder with everything; and the two runs that are to agree do."""
+    assert len(page("AGENTS.md").splitlines()) <= 60
+    for path in ROOT.iterdir():
+        if path.name != "outputs" and not path.name.startswith("."):
+            (tmp_path / path.name).symlink_to(path)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    script = "set -e\n" + "".join(blocks(page("AGENTS.md"), "bash"))
+    ran = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, (ran.stdout[-2000:], ran.stderr[-2000:])
+    assert_same(losses(tmp_path / "outputs" / "whole"), losses(tmp_path / "outputs" / "split"))
 
 
 @pytest.mark.slow
