@@ -41,6 +41,7 @@ LIGHT = {"common without extras": (7_300, 52), "common": (9_550, 72), "tests": (
 SCRIPT_LINES = {
     "train_grpo": 240,
     "experiments.train_grpo_ahead": 300,
+    "experiments.train_dynamic_sampling": 260,
     "experiments.train_tools": 420,
     "experiments.train_ppo": 300,
     "experiments.train_distill": 300,

@@ -35,6 +35,7 @@ STAGES = {
     + ["--per_device_train_batch_size", "4"],
     "tools": ["--config", "experiments/configs/tools.yaml", "--per_device_train_batch_size", "16"],
     "grpo": "--config data/configs/grpo.yaml --per_device_train_batch_size 16 --num_iterations 2 --beta 0.02".split(),
+    "dynamic_sampling": ["--config", "data/configs/grpo.yaml", "--per_device_train_batch_size", "16", "--max_draws", "3"],
     "ppo": ["--config", "experiments/configs/ppo.yaml", "--per_device_train_batch_size", "16", "--num_iterations", "2"]
     + ["--beta", "0.02"],
     "distill": ["--config", "experiments/configs/distill.yaml", "--teacher_model_name_or_path", teacher()]
@@ -58,7 +59,7 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-LONG = ("kto", "grpo", "reward", "rft", "tools", "ppo", "distill", "pretrain streamed", "sft mixed")
+LONG = ("kto", "grpo", "reward", "rft", "tools", "dynamic_sampling", "ppo", "distill", "pretrain streamed", "sft mixed")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in STAGES])

@@ -92,8 +92,12 @@ def prompt_ids(prompt):
     return ids_of(tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
 
-def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out"):
-    """Run a script of GRPO's; run.rollouts are its rollouts, each a list of Completion."""
+def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out", rollouts_of=None):
+    """Run a script of GRPO's; run.rollouts are its rollouts, each a list of Completion.
+
+    rollouts_of: makes rollouts of what the reward functions were given at each call, (prompt, completion, ids) of each
+    completion, in the order of completions.jsonl. By default each call is a rollout.
+    """
     folder = Path(folder) / f"rewards_{output}"
     folder.mkdir()
     (folder / "rewards.py").write_text(REWARDS)
@@ -103,10 +107,11 @@ def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",
     run = watched(launch, stage, model, *names, *flags, output=output)
     longest = int(dict(zip(flags, flags[1:], strict=False)).get("--max_completion_length", LONGEST))
     calls, lines = read_rows(folder / "calls.jsonl"), read_rows(run.output / "completions.jsonl")
+    calls = [list(zip(call["prompts"], call["completions"], call["ids"], strict=True)) for call in calls]
     run.rollouts, run.starts, at = [], [], 0
-    for call in calls:
+    for given in rollouts_of(calls) if rollouts_of else calls:
         rollout = []
-        for prompt, completion, ids in zip(call["prompts"], call["completions"], call["ids"], strict=True):
+        for prompt, completion, ids in given:
             line, at = lines[at], at + 1
             text = completion if isinstance(completion, str) else completion[0]["content"]
             assert (line["prompt"], line["completion"]) == (prompt, text)

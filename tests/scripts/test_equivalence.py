@@ -26,6 +26,7 @@ SLOW = {
     "grpo_ahead entropy": "--max_steps 2 --num_generations 4 --top_entropy_quantile 0.4 --loss_type bnpo",
     "grpo_ahead": "--max_steps 4 --num_generations 4 --rollout_ahead 1 --importance_correction sequence_mask"
     " --importance_cap 1.02",
+    "dynamic_sampling": "--max_steps 3 --num_generations 4 --max_draws 3 --scale_rewards batch",
     "ppo": "--max_steps 5 --steps_per_generation 2 --beta 0.02 --num_iterations 2",
     "distill": f"--max_steps 3 --beta 0.4 --dataset_name data/sft --lmbda 0.6 --teacher_model_name_or_path {teacher()}",
 }  # their fast tests are in tests/scripts
