@@ -12,7 +12,7 @@ EXTRAS: dict[str, str] = {
     "cuda_graph": "sampling on a CUDA device",
     "experts": "a mixture of experts",
     "sharded": "an accelerate config with FSDP or ZeRO-3",
-    "fused_layers": "norms and MLPs of Llama's form",
+    "fused_layers": "norms and MLPs of Llama's form, GELUs of GPT-2's",
     "hybrids": "recurrent layers, positions that depend on the length",
     "merge": "--merge_lora",
     "muon": "--optim muon",

@@ -7,6 +7,9 @@ numbers:
     RMSNorm(x) = w · x / sqrt(mean(x²) + ε)                (Zhang & Sennrich 2019, arXiv 1910.07467)
     MLP(x) = W_down (silu(W_gate x) · W_up x)              (SwiGLU: Shazeer 2020, arXiv 2002.05202)
 
+GELU's approximation by tanh, which transformers writes out for GPT-2 and its kin, is one kernel of PyTorch: 0.8 of the time
+of a step with rows of 64 tokens (4 layers of 128, one CPU thread).
+
 Under autocast the norm of a float32 hidden state is returned in autocast's dtype. Otherwise each linear layer that follows
 would make and keep its own copy; here attention's three projections share one, and the MLP's two another.
 
@@ -14,6 +17,7 @@ Shapes: N tokens (or tokens and heads).
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -22,11 +26,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 import torch.nn.functional as F
 
+WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation")
+
 
 def use_fused_layers(lm: nn.Module) -> None:
-    """Replace the forward of all norms and MLPs of a language model that have one of the two forms."""
+    """Replace the forward of all norms and MLPs of a language model that have one of the two forms, and of GELUs."""
     for module in lm.modules():
-        if _is_norm(module):
+        if type(module).__name__ in WRITTEN_OUT:
+            module.forward = partial(F.gelu, approximate="tanh")
+        elif _is_norm(module):
             _replace(module, _norm_forward, module.weight.shape[0])
         elif _is_mlp(module) and _is_swiglu(module):
             _replace(module, _mlp_forward, module.gate_proj.in_features)

@@ -185,7 +185,7 @@ def flat_attention(
         raise RuntimeError("flat attention needs flat_row and no attention_mask")
     if softcap is not None and s_aux is not None:
         raise RuntimeError("flat attention has no soft-capping together with attention sinks")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, Dh)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, H, Dh); x[0] has a gradient of zeros to fill
     plain = softcap is None and s_aux is None and dropout == 0
     if flat_row.ragged is not None and plain and (dtype := flat_row.ragged.dtype(v)) is not None:
         return flat_row.ragged.attend(*(x.to(dtype) for x in (q, k, v)), scaling, sliding_window)[None], None

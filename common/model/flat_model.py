@@ -240,14 +240,19 @@ def without_gradient(values: Tensor, anchor: Tensor, why: str) -> Tensor:
     return _WithoutGradient.apply(values.detach(), anchor, why)
 
 
-def check_positions(model: FlatModel, longest: int, limits: str = "the length limits") -> None:
-    """Raise UserError if the longest sequence exceeds the model's positions. limits: the flags that limit lengths."""
+def num_positions(model: FlatModel) -> float:
+    """The most tokens of a sequence; infinity if the model has no limit."""
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if most is not None and rope.get("rope_type") == "dynamic":  # its limit is the original length, which it stretches
         most = int(most * rope.get("factor", 1.0))
-    if most is not None and longest > most:
+    return math.inf if most is None else most
+
+
+def check_positions(model: FlatModel, longest: int, limits: str = "the length limits") -> None:
+    """Raise UserError if the longest sequence exceeds the model's positions. limits: the flags that limit lengths."""
+    if longest > (most := num_positions(model)):
         raise UserError(f"a sequence may have {longest} tokens, the model has {most} positions: lower {limits}")
 
 

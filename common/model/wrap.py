@@ -42,8 +42,7 @@ def wrap(lm: nn.Module) -> FlatModel:
         alone = _logits_alone(lm, row)  # by the unmodified model
         if alone.isnan().any():
             raise UserError(f"the model ({type(lm).__name__}): a few tokens give NaN: look at *_eps in its config.json")
-        if any(hasattr(module, "variance_epsilon") or hasattr(module, "gate_proj") for module in lm.modules()):
-            extra("fused_layers").use_fused_layers(lm)
+        extra("fused_layers").use_fused_layers(lm)
         try:
             lm.set_attn_implementation(FLAT)
             flat, after_other = (logits_of(lm, model.hidden(row)).float() for row in (row, other_row))

@@ -13,7 +13,7 @@ from common.errors import say
 from common.extras import extra
 from common.memory import empty_caches, finest_dtype, is_oom, to_device
 from common.model.attention import FLAT
-from common.model.flat_model import FlatModel, base_lm, body, is_sharded
+from common.model.flat_model import FlatModel, base_lm, body, check_positions, is_sharded, num_positions
 from common.model.lm_head import logits_of
 from common.sampling import kv_cache
 from common.sampling.kv_cache import CACHED, KVCache
@@ -72,9 +72,13 @@ def sample(
     one per completion. stop_ids: the tokens that end a completion; None: the model's own. temperature 0 takes the most
     probable token. top_k 0 and top_p 1 leave the distribution unrestricted. batch_size: completions sampled at a time, which
     limits memory and changes nothing else. It is halved when memory runs out.
+
+    A completion ends, unfinished, at the model's last position. Raises UserError for a longer prompt.
     """
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    check_positions(model, max(map(len, prompts), default=0), "the length of the prompts")
+    limits = [min(limit, num_positions(model) - len(p) + 1) for p, limit in zip(prompts, limits, strict=True)]
     completions: dict[int, Sampled] = {}
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
     way = way_to_sample(model, longest)

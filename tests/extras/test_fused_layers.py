@@ -8,6 +8,7 @@ import torch
 from torch import nn
 import torch.nn.functional as F
 import transformers
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tests.tiny import TINY, tiny_lm
@@ -83,6 +84,19 @@ def test_a_copy_computes_with_its_own_weights():
         for p in other.parameters():
             p.zero_()
         assert not other(torch.ones(1, 24)).any() and module(torch.ones(1, 24)).any()
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast"])
+def test_a_gelu_written_out_is_one_kernel(name):
+    plain, fused = ACT2FN[name], ACT2FN[name]
+    use_fused_layers(nn.ModuleList([fused]))
+    x = torch.linspace(-30, 30, 2001, dtype=torch.float64)
+    with torch.profiler.profile() as seen:
+        fused(x)
+    operations = {event.name for event in seen.events() if event.name.startswith("aten::")}
+    assert operations == {"aten::gelu"}
+    for a, b in zip(run(fused, x, x), run(plain, x, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)  # gelu_fast has ten digits of sqrt(2 / pi)
 
 
 @pytest.mark.parametrize("kind", TINY)

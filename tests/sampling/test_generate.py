@@ -8,6 +8,7 @@ import sys
 from unittest import mock
 
 from common.collators import flat_batch, split_row
+from common.errors import UserError
 from common.model.flat_model import body
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
@@ -98,6 +99,18 @@ def test_each_completion_has_a_limit_of_its_own(pair, stop_ids):
         ):
             assert cut.ids == free.ids[:limit] and cut.finished == (free.finished and len(free.ids) <= limit)
             assert cut.logps == pytest.approx(free.logps[:limit], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_completion_ends_at_the_last_position(kind):
+    """A token drawn from the last one needs no position. A longer prompt is refused."""
+    model, lm = tiny_pair(kind)
+    model.config.max_position_embeddings = lm.config.max_position_embeddings = 12
+    found = ours(model, PROMPTS[:5], KEYS[:5], stop_ids=[], temperature=0)
+    assert [len(c.ids) for c in found] == [12 - len(prompt) + 1 for prompt in PROMPTS[:5]]
+    assert not any(c.finished for c in found)
+    with pytest.raises(UserError, match="14 tokens, the model has 12 positions"):
+        ours(model)
 
 
 def rows_per_call(model, **options) -> list[int]:
