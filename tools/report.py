@@ -7,6 +7,7 @@ python -m tools.report outputs                              # prints a table of 
 """
 
 import argparse
+import hashlib
 import itertools
 from pathlib import Path
 import socket
@@ -159,12 +160,13 @@ def index(folder: Path, below: list[Path]) -> list[str]:
     """A table for each script, as lines: its runs, first and last value of what they evaluated, the settings that differ.
 
     Runs that differ by their seed alone share a line, with the mean and, after ±, the standard deviation of the last value.
+    A script that was edited in between is a setting, too: `code`, a hash of it.
     """
     by_script: dict[str, list[Row]] = {}
     for path in below:
         run = brief(path) | {"name": str(path.relative_to(folder))}
         by_script.setdefault(run["script"], []).append(run)
-    return [line for script, runs in by_script.items() for line in ("", f"{script}, {len(runs)} runs", *table(runs))][1:]
+    return [line for script, runs in by_script.items() for line in ("", f"{script}: {len(runs)}", *table(runs))][1:]
 
 
 def brief(folder: Path) -> Row:
@@ -173,6 +175,8 @@ def brief(folder: Path) -> Row:
     script = Path(next((str(event["script"]) for event in reversed(events) if event.get("script")), "?")).name
     state = true_state(state_of(events, read(folder / "summary.json")), folder)
     settings = attempt(lambda: settings_of(read(folder / "args.yaml"), folder / script)) or []
+    code = attempt(lambda: hashlib.sha256((folder / script).read_bytes()).hexdigest()[:6])
+    settings.append({"rows": [["code", code or "", False]]})
     return {
         "script": script,
         "settings": settings,
@@ -192,7 +196,7 @@ def table(runs: list[Row]) -> list[str]:
     figures = [names[0] for names in evaluated if names][:FIGURES]
     rows = [["run", "steps", *(name.removeprefix("eval_") for name in figures), "settings that differ"]]
     for settings, group in alike.items():
-        more = f" and {len(group) - 1} more seeds" if len(group) > 1 else ""
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
         states = [f" ({state})" for state in dict.fromkeys(run["state"] for run in group) if state != "finished"]
         steps = f"{max(run['step'] for run in group):g}"
         values = [first_and_last(name, [run["points"] for run in group]) for name in figures]

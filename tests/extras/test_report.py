@@ -1,5 +1,6 @@
 """report.html: what is kept of a long log, what is embedded and how, and what a comparison computes."""
 
+from hashlib import sha256
 import json
 import os
 import random
@@ -259,19 +260,20 @@ def test_a_metric_constant_in_one_run_keeps_its_points(tmp_path):
 
 def test_a_table_of_all_runs_of_a_folder(tmp_path, capsys):
     """Three seeds share a line; another rate has its own, as has another script; a checkpoint is no run."""
-    for name, seed, rate, last in [("a", 0, 0.1, 0.4), ("b", 1, 0.1, 0.5), ("c/d", 2, 0.1, 0.6), ("e", 0, 0.2, 0.3)]:
+    for name, seed, rate, last in [("a", 0, 0.1, 0.4), ("b", 1, 0.1, 0.5), ("c/d", 2, 0.1, 0.6), ("e", 3, 0.2, 0.3)]:
         folder = a_run(tmp_path / name, steps=100)
         (folder / "args.yaml").write_text(f"learning_rate: {rate}\nseed: {seed}\nrun_name: {name}\n")
         write_lines(folder / "metrics.jsonl", [{"step": 0, "eval_loss": 5.0}, {"step": 100, "loss": 1.0, "eval_loss": last}])
         (folder / "checkpoint-5").mkdir(exist_ok=True)
+    (tmp_path / "e" / "train_sft.py").write_text("edited = True")
     other = a_run(tmp_path / "other")
     write_lines(other / "events.jsonl", [{"step": 0, "time": 1e9, "kind": "started", "script": "train_dpo.py"}])
     report.main([str(tmp_path)])
     told = capsys.readouterr().out.splitlines()
     first, second = (re.split(" {2,}", line) for line in told if line[:2] in ("a ", "e "))
-    assert first == ["a and 2 more seeds", "100", "5 -> 0.5 ± 0.1", "learning_rate 0.1"]
-    assert second == ["e", "100", "5 -> 0.3", "learning_rate 0.2"]
-    assert "train_sft.py, 4 runs" in told and "train_dpo.py, 1 runs" in told and len(told) == 8
+    assert first == ["a and 2 more", "100", "5 -> 0.5 ± 0.1", "learning_rate 0.1"]
+    assert second == ["e", "100", "5 -> 0.3", f"learning_rate 0.2, code {sha256(b'edited = True').hexdigest()[:6]}"]
+    assert "train_sft.py: 4" in told and "train_dpo.py: 1" in told and len(told) == 8
 
 
 # --- python -m tools.report -----------------------------------------------------------------------------------------
