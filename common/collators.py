@@ -368,6 +368,13 @@ class Windows:
             position += 1
         return position
 
+    @property
+    def typical_length(self) -> float:
+        """Length of the sequence that a token is in, averaged over tokens: it determines the cost of attention per token."""
+        data = self.train.data
+        sizes = np.minimum(data.lengths / len(data[0]), self.longest)  # approximate if an example has two sequences
+        return float((sizes**2).sum() / sizes.sum())
+
     def plan(self) -> dict[str, Any]:
         """The plan of the run: steps, examples and tokens per step, steps per epoch (None for a stream), and the sizes of
         the examples in the largest micro-batch, judging by the first windows."""

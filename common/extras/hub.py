@@ -14,7 +14,8 @@ from typing import Any, get_args
 from common.args import CommonArgs, defaults
 from common.errors import UserError, quoted, say
 from common.files import replace_text
-from common.run.folder import CARD, CLASSIFIER, MODEL, WEIGHTS, read_json
+from common.model.save import CARD
+from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, read_json
 import yaml
 
 # Metrics whose names hold no name of the user's: of a file, a function, a group of a suite.

@@ -6,6 +6,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, say
+from common.run.folder import checkpoint_at
 
 LOWER = ("loss", "perplexity")  # metrics whose name contains one of these are better when lower
 HIGHER = ("accurac", "reward", "exact", "margin", "regression")
@@ -68,7 +69,7 @@ class Best:
 
     def folder(self, output_dir: str) -> Path | None:
         """The checkpoint of the best evaluation, or None."""
-        return None if self.step is None else Path(output_dir, f"checkpoint-{self.step}")
+        return None if self.step is None else checkpoint_at(output_dir, self.step)
 
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint."""

@@ -27,7 +27,7 @@ from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
 from common.processes import anywhere, on_main_process, shared_as, whole
 from common.run.best import Best
-from common.run.folder import WEIGHTS, checkpoints, read_json, step_of, writing
+from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, read_json, step_of, writing
 from safetensors.torch import load_file
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ def save_checkpoint(
     continues: existing checkpoints stay, and the next save tries again.
     """
     output_dir = Path(args.output_dir)
-    final, temporary = output_dir / f"checkpoint-{step}", output_dir / f".checkpoint-{step}.tmp"
+    final, temporary = checkpoint_at(args.output_dir, step), output_dir / f".checkpoint-{step}.tmp"
     wrapper, kind = accelerator.unwrap_model(model, keep_torch_compile=False), accelerator.distributed_type
     sharded = extra("sharded") if kind == DistributedType.FSDP else None
     shards = sharded is not None and sharded.writes_shards(accelerator, wrapper)

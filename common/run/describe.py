@@ -6,7 +6,6 @@ from typing import Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.collators import Windows
 from common.data.examples import Examples
 from common.data.load import Rows
 from common.data.tokens import show_trained, trained_parts
@@ -16,7 +15,7 @@ from common.memory import SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, base_lm, check_positions, count_parameters, sizes
 from common.model.save import base_dtype, final_dtype
 from common.run.estimate import estimate_run
-from common.sampling import RolloutSchedule, why_no_cache
+from common.sampling import why_no_cache
 import numpy as np
 import torch
 
@@ -87,15 +86,6 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
     say(f"{len(data):,} {example_name}s{block}, {len(held_out):,} held out; {steps}")
     facts["marked"] = marked(data[0], tokenizer)
     return json.dumps(facts, indent=1, ensure_ascii=False)
-
-
-def typical_length(windows: Windows | RolloutSchedule) -> float:
-    """Length of the sequence that a token is in, averaged over tokens: it determines the cost of attention per token."""
-    if isinstance(windows, RolloutSchedule):
-        return windows.longest
-    data = windows.train.data
-    sizes = np.minimum(data.lengths / len(data[0]), windows.longest)  # approximate if an example has two sequences
-    return float((sizes**2).sum() / sizes.sum())
 
 
 # --- the facts ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ and a run that resumes is compared with them.
 import ast
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import json
@@ -21,7 +20,7 @@ import time
 from typing import Any, TextIO
 
 from accelerate import Accelerator
-from common.args import CommonArgs, may_change, save_args
+from common.args import CommonArgs, defaults, may_change, save_args
 from common.errors import UserError, is_of_the_disk, say
 from common.files import file_hash, find_damage
 from common.processes import on_main_process
@@ -32,7 +31,6 @@ NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.js
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and their companions, depending on the tokenizer
-CARD = "README.md"
 CLASSIFIER = "classifier"  # a reward model
 READS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "eval_prompts", "regression_suite")
 OTHERWISE = "choose another --output_dir, or start over with --overwrite_output_dir"
@@ -40,6 +38,10 @@ _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of t
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------
+
+
+def checkpoint_at(output_dir: str | Path, step: int) -> Path:
+    return Path(output_dir, f"checkpoint-{step}")
 
 
 def step_of(checkpoint: Path) -> int:
@@ -230,10 +232,10 @@ def claim(args: CommonArgs, inputs: dict[str, str], processes: int) -> Path | No
         state = read_json(checkpoint / "trainer_state.json")
         if 0 < args.max_steps < state["step"]:
             raise UserError(f"{checkpoint} is at step {state['step']}, and this run would end at step {args.max_steps}")
-        changed |= {"processes": (state.get("processes", processes), processes)}
+        if (before := state.get("processes", processes)) != processes:
+            changed["processes"] = (before, processes)
         for name, (then, now) in changed.items():
-            if then != now:
-                say(f"{name}: {then} -> {now}")
+            say(f"{name}: {then} -> {now}")
     return checkpoint
 
 
@@ -251,13 +253,8 @@ def _named_checkpoint(args: CommonArgs) -> Path | None:
 
 def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path, instead: str) -> dict[str, tuple[Any, Any]]:
     """{name: (then, now)} of the arguments that have changed. Raises UserError if one of them makes it another run."""
-    changed = {}
-    for field in dataclasses.fields(args):  # type(args)() would refuse the defaults of a script that needs a flag
-        name, now = field.name, getattr(args, field.name)
-        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-        then = before.get(name, default)  # a flag that did not exist yet had its default
-        if then != now:
-            changed[name] = (then, now)
+    then = defaults(type(args)) | before  # a flag that did not exist yet had its default
+    changed = {name: (then[name], now) for name, now in vars(args).items() if then[name] != now}
     allowed, fixed = may_change(type(args)), [None]
     if args.save_best and args.save_best == before.get("save_best"):
         fixed.append("evaluation")  # evaluations that are compared have to measure the same
@@ -302,13 +299,9 @@ def begin(args: CommonArgs, script: str, inputs: dict[str, str]) -> None:
 
 def delete_run(folder: Path) -> None:
     """Delete what a run has written to its folder and the next one would not replace, and nothing else there."""
-    for path in [
-        *checkpoints(folder),
-        *folder.glob(".checkpoint-*.tmp"),
-        *folder.glob(".export.tmp"),
-        folder / "bad_batches",
-    ]:
-        shutil.rmtree(path, ignore_errors=path.name == "bad_batches")
+    folders = [".checkpoint-*.tmp", ".export.tmp", "bad_batches"]
+    for path in [*checkpoints(folder), *(path for pattern in folders for path in folder.glob(pattern))]:
+        shutil.rmtree(path)
     for pattern in (*LINES, *NOTES, *WEIGHTS):
         for file in folder.glob(pattern):
             file.unlink()

@@ -36,7 +36,7 @@ from common.model.flat_model import flops_per_token
 from common.model.save import base_dtype, final_dtype
 from common.run.best import Best
 from common.run.checkpoint import check_modules, export, load_extra, load_kept, resume, save_checkpoint
-from common.run.describe import describe, typical_length
+from common.run.describe import describe
 from common.run.folder import begin, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, versions
@@ -108,7 +108,7 @@ class Run:
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         check_modules(model, optimizer)
-        flops = flops_per_token(model, typical_length(windows))
+        flops = flops_per_token(model, windows.typical_length)
         load_extra(model, self.resume_from)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         state = resume(accelerator, self.resume_from, self.optimizer, self.model)

@@ -41,7 +41,7 @@ class RolloutSchedule:
         self.num_prompts = self.window_size * windows_per_rollout // num_generations  # per rollout
         epochs = math.ceil(args.num_train_epochs * len(prompts) / self.num_prompts) * updates_per_rollout
         self._steps = args.max_steps if args.max_steps > 0 else epochs
-        self.longest = prompts.longest + max_completion_length  # tokens of a sequence
+        self.longest = self.typical_length = prompts.longest + max_completion_length  # tokens of a sequence
         self._largest_micro_batch = [self.longest] * args.per_device_train_batch_size
         self._num_generations, self._max_completion_length = num_generations, max_completion_length
         self._accelerator = accelerator

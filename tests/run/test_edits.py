@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import torch
 
 from tests.conftest import ROOT, SFT, read_metrics, run_script, torchrun
+from tests.run.fsdp import LAUNCHER
 
 OPTIMIZER = "    optimizer = make_optimizer(args, model)\n"
 PREPARE = "    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run\n"
@@ -194,3 +195,18 @@ def test_one_line_from_two_processes(what, tmp_path, token_cache):
     said = run.stderr.split("ChildFailedError")[0]
     assert said.count(line) == 1, run.stderr
     assert 'train_mine.py", line' not in said, run.stderr
+
+
+@pytest.mark.slow
+def test_a_sharded_average_is_kept_and_resumed(tmp_path, token_cache):
+    (tmp_path / "train_mine.py").write_text(edited(*AVERAGED))
+    (tmp_path / "launcher.py").write_text(LAUNCHER.replace('f"train_{stage}"', '"train_mine"'))
+    words = [*SFT, "--lr_scheduler_type", "constant", "--warmup_steps", "0", "--dataset_cache_dir", str(token_cache)]
+    words = [str(tmp_path / "launcher.py"), "sft", "no", *words, "--save_steps", "2", "--max_steps"]
+    for name, steps in (("whole", "4"), ("halves", "2"), ("halves", "4")):
+        command = [*torchrun(), *words, steps, "--output_dir", str(tmp_path / name)]
+        run = run_script(command, PYTHONPATH=f"{ROOT}:{tmp_path}")
+        assert run.returncode == 0, run.stderr[-4000:]
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "halves")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves"))
+    assert all(torch.equal(w, other[name]) for name, w in one.items())
