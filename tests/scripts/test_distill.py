@@ -1,16 +1,11 @@
 """experiments/train_distill.py against float64: whose completions, how far from the teacher, and that logits come in chunks."""
 
-from accelerate import Accelerator
-from common.collators import flat_batch
 from common.errors import UserError
 from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
-from common.model.reference import Reference
-import numpy as np
 import pytest
 import torch
 
 import experiments.train_distill as script
-from experiments.train_distill import logits_at
 from tests.scripts.grpo_by_hand import CHATS, STOPS, chat_rows, prompt_ids
 from tests.scripts.one_step import (
     assert_gradient,
@@ -25,7 +20,6 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-from tests.tiny import tiny_pair
 
 LONGEST = 6
 ANSWERS = ["3+4=7. Answer: 7", "Hello! How are you?", "6", "13."]
@@ -172,28 +166,3 @@ def test_each_completion_is_drawn_anew(distill):
 def test_prompts_alone_will_do_where_all_is_sampled(distill):
     run = distill("--max_steps", 1, data=chat_rows())
     assert all(sampled for *_, sampled in run.rollouts[0])
-
-
-def test_teacher_logits_are_those_of_sequences_alone():
-    """Two answers that share a start, and one alone, in any parts of the targets; without a gradient."""
-    accelerator, (model, lm) = Accelerator(cpu=True), tiny_pair("llama")
-    start, answers = list(range(2, 14)), ([20, 21, 22], [30, 31])
-    sequences = [(start + answer, [0] * 12 + [1] * len(answer)) for answer in answers] + [([5, 6, 7, 8], [0, 1, 0, 1])]
-    batch = flat_batch([[{"input_ids": np.array(i), "loss_mask": np.array(m)}] for i, m in sequences], accelerator.device)
-    assert batch["token_map"] is not None  # the start stands there once
-    logits = logits_at(Reference(accelerator, model.eval()), batch, 0.7)
-    wanted = []
-    for ids, mask in sequences:
-        with torch.no_grad():
-            rows = lm(torch.tensor([ids])).logits[0, :-1] / 0.7
-        wanted.append(rows[torch.tensor(mask[1:]).bool()])
-    wanted = torch.cat(wanted)
-    found = torch.cat([logits(rows) for rows in batch["targets"].split(3)])
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(logits(batch["targets"][[4, 1]]), wanted[[4, 1]], atol=1e-5, rtol=1e-4)
-    assert not found.requires_grad
-    long = np.arange(2, 60).repeat(20)
-    batch = flat_batch([[{"input_ids": long, "loss_mask": np.ones(len(long))}]], accelerator.device)
-    model.config.max_position_embeddings = 64
-    with pytest.raises(UserError, match="1160 tokens, the model has 64 positions"):
-        logits_at(Reference(accelerator, model), batch, 1.0)

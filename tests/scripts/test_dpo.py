@@ -216,17 +216,6 @@ def test_several_losses_are_added_up_by_their_weights(launch, data, model):
         assert_gradient(run.grads[step], gradient_of(policy, loss))
 
 
-def test_the_chosen_answer_is_the_one_that_becomes_likely(launch, data, model):
-    """After some steps it has gained on the rejected one, in the metrics and in the weights, for every pair."""
-    run = dpo(launch, data, model, "--max_steps", 8)
-    first, last = run.rows[0], run.rows[-1]
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert last["logps/chosen"] - last["logps/rejected"] > first["logps/chosen"] - first["logps/rejected"] + 1
-    assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] == 1
-    sums = answer_logps(run.policy(7), PAIRS) - answer_logps(exact(model), PAIRS)
-    assert (sums[:, 0] > sums[:, 1]).all()
-
-
 @pytest.mark.parametrize("way", ["accumulated", "packed", "precomputed"])
 def test_a_step_is_the_same_however_its_pairs_are_laid_out(way, launch, data, model):
     """Four micro-batches, packed rows, or reference log-probabilities kept on disk: the same loss, metrics and gradient."""

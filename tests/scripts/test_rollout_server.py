@@ -144,18 +144,6 @@ def test_a_killed_run_pushes_and_goes_on_bit_for_bit(stage, more, launch, fake, 
 
 
 @pytest.mark.slow
-def test_completions_depend_on_their_keys_alone(launch, fake):
-    whole = launch("grpo", *words("grpo", fake().url), output="whole")
-    two = launch("grpo", *words("grpo", fake().url, fake().url, fake(play="dies in a rollout").url), output="two")
-    assert texts(whole) == texts(two) and read_metrics(whole) == read_metrics(two)
-    assert_same_model(whole, two)
-    split = "--per_device_train_batch_size 4 --gradient_accumulation_steps 4"
-    parts = launch("grpo", *words("grpo", fake().url, more=split), output="parts")
-    assert texts(whole) == texts(parts)
-    assert_same_model(whole, parts, exact=False)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "--use_peft"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_two_processes_are_as_one(how, more, launch, fake, tmp_path, token_cache):
