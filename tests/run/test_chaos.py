@@ -111,13 +111,6 @@ def whole(tmp_path_factory, token_cache):
         names[name] = str(folder / name)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(names[name])
         tokenizer.save_pretrained(names[name])
-    names["adapter"] = str(folder / "adapter")
-    torch.manual_seed(0)
-    settings = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(names["llama"]), settings).save_pretrained(
-        names["adapter"]
-    )
-    tokenizer.save_pretrained(names["adapter"])
 
     def run_once(case: str):
         if case not in known:

@@ -67,18 +67,6 @@ def test_fsdp_is_set_up_as_its_config_says(name, monkeypatch):
         assert sizes.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
 
 
-def test_other_numbers_are_given_on_the_command_line():
-    """As the comments of the files, docs/parallel.md and slurm.sh say."""
-    words = "--num_machines 4 --num_processes 32 --machine_rank 3 --main_process_ip node07 --main_process_port 20005"
-    args, env = launched(FOLDER / "hsdp.yaml", *words.split(), "--parallelism_config_dp_replicate_size", "4")
-    assert (args.num_processes, args.num_machines, args.machine_rank) == (32, 4, 3)
-    assert (args.main_process_ip, args.main_process_port) == ("node07", 20005)
-    sizes = [env[f"PARALLELISM_CONFIG_DP_{kind}_SIZE"] for kind in ("REPLICATE", "SHARD")]
-    assert sizes == ["4", "8"]
-    for name, count in (("multi_gpu", 1), ("multi_gpu", 2), ("fsdp2", 2), ("deepspeed_zero2", 2)):
-        assert launched(FOLDER / f"{name}.yaml", "--num_processes", str(count))[0].num_processes == count
-
-
 def started(**settings):
     """What `refuse_launch` looks at of an Accelerator."""
     plain = {

@@ -35,21 +35,6 @@ def without_unix(code: str, *words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_every_module_is_imported_without_what_only_unix_has():
-    done = without_unix("""
-        import common, experiments, tools
-
-        for package in (common, experiments, tools):
-            for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-                if module.name != "experiments.common":  # which is for scripts that are run by their path
-                    importlib.import_module(module.name)
-        for script in ("train_pretrain", "train_sft", "train_dpo", "train_grpo"):
-            importlib.import_module(script)
-    """)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
 def test_a_run_and_its_second_half_without_what_only_unix_has(stage, tmp_path):
     """The second process goes on from the checkpoint of the first; the numbers are those of a run with all of Unix."""

@@ -77,21 +77,6 @@ def test_an_exception_on_one_process_ends_both_with_its_traceback(change, rank, 
     assert not (output / "summary.json").exists()
 
 
-def test_a_reward_that_raises_on_one_process_ends_both_with_its_line(two, tmp_path):
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text(
-        "import os, sys\n"
-        "def fussy(completions, **columns):\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        sys.modules['__main__'].fail()\n"
-        "    return [float(len(text)) for text in completions]\n"
-    )
-    run, output, seconds = two("grpo", [*GRPO, "--reward_funcs", f"{rewards}:fussy", "--reward_weights", "1"])
-    assert run.returncode != 0 and seconds < 60
-    assert "[rank 1] error: reward function fussy raised RuntimeError: process 1 has had enough" in run.stderr, run.stderr
-    assert not (output / "summary.json").exists()
-
-
 def test_completions_that_end_at_once_on_one_process_and_never_on_the_other(two):
     change = """
 sample = script.sample

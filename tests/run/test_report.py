@@ -91,20 +91,3 @@ def test_without_weights_the_evaluation_loss_is_that_of_all_trained_tokens(launc
     alone = next(row for row in read_metrics(launch("sft", *words, output="joined")) if "eval_loss" in row)
     assert both["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-6)
     assert both["eval_one_loss"] != both["eval_two_loss"] and "eval_joined_loss" not in alone
-
-
-@pytest.mark.slow
-def test_prompts_of_grpo_may_be_mixed_and_go_from_short_to_long(launch):
-    words = [*STAGES["grpo"], "--max_steps", "20", "--eval_steps", "0", "--num_generations", "4"]
-    words += ["--per_device_train_batch_size", "4", "--max_completion_length", "2"]
-
-    def prompts(output):
-        lines = [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
-        return [line["prompt"] for line in lines[::4]]
-
-    rising = prompts(launch("grpo", *words, "--curriculum_column", "length"))
-    sizes = [len(prompt[-1]["content"]) for prompt in rising]
-    assert len(sizes) == 20 and sum(sizes[:5]) < sum(sizes[-5:])
-    sources = ["--dataset_name", "data/grpo", "data/grpo_zero", "--dataset_weights", "3", "1"]
-    mixed = prompts(launch("grpo", *words, *sources, output="mixed"))
-    assert abs(sum(isinstance(prompt, str) for prompt in mixed) - 5) <= 1

@@ -78,23 +78,6 @@ def test_resumed_runs_equal_uninterrupted_ones(stage, launch, monkeypatch):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage, ahead, first", [("grpo_ahead", 1, 4), ("grpo_ahead", 2, 5)])
-def test_longer_runs_equal_whole_ones(stage, ahead, first, launch, monkeypatch):
-    """Two steps a rollout. What the longer run has sampled ahead of the step at which the short one ends, that one has, too."""
-    arguments = [*STAGES["grpo"], *COMMON, "--eval_steps", "0", "--save_steps", "2", "--rollout_ahead", ahead]
-    whole = launch(stage, *arguments, output="whole")
-    launch(stage, *arguments, "--max_steps", first, output="longer")
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        stop_after_save(patch, at=6)
-        launch(stage, *arguments, output="longer")
-    longer = launch(stage, *arguments, output="longer")
-    assert (longer / "completions.jsonl").read_text() == (whole / "completions.jsonl").read_text()
-    assert read_metrics(longer) == read_metrics(whole)
-    one, other = load_file(whole / "model.safetensors"), load_file(longer / "model.safetensors")
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_dropout_depends_on_the_step_alone(launch, monkeypatch, tmp_path):
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 

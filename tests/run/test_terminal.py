@@ -14,7 +14,6 @@ from common.run.signals import EXIT_CODE
 import pytest
 
 from tests.conftest import ROOT, read_metrics
-from tests.run.script import Script
 from tests.run.test_folder import SFT
 
 BASE = ROOT / "data" / "base_model"
@@ -50,24 +49,6 @@ def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_c
 
 
 # --- terminals that close -------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_a_terminal_that_is_closed_saves_and_leaves_and_nohup_goes_on(tmp_path, token_cache):
-    words = [*SFT, "--max_steps", "100000", "--save_steps", "0", "--dataset_cache_dir", str(token_cache)]
-    with Script(tmp_path, *words) as run:
-        run.until(lambda: run.steps() >= 3)
-        run.process.send_signal(signal.SIGHUP)
-        assert run.process.wait(30) == EXIT_CODE
-        assert "by SIGHUP; the same command goes on from" in run.log.read_text()
-    nohup = (
-        "-c",
-        "import signal, runpy, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv = sys.argv[1:];"
-        "sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')",
-    )
-    with Script(tmp_path, *words, launcher=nohup, prefix="nohup") as run:
-        run.until(lambda: run.steps() >= 2)
-        run.process.send_signal(signal.SIGHUP)
-        reached = run.steps()
-        run.until(lambda: run.steps() > reached + 3)
 
 
 @pytest.mark.slow
