@@ -112,12 +112,10 @@ class Suite:
         self.cases: list[Case] = []
         self.rewards: dict[str, Reward] = {}
         self.prompts: list[list[int]] = []
-        places: dict[str, str] = {}
         for row in load_rows(path):
             case = _case(row)
-            if case.id in places:
-                raise UserError(f"{row.where}: id: {quoted(case.id)} is that of {places[case.id]}, too")
-            places[case.id] = row.where
+            if case.id in {other.id for other in self.cases}:
+                raise UserError(f"{row.where}: id: another row has {quoted(case.id)}, too")
             spec = case.checks.get("reward")
             if spec is not None and spec not in self.rewards:
                 self.rewards[spec] = load_rewards([spec], device, f"{row.where}: reward:")[0]
@@ -224,12 +222,10 @@ def compare(before: Cases, now: Cases) -> dict[str, Change]:
 
 
 def wilson(passed: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of Wilson (1927) for the rate behind `passed` of `total`; (0, 1) if total is 0.
+    """The 95 % interval of Wilson (1927) for the rate behind `passed` of `total`, which is not 0.
 
     Unlike p ± 1.96 sqrt(p (1-p) / n) it is accurate for few cases, and has a width at 0 of n and n of n.
     """
-    if not total:
-        return 0.0, 1.0
     p, z2 = passed / total, Z * Z / total
     half = Z * math.sqrt(p * (1.0 - p) / total + z2 / (4.0 * total))
     low, high = (p + z2 / 2.0 - half) / (1.0 + z2), (p + z2 / 2.0 + half) / (1.0 + z2)

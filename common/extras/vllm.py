@@ -27,10 +27,11 @@ import uuid
 
 from accelerate import Accelerator
 from common.collators import Window
-from common.errors import OutsideError, UserError, is_of_the_disk, quoted, say
+from common.errors import OutsideError, UserError, quoted, say
 from common.model.flat_model import base_lm
 from common.model.save import policy_writer
 from common.processes import gather_lists, on_each_process, on_main_process
+from common.run.folder import writing
 from common.sampling.generate import Sampled
 import numpy as np
 import torch
@@ -106,9 +107,7 @@ def read_body(answer: Any, seconds: float) -> bytes:
 class RolloutServers:
     """Servers that sample with the weights of the trained model."""
 
-    def __init__(
-        self, urls: Sequence[str], accelerator: Accelerator, model: nn.Module, folder: str, longest: int, **how: Any
-    ):
+    def __init__(self, urls: list[str], accelerator: Accelerator, model: nn.Module, folder: str, longest: int, **how: Any):
         """Check the servers; called on every process. Raises UserError, with the command that starts a suitable one, if a
         server does not answer or does not fit.
 
@@ -124,13 +123,11 @@ class RolloutServers:
         self.modes = ["processed_logprobs"] if how["top_k"] <= 0 and how["top_p"] >= 1 else []
         self.modes += ["raw_logprobs"] if how["temperature"] == 1 else []
         if not self.modes:
-            raise UserError(
-                "--rollout_server: vLLM gives no log-probabilities with --top_k or --top_p at this --temperature"
-            )
+            raise UserError("--rollout_server: with --top_k or --top_p vLLM has no log-probabilities at this --temperature")
         self.start = (
-            f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {lm.config._name_or_path or 'MODEL'} --host 127.0.0.1 "
+            f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {lm.config._name_or_path or 'MODEL'} --host 127.0.0.1"
         )
-        self.start += f"--port 8000 --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
+        self.start += f" --port 8000 --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
         if not os.environ.get("VLLM_API_KEY", "").strip().isprintable():
             raise UserError("VLLM_API_KEY has characters that a header cannot have")
         self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
@@ -192,13 +189,9 @@ class RolloutServers:
 
         def write_whole() -> None:
             shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
-            try:
+            with writing(path):
                 path.mkdir(parents=True)
                 write(path)
-            except Exception as error:
-                if is_of_the_disk(error):
-                    raise UserError(f"{path}: the weights for the servers cannot be written: {error}") from None
-                raise
 
         on_main_process(self.accelerator, write_whole)
 
@@ -248,9 +241,7 @@ class RolloutServers:
         gradients of its first window."""
         off, most = metrics.window_mean("sampling/logp_difference"), FAR if self.exact else FAR_ROUNDED
         if off > most:
-            raise UserError(
-                f"--rollout_server: completions are {off:.2g} nats a token off the trained model; at most {most}"
-            )
+            raise UserError(f"--rollout_server: completions are {off:.2g} nats a token off the model; {most} is the most")
 
     # --- completions --------------------------------------------------------------------------------------------------
 
