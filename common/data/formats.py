@@ -156,7 +156,8 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
     if row.get("tools"):
         row["tools"] = _tools(row)
     if format in ("prompt", "verl"):
-        prompt = _string(row, "prompt") if isinstance(row["prompt"], str) else _messages(row["prompt"])
+        is_text = isinstance(row["prompt"], str) and not _system(row)
+        prompt = _string(row, "prompt") if is_text else _prompt_turns(row)
     else:
         prompt = _alpaca_prompt(row) if format == "alpaca" else _conversation(row)
     if isinstance(prompt, list):

@@ -204,6 +204,7 @@ def test_a_pair_that_cannot_be_trained_on_is_refused_with_the_reason(row, reason
     [
         ({"prompt": "q"}, "q"),
         ({"prompt": [S, U]}, [S, U]),
+        ({"prompt": "q", "system": "s"}, [S, U]),
         ({"messages": [S, U, A]}, [S, U]),
         ({"conversations": [turn("human", "q"), turn("gpt", "a")]}, [U]),
         ({"instruction": "q", "input": "x", "output": "a"}, [{"role": "user", "content": "q\nx"}]),

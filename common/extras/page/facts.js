@@ -35,14 +35,19 @@ function dataSection() {
                 ),
                 element("td", { class: "number" }, percent(source.share)),
               ),
-              Object.entries(source.dropped || {}).map(([reason, found]) =>
-                element(
-                  "tr",
-                  { class: "trouble" },
+              [
+                ["left out", source.dropped],
+                ["noted", source.noted],
+              ].flatMap(([word, reasons]) =>
+                Object.entries(reasons || {}).map(([reason, found]) =>
                   element(
-                    "td",
-                    { colspan: 7 },
-                    `left out: ${shown(found.count)}, ${reason} (${(found.first || []).join(", ")})`,
+                    "tr",
+                    { class: "trouble" },
+                    element(
+                      "td",
+                      { colspan: 7 },
+                      `${word}: ${shown(found.count)}, ${reason} (${(found.first || []).join(", ")})`,
+                    ),
                   ),
                 ),
               ),
