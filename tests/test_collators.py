@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.rows import cost, flat, lognormal
+
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 FEW = st.integers(1, 4)
@@ -58,10 +60,6 @@ def windows(lengths, rank=0, world=1, accumulation=1, batch_size=1, seed=0, max_
     return Windows(args, process(rank, world, accumulation), train, max_tokens=max_tokens)
 
 
-def lognormal(count, seed=0, most=4000):
-    return np.clip(np.random.default_rng(seed).lognormal(5.5, 1.0, count), 2, most).astype(int)
-
-
 def members(batch):
     """The examples of a micro-batch, none for a filler."""
     if not batch["sequence_mask"].any():
@@ -79,14 +77,6 @@ def of_all_processes(step, lengths, world, accumulation, **options):
 
 def numbers(window):
     return [int(example[0]["input_ids"][0]) for example in window.examples]
-
-
-def flat(nested):
-    return [i for part in nested for i in (flat(part) if isinstance(part, list) else [part])]
-
-
-def cost(n):
-    return n + n * n / 12288
 
 
 # --- windows of examples -----------------------------------------------------------------------------------------------
@@ -219,14 +209,6 @@ def test_a_window_is_a_function_of_its_step(options, run):
         assert [members(batch) for batch in fresh[step]] == [members(batch) for batch in once[step]]
         assert [members(batch) for batch in fresh[step]] == one_after_the_other[step]
     assert once.state(3) == {}  # nothing to remember: the order is computed
-
-
-@pytest.mark.parametrize("options", [{"batch_size": 3}, {"max_tokens": 2000}])
-def test_the_windows_of_a_run_follow_one_another_to_its_end(options):
-    found = windows(lognormal(101, most=1500), 0, 1, 2, num_epochs=1.5, **options)
-    sizes = [len(found[step].examples) for step in range(len(found))]
-    assert sum(sizes) == 152 == found.start(len(found)) and min(sizes) > 0
-    assert len(windows(lognormal(101, most=1500), 0, 1, 2, max_steps=9, **options)) == 9
 
 
 def test_the_plan_of_a_run():

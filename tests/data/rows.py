@@ -6,6 +6,7 @@ import json
 import accelerate
 from common.args import CommonArgs
 from common.data.sources import Source, find_sources, read_rows
+import numpy as np
 from transformers import AutoTokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -57,6 +58,18 @@ def found(*names, **settings):
 
 def ids(data, count):
     return [[sequence["input_ids"].tolist() for sequence in data[i]] for i in range(count)]
+
+
+def lognormal(count, seed=0, most=4000):
+    return np.clip(np.random.default_rng(seed).lognormal(5.5, 1.0, count), 2, most).astype(int)
+
+
+def flat(nested):
+    return [i for part in nested for i in (flat(part) if isinstance(part, list) else [part])]
+
+
+def cost(n):
+    return n + n * n / 12288
 
 
 def line(caught) -> str:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from tests.data.rows import cost, flat, lognormal
+
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
@@ -27,14 +29,6 @@ def numbered(lengths, counts=None, difficulty=None, pairs=False):
     examples = Examples(files, [Source(f"source {s}") for s in range(len(files))])
     examples.difficulty = None if difficulty is None else np.array(difficulty, float)
     return examples
-
-
-def lognormal(count, seed=0, most=4000):
-    return np.clip(np.random.default_rng(seed).lognormal(5.5, 1.0, count), 2, most).astype(int)
-
-
-def flat(nested):
-    return [i for part in nested for i in (flat(part) if isinstance(part, list) else [part])]
 
 
 # --- packing --------------------------------------------------------------------------------------------------------
@@ -145,10 +139,6 @@ def test_cut_documents_are_those_of_a_loop(sources, max_length, across, difficul
 
 
 # --- micro-batches --------------------------------------------------------------------------------------------------
-
-
-def cost(n):
-    return n + n * n / 12288
 
 
 def balance_naively(sizes, parts, max_tokens):

@@ -62,20 +62,11 @@ def test_a_file_is_read_by_its_suffix(tmp_path, name, text, rows):
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize(
-    "name, text, rows",
-    [
-        ("a.jsonl", LINES, ROWS),
-        ("a.json", json.dumps(ROWS), ROWS),
-        ("a.txt", TEXT, ROWS),
-        ("a.csv", TABLE, TABLE_ROWS),
-        ("a.tsv", TABLE.replace(",", "\t"), TABLE_ROWS),
-    ],
-)
-def test_a_file_of_text_may_be_compressed(tmp_path, name, text, rows, suffix):
-    path = tmp_path / f"{name}{suffix}"
-    path.write_bytes(COMPRESS[suffix](text.encode()))
-    assert columns(path) == rows
+def test_a_file_of_text_may_be_compressed(tmp_path, suffix):
+    for name, text, rows in (("a.jsonl", LINES, ROWS), ("a.txt", TEXT, ROWS), ("a.csv", TABLE, TABLE_ROWS)):
+        path = tmp_path / f"{name}{suffix}"
+        path.write_bytes(COMPRESS[suffix](text.encode()))
+        assert columns(path) == rows
 
 
 def test_parquet_is_read_by_row_groups(tmp_path):

@@ -137,14 +137,6 @@ def test_seeds_differ_and_so_do_the_blocks_of_a_run(tmp_path, tokenizer):
     assert all(sorted(order) == sorted(orders[0]) for order in orders) and len({json.dumps(order) for order in orders}) == 4
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
-def test_several_processes_read_the_same_as_one(tmp_path, tokenizer, block_rows, num_proc):
-    a = numbered(tmp_path / "a.jsonl", 2000)
-    block_rows(1200)
-    found = stream(tokenizer, a, num_proc=num_proc)
-    assert [ids(found[p]) for p in range(0, 1500, 100)] == naive(tokenizer, [a], 1500, 1200)[::100]
-
-
 # --- to go on -------------------------------------------------------------------------------------------------------
 
 

@@ -246,14 +246,6 @@ def test_no_template_sees_the_flag():
     assert [trained(side, tokenizer) for side in sides] == [["4\n\nYes, 4.<|im_end|>"], ["5<|im_end|>"]]
 
 
-def test_what_a_tool_calls_train_is_not_the_flag():
-    writes = CHATML.replace("m.content +", "m.content + (m.tool_calls | tojson if m.tool_calls else '') +")
-    call = {"function": {"name": "book", "arguments": {"train": "ICE 5"}}}
-    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call], "train": True}]
-    found = trained(tokenize_messages(chat, make_tokenizer(writes)), make_tokenizer(writes))
-    assert found == ['[{"function": {"name": "book", "arguments": {"train": "ICE 5"}}}]<|im_end|>']
-
-
 # --- templates that cannot be verified ------------------------------------------------------------------------------
 
 
@@ -380,14 +372,6 @@ def test_end_of_turn_follows_a_changed_template():
     assert end_of_turn(tokenizer) is None
     tokenizer.chat_template = None
     assert end_of_turn(tokenizer) is None
-
-
-# --- what calls the tokenizer ---------------------------------------------------------------------------------------
-
-
-def test_a_tokenizer_is_trained_on_texts_that_are_read_once():
-    trained_on = [train_bpe(texts, 330).backend_tokenizer.to_str() for texts in (TEXTS, iter(TEXTS), (t for t in TEXTS))]
-    assert trained_on[0] == trained_on[1] == trained_on[2]
 
 
 # --- truncation, pairs, display -------------------------------------------------------------------------------------
