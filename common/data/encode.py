@@ -155,7 +155,7 @@ def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
             array = np.asarray(value)
         except (ValueError, TypeError, RuntimeError):  # lists of different lengths, a tensor that numpy does not take
             array = np.asarray(None)
-        kind = "uint64" if array.dtype == np.uint64 else array.dtype.kind
+        kind = array.dtype.kind
         if name == "input_ids":
             valid = kind in ("u", "i") and array.shape == (n,) and n and array.min() >= 0 and array.max() <= largest_id
             expected = f"token ids, 0 to {largest_id}"

@@ -6,6 +6,7 @@ raises `BadRow` with the reason.
 """
 
 import json
+import re
 from typing import Any
 
 from common.data.types import BadRow, Message, may_reject, unicode
@@ -305,18 +306,12 @@ def _alpaca_prompt(columns: Columns) -> list[Message]:
 
 def _hh_messages(text: str) -> list[Message]:
     """HH-RLHF's "\\n\\nHuman: ...\\n\\nAssistant: ..." as messages."""
-    messages: list[Message] = []
-    rest = unicode(text)
-    while rest:
-        for mark, role in (("\n\nHuman:", "user"), ("\n\nAssistant:", "assistant")):
-            if rest.startswith(mark):
-                rest = rest[len(mark) :]
-                ends = [at for at in (rest.find("\n\nHuman:"), rest.find("\n\nAssistant:")) if at >= 0]
-                content, rest = (rest[: min(ends)], rest[min(ends) :]) if ends else (rest, "")
-                messages.append({"role": role, "content": content.strip()})
-                break
-        else:
-            raise BadRow("text before the first Human:/Assistant: turn")
+    before, *parts = re.split("\n\n(Human|Assistant):", unicode(text))
+    if before:
+        raise BadRow("text before the first Human:/Assistant: turn")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    messages = [{"role": roles[name], "content": content.strip()} for name, content in turns]
     if not messages or messages[-1]["role"] != "assistant":
         raise BadRow("no answer by the assistant at the end")
     return messages

@@ -57,9 +57,8 @@ class Rows:
         difficulty: list[float] = []  # of each row
 
         def encode(row: Row) -> tuple[dict[str, Any], float]:
-            columns = dict(row)  # before the function changes them
             encoded = function(row)
-            return encoded, number_in(Row({**columns, **encoded}), column) if column else len(encoded["prompt_ids"])
+            return encoded, number_in(row, column) if column else len(encoded["prompt_ids"])
 
         for source in sources:
             found, facts = convert((row for row, _ in read_rows(source)), encode, "prompts")

@@ -58,14 +58,11 @@ def read_file(path: Path, at: int, number: int, whole: bool = False) -> Iterator
             yield from _read_json_array(path, at)
         else:
             yield from _read_json_lines(path, at, number)
-    except GeneratorExit:  # a stream left unread when Python ends, and UserError may be gone
-        raise
-    except UserError:
-        raise
-    except ImportError:
-        raise UserError(f"{path}: to read it: pip install datasets") from None
     except Exception as error:  # of the system, a decompressor, pyarrow
-        raise UserError(f"{path}: cannot be read: {error}") from None
+        if isinstance(error, UserError):
+            raise
+        hint = "to read it: pip install datasets" if isinstance(error, ImportError) else f"cannot be read: {error}"
+        raise UserError(f"{path}: {hint}") from None
 
 
 def _starts_a_list(path: Path) -> bool:
@@ -83,26 +80,17 @@ def _read_json_lines(path: Path, at: int, number: int) -> Iterator[Position]:
 def _parsed(where: str, text: str) -> Row:
     """A line as a row. Raises UserError if it is not JSON, or not an object."""
     try:
-        columns = json.loads(text, object_pairs_hook=_once_each)
+        columns = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON: {error.msg}; expected one object in each line") from None
-    except (ValueError, RecursionError) as error:  # a key twice, a number of thousands of digits, nested too deep
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, nested too deep
         return Row({}, where, problem=str(error))
     return _object(where, columns)
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without duplicate keys, of which the parser would silently keep only the last value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {max(keys, key=keys.count)!r} appears twice")
-    return found
-
-
 def _read_json_array(path: Path, at: int) -> Iterator[Position]:
     try:
-        values = json.loads("".join(text for *_, text in _lines(path, 0, 0)), object_pairs_hook=_once_each)
+        values = json.loads("".join(text for *_, text in _lines(path, 0, 0)))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     for row in range(at, len(values)):

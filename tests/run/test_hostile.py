@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 import shutil
 
-from common.data.sources import load_rows
 from common.errors import UserError
 import pytest
 from safetensors.torch import load_file, save_file
@@ -141,11 +140,3 @@ def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path
 def test_a_missing_folder_is_no_hub_name(name, launch):
     with pytest.raises(UserError, match=f"{name}: no such folder"):
         launch("sft", *SFT, "--model_name_or_path", name)
-
-
-def test_a_key_twice_in_a_row_is_not_taken(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": 1, "y": {"z": 1, "z": 2}}\n')
-    assert [row.problem for row in load_rows(str(tmp_path / "a.jsonl"))] == [None, "the key 'z' appears twice"]
-    (tmp_path / "a.json").write_text('[{"y": 1, "y": 2}]')
-    with pytest.raises(UserError, match="a.json: .*'y' appears twice"):
-        load_rows(str(tmp_path / "a.json"))
