@@ -45,20 +45,22 @@ class Retry:
             )
         self.args, self.accelerator, self.model, self.metrics = args, accelerator, model, metrics
         self.splits = 1  # parts into which each micro-batch is split
-        self.experts = accelerator.unwrap_model(model).experts
+        wrapper = accelerator.unwrap_model(model)
+        self.experts = wrapper.experts
         # DeepSpeed's engine divides by the number of micro-batches it was given, and keeps what it has accumulated: its
         # windows are neither split nor restarted.
         engine = accelerator.distributed_type == DistributedType.DEEPSPEED
-        self.tokens = math.inf if engine else tokens_at_once(accelerator, accelerator.unwrap_model(model))
+        self.tokens = math.inf if engine else tokens_at_once(accelerator, wrapper)
         # DistributedDataParallel would wait for gradients of a script's own module that a window does not use.
-        own = len(accelerator.unwrap_model(model).extra) > 0 and accelerator.distributed_type not in SHARDED
+        own = len(wrapper.extra) > 0 and accelerator.distributed_type not in SHARDED
         self._sums = (args.auto_micro_batch or own) and accelerator.num_processes > 1
         self._recovers = not engine and (args.auto_micro_batch or accelerator.num_processes == 1)
         self._inside = False
         if self._sums:
             NEVER_FREED.append(model)
-            self.model = accelerator.unwrap_model(model)
-            self.model.register_forward_pre_hook(self._refuse_outside)
+            self.model = wrapper
+        if self._sums or self.experts:
+            wrapper.register_forward_pre_hook(self._refuse_outside)
 
     def __call__(self, gradients: Gradients, step: int, window: Window) -> None:
         """Afterwards the model holds the gradients of the whole window, over all processes.
@@ -125,8 +127,8 @@ class Retry:
     def _refuse_outside(self, model: nn.Module, _: Any) -> None:
         if torch.is_grad_enabled() and model.training and not self._inside:
             raise UserError(
-                "on several processes with model.extra or --auto_micro_batch, only run.retry_smaller(gradients, window) "
-                "adds up the gradients of all: call that"
+                "the model is called with gradients outside of run.retry_smaller(gradients, window), which balances "
+                "experts, and adds up the gradients of all processes: call that"
             )
 
     def _forget(self) -> None:

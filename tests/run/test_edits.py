@@ -11,6 +11,7 @@ from common.run.metrics import Metrics
 import pytest
 from safetensors.torch import load_file
 import torch
+import transformers
 
 from tests.conftest import ROOT, SFT, read_metrics, run_script, torchrun
 from tests.run.fsdp import LAUNCHER
@@ -25,6 +26,7 @@ STEP = "            optimizer.step()\n"
 IMPORT = "import math\n"
 HEAD = '    model.extra["head"] = torch.nn.Linear(8, 8)\n'
 
+DIRECT = ("        run.retry_smaller(gradients, window)", "        gradients(window)")
 AVERAGE = '''
 class Average:
     """An exponential average of the weights, which changes places with them."""
@@ -136,6 +138,23 @@ def test_modules_that_are_not_trained_or_saved_are_refused(place, module, named,
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_experts_are_balanced_wherever_gradients_are_computed(script, launch, tmp_path):
+    config = transformers.MixtralConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
+    transformers.AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "moe")
+    script(DIRECT)
+    with pytest.raises(UserError, match="outside of run.retry_smaller"):
+        launch("sft", *SFT, "--model_name_or_path", tmp_path / "moe")
+
+
 def test_weights_of_another_shape_name_their_metric(tmp_path):
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     with pytest.raises(ValueError, match="my_loss"):
@@ -175,10 +194,9 @@ def run_two(tmp_path, token_cache, *edits):
 
 
 DRIFT = STEP + "            model.module.lm.lm_head.weight.data.add_(1e-6 * accelerator.process_index)\n"
-DIRECT = ("        run.retry_smaller(gradients, window)", "        gradients(window)")
 FAILURES = {
     "replicas that drift apart": ([(STEP, DRIFT)], "the weights differ between the processes"),
-    "gradients that nobody adds up": ([(OPTIMIZER, HEAD + OPTIMIZER), DIRECT], "only run.retry_smaller"),
+    "gradients that nobody adds up": ([(OPTIMIZER, HEAD + OPTIMIZER), DIRECT], "outside of run.retry_smaller"),
     "one process alone": (
         [(LOOP, f"{LOOP}        if step and accelerator.process_index == 1:\n            raise UserError('mine')\n")],
         "[rank 1] error: mine",
