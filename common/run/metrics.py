@@ -251,12 +251,7 @@ class Metrics:
             "lost_lines": self.lost_lines,
             "seconds": round(self.seconds(), 1),
             "peak_memory_gib": memory(self.accelerator.device).peak,
-            "memory_limit_gib": memory(self.accelerator.device).limit,
-            "processes": self.accelerator.num_processes,
-            "device": str(self.accelerator.device),
-            "versions": versions(),
-            "python": platform.python_version(),
-        }
+        } | machine(self.accelerator)
         with writing(self.output_dir):
             if also is not None:
                 also(summary)
@@ -277,9 +272,18 @@ def _combine(sums: dict[str, Tensor], name: str, pair: Tensor) -> None:
         sums[name] = torch.maximum(sums[name], pair) if name.endswith("_max") else sums[name] + pair
 
 
-def versions() -> dict[str, str]:
-    """Versions of the loaded libraries that affect results."""
-    return {name: sys.modules[name].__version__ for name in ("torch", "transformers", "accelerate") if name in sys.modules}
+def machine(accelerator: Accelerator) -> dict[str, Any]:
+    """What a run was executed on, with the versions of libraries that affect results."""
+    libraries = [name for name in ("torch", "transformers", "accelerate") if name in sys.modules]
+    return {
+        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device),
+        "processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "distributed": accelerator.distributed_type.value,
+        "memory_limit_gib": memory(accelerator.device).limit,
+        "versions": {name: sys.modules[name].__version__ for name in libraries},
+        "python": platform.python_version(),
+    }
 
 
 def _main(values: dict[str, float]) -> str:

@@ -18,7 +18,6 @@ from functools import partial
 import gc
 import os
 from pathlib import Path
-import platform
 import shlex
 import sys
 from typing import Any, TypeVar
@@ -30,7 +29,6 @@ from common.data.types import Tokenizer
 from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printable, say
 from common.extras import extra
 from common.files import loaded_code
-from common.memory import memory
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.model.save import base_dtype, final_dtype
@@ -39,7 +37,7 @@ from common.run.checkpoint import check_modules, export, load_extra, load_kept, 
 from common.run.describe import describe
 from common.run.folder import begin, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.launch import NEVER_FREED, start
-from common.run.metrics import Metrics, versions
+from common.run.metrics import Metrics, machine
 from common.run.nonfinite import NonFinite
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
@@ -315,17 +313,7 @@ class Run:
 
     def _note_start(self) -> None:
         """Write an event to events.jsonl: the run starts or resumes, and on what machine."""
-        accelerator = self.accelerator
-        known = {
-            "script": os.path.relpath(self.script),
-            "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device),
-            "processes": accelerator.num_processes,
-            "mixed_precision": accelerator.mixed_precision,
-            "distributed": accelerator.distributed_type.value,
-            "memory_limit_gib": memory(accelerator.device).limit,
-            "versions": versions(),
-            "python": platform.python_version(),
-        }
+        known = {"script": os.path.relpath(self.script)} | machine(self.accelerator)
         text = f"from {self.resume_from}" if self.resume_from else "from the beginning"
         self.metrics.event("resumed" if self.resume_from else "started", self.first_step, text, **known)
 
