@@ -214,8 +214,16 @@ def resume(
     return state
 
 
-def load_extra(model: FlatModel, checkpoint: Path | None) -> None:
-    """Load the script's own modules in `model.extra`, before Accelerate prepares the model."""
+def load_extra(model: FlatModel, checkpoint: Path | None, start: str | None = None) -> None:
+    """Load the script's own modules in `model.extra`, before Accelerate prepares the model: from a checkpoint, or, at the
+    start of a run, from the folder of its model, if an earlier stage had the same ones."""
+    if checkpoint is None and start and Path(start, EXTRA).exists():
+        found, own = load_file(Path(start, EXTRA)), model.extra.state_dict()
+        same = {name: w.shape for name, w in found.items()} == {name: w.shape for name, w in own.items()}
+        if same:
+            model.extra.load_state_dict(found)
+        what = "training goes on with these modules" if same else "left out, this script has other modules"
+        say(f"{Path(start, EXTRA)}: {what}")
     if checkpoint is None or not len(model.extra):
         return
     with _reading(checkpoint / EXTRA, f"the modules {', '.join(model.extra)} of this script"):

@@ -25,8 +25,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 RESERVED = ("step", "not_finite")
-KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes")  # in a checkpoint
+KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes", "first_nll")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
+COLLAPSE = 1.0  # nats by which the chosen answers' mean token becomes less probable in preference training
 
 
 class Metrics:
@@ -48,6 +49,7 @@ class Metrics:
         self.bad_steps: list[int] = []  # steps that were skipped
         self.tell: Callable[..., Any] = lambda *_: None  # passes events and lines on to the parts of the run
         self.losses: list[float] = []  # recent logged losses, to detect a spike
+        self.first_nll: float | None = None  # of chosen answers, as first logged
         self.spikes: list[int] = []
         self.lost_lines = 0  # that could not be written to disk
         self.num_tokens = 0  # trained on so far, over all processes
@@ -176,7 +178,10 @@ class Metrics:
         self.tell("on_log", step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
-        """Warn when the loss spikes. GRPO's loss is centred on 0 by construction, so it is not watched."""
+        """Warn when the loss spikes, and, once, when the chosen answers of preference pairs become improbable.
+
+        GRPO's loss is centred on 0 by construction, so it is not watched.
+        """
         if "loss" not in values or "reward" in values:
             return
         if len(self.losses) >= 10:
@@ -187,6 +192,13 @@ class Metrics:
                 say(f"[step {step}] {jump}")
                 self.event("spike", step, jump)
         self.losses = [*self.losses, values["loss"]][-50:]
+        if (nll := values.get("nll_loss")) is not None:
+            self.first_nll = nll if self.first_nll is None else self.first_nll
+            if nll > self.first_nll + COLLAPSE:
+                fall = f"the chosen answers collapse: nll_loss {nll:.3g} nats per token, at first {self.first_nll:.3g}"
+                say(f"[step {step}] {fall}; the learning rate may be too high, or --sft_weight holds them")
+                self.event("spike", step, fall)
+                self.first_nll = 1e9  # it is said once
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
         """Write an evaluation: its metrics and all samples to files, and the first `show` samples to the console."""

@@ -107,7 +107,7 @@ class Run:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         check_modules(model, optimizer)
         flops = flops_per_token(model, windows.typical_length)
-        load_extra(model, self.resume_from)
+        load_extra(model, self.resume_from, args.model_name_or_path)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         state = resume(accelerator, self.resume_from, self.optimizer, self.model)
         self.base_dtype = state.get("base_dtype", base_dtype(model))

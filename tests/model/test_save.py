@@ -6,10 +6,11 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
-from common.model.save import policy_writer
+from common.model.save import EXTRA, policy_writer
 from common.model.wrap import wrap
+from common.run.checkpoint import load_extra
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 import torch
 import transformers
 
@@ -87,3 +88,15 @@ def test_a_quantised_base_is_written_as_the_numbers_that_it_stands_for(bits, tmp
     plain = written(model, tmp_path / "out")
     assert getattr(plain.config, "quantization_config", None) is None
     assert_same(model, plain, atol=1e-4)
+
+
+def test_a_later_stage_goes_on_with_its_modules(tmp_path, capsys):
+    """If it makes the same; else it says that they are left out."""
+    first, same, other = (wrap(tiny_lm("llama")) for _ in range(3))
+    for model, size in ((first, 3), (same, 3), (other, 4)):
+        model.extra["head"] = torch.nn.Linear(32, size)
+    save_file(first.extra.state_dict(), tmp_path / EXTRA)
+    load_extra(same, None, str(tmp_path)), load_extra(other, None, str(tmp_path))
+    assert torch.equal(same.extra["head"].weight, first.extra["head"].weight)
+    said = capsys.readouterr().out.splitlines()
+    assert "training goes on" in said[-2] and "left out" in said[-1]

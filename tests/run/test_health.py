@@ -3,9 +3,12 @@
 import importlib
 import json
 
+from accelerate import Accelerator
+from common.args import CommonArgs
 from common.errors import UserError
 from common.model import FlatModel, Output
 from common.run.folder import checkpoints
+from common.run.metrics import Metrics
 import pytest
 from safetensors.torch import load_file
 import torch
@@ -114,3 +117,13 @@ launch(train_sft.main, train_sft.Args, "data/configs/sft.yaml")
     run = run_script([*command, str(script), *STAGES["sft"], "--max_steps", "4", "--output_dir", str(tmp_path / "out")])
     assert run.returncode == 0, run.stderr[-4000:]
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["bad_steps"] == [2]
+
+
+def test_collapsing_answers_are_said_once(tmp_path, capsys):
+    """In nats per token of the chosen answers, whatever the loss does."""
+    metrics, one = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path))), torch.ones(1)
+    for step, nll in enumerate((0.2, 0.4, 1.1, 1.3, 3.0, 0.3, 4.0)):
+        metrics.add(one, loss=one, nll_loss=nll * one)
+        metrics.log(step + 1)
+    said = capsys.readouterr().out
+    assert said.count("the chosen answers collapse") == said.count("[step 4] the chosen answers collapse: nll_loss 1.3") == 1

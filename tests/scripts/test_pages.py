@@ -86,7 +86,7 @@ def test_the_chinese_front_page_has_the_same_commands_and_links():
 
 
 def edited(diff: str, folder: Path) -> tuple[str, Path]:
-    """An edit of the front page, applied to a copy in the folder: (the script that it is for, the copy)."""
+    """An edit of a page, applied to a copy in the folder: (the script that it is for, the copy)."""
     script, copy = re.findall(r"^(?:---|\+\+\+) (\S+)", diff, re.M)
     patch = ROOT / "docs" / "edits" / f"{copy[6:-3]}.diff"
     shown, applied = (re.findall(r"^[-+](?![-+]{2}).*", text, re.M) for text in (diff, patch.read_text()))
@@ -97,8 +97,12 @@ def edited(diff: str, folder: Path) -> tuple[str, Path]:
     return script, folder / copy
 
 
-def test_each_edit_of_the_front_page_applies(tmp_path):
-    assert len([edited(diff, tmp_path) for diff in blocks(page("README.md"), "diff")]) == 2
+def edits() -> list[str]:
+    return blocks(page("README.md"), "diff") + blocks(page("docs/loop_sft.md"), "diff")
+
+
+def test_each_edit_of_the_pages_applies(tmp_path):
+    assert len([edited(diff, tmp_path) for diff in edits()]) == 4
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -217,9 +221,9 @@ def test_the_commands_for_assistants_run_as_they_stand(tmp_path):
 
 
 @pytest.mark.slow
-def test_each_edit_of_the_front_page_trains(tmp_path, monkeypatch):
+def test_each_edit_of_the_pages_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for number, diff in enumerate(blocks(page("README.md"), "diff")):
+    for number, diff in enumerate(edits()):
         name, copy = edited(diff, tmp_path)
         stage = name.removeprefix("train_").removesuffix(".py")
         words = ["--config", demo(stage), *SMALL[stage], "--output_dir", str(tmp_path / f"out{number}")]
