@@ -84,6 +84,17 @@ def test_pruning_keeps_the_newest_and_the_best(tiny, tmp_path):
     assert names(tmp_path) == ["checkpoint-1002", "checkpoint-1003"]
 
 
+def test_a_checkpoint_is_on_disk_under_its_name(tiny, tmp_path, monkeypatch):
+    """Flushed: its files before it gets its name, and after that the folder which lists it."""
+    done, rename, fsync = [], os.rename, os.fsync
+    monkeypatch.setattr(os, "rename", lambda old, new: (done.append(str(new)), rename(old, new)))
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_ino), fsync(file)))
+    assert save(tiny, tmp_path, 1)
+    named = done.index(str(tmp_path / "checkpoint-1"))
+    assert (tmp_path / "checkpoint-1" / "optimizer.pt").stat().st_ino in done[:named]
+    assert tmp_path.stat().st_ino in done[named:]
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_damaged_checkpoints_do_not_push_out_new_ones(limit, tiny, tmp_path):
     for step in (3, 6, 9):

@@ -70,6 +70,18 @@ def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage
         assert all("row" in line["where"] for line in lines)
 
 
+def test_an_infinite_loss_passes_over_the_step_whatever_its_gradient(launch, monkeypatch):
+    right, calls = FlatModel.forward, iter(range(10**6))
+
+    def far(*args, **kwargs):
+        out = right(*args, **kwargs)
+        return out._replace(logps=out.logps - float("inf")) if next(calls) in calls_of_step(2) else out
+
+    monkeypatch.setattr(FlatModel, "forward", far)
+    output = launch("sft", *STAGES["sft"], "--save_steps", "0", "--max_steps", "3")
+    assert json.loads((output / "summary.json").read_text())["bad_steps"] == [2]
+
+
 def test_three_bad_steps_in_a_row_end_the_run(launch, monkeypatch):
     bad = [calls_of_step(step) for step in (2, 4, 5, 6)]  # the third is good, and starts the count anew
     break_calls(monkeypatch, "sft", set().union(*bad))
