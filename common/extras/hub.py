@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from common.args import CommonArgs, defaults
 from common.errors import UserError, quoted, say
+from common.extras.report_data import Metrics
 from common.files import replace_text
 from common.model.save import CARD
 from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, read_json
@@ -88,7 +89,7 @@ def write_card(args: CommonArgs, script: str, best_step: int | None, summary: di
         data.append(f"- {name}: " + ", ".join(f"{count.replace('_', ' ')} {source[count]:,}" for count in counts))
     training = TRAINING.format(
         data="\n".join(data),
-        results=results_of(folder / "metrics.jsonl", best_step),
+        results=results_of(folder, best_step),
         settings=yaml.safe_dump(public_settings(args), sort_keys=False).strip(),
         versions=", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
     )
@@ -152,22 +153,16 @@ def choices_of(kind: Any) -> set[str]:
     return {kind} if isinstance(kind, str) else set().union(*map(choices_of, get_args(kind)))
 
 
-def results_of(metrics: Path, best_step: int | None) -> str:
-    """The evaluations before training and of the model that is exported, as a table."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
-        row = json.loads(line)
-        found = {name: value for name, value in row.items() if METRICS.fullmatch(name) and value is not None}
-        if found:
-            steps.setdefault(row["step"], {}).update(found)
-    if not steps:
-        return "Nothing was evaluated."
-    first, last = min(steps), best_step if best_step in steps else max(steps)
-    lines = [f"| held out, by the run itself | step {first} | step {last}, which is this model |", "|---|---|---|"]
-    for name, value in steps[last].items():
-        before = f"{steps[first][name]:.4g}" if name in steps[first] else "–"
-        lines.append(f"| {name.removeprefix('eval_')} | {before} | {value:.4g} |")
-    return "\n".join(lines)
+def results_of(folder: Path, best_step: int | None) -> str:
+    """The first evaluation, and that of the model that is exported, as a table."""
+    rows = []
+    for name, points in Metrics(folder).points.items():
+        values = dict(points.tolist())
+        exported = values.get(best_step or max(values))
+        if METRICS.fullmatch(name) and exported is not None:
+            rows.append(f"| {name.removeprefix('eval_')} | {points[0, 1]:.4g} | {exported:.4g} |")
+    head = ["| held out, by the run itself | at first | this model |", "|---|---|---|"]
+    return "\n".join(head + rows) if rows else "Nothing was evaluated."
 
 
 def seal(text: str) -> str:
