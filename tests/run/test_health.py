@@ -133,9 +133,8 @@ launch(train_sft.main, train_sft.Args, "data/configs/sft.yaml")
 
 def test_collapsing_answers_are_said_once(tmp_path, capsys):
     """In nats per token of the chosen answers, whatever the loss does."""
-    metrics, one = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path))), torch.ones(1)
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     for step, nll in enumerate((0.2, 0.4, 1.1, 1.3, 3.0, 0.3, 4.0)):
-        metrics.add(one, loss=one, nll_loss=nll * one)
-        metrics.log(step + 1)
+        metrics.log(step + 1, loss=0.5, nll_loss=nll)
     said = capsys.readouterr().out
     assert said.count("the chosen answers collapse") == said.count("[step 4] the chosen answers collapse: nll_loss 1.3") == 1
