@@ -7,22 +7,27 @@ denominator at the token.
 Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+import functools
 from typing import Any, NamedTuple
 
+from common.errors import say
+from common.memory import is_oom
 from common.model.attention import compute_dtype
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # Logits per chunk, and the minimum number of rows: matrix products with fewer are slow.
-HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}
 HEAD_CHUNK_ROWS = {"cpu": 256, "cuda": 256}
 # Elementwise operations take this many at a time, and as much extra memory: they fit into a CPU's cache.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 # Row stride of the 16-bit logits, in elements: CUDA's fast matrix products need rows aligned to 16 bytes, which an odd
 # vocabulary size (GPT-2's 50,257) prevents. The float32 ones, read by elementwise operations, stay dense.
 ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
+# The vocabulary from which compiling the softmax pays: it takes seconds, and then a quarter of the passes over memory.
+COMPILED_FROM = {"cpu": 2**62, "cuda": 2**15}
 
 
 class LogitTransform(NamedTuple):
@@ -47,6 +52,8 @@ def of_device(table: dict[str, int], device: torch.device) -> int:
 class _Chunks:
     """The head's matrix products, one chunk of logits at a time."""
 
+    compiles = True  # until the compiler has failed
+
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype):
         self.dtype = dtype
         self.exact = torch.promote_types(dtype, torch.float32)  # for the softmax, sums and results
@@ -64,12 +71,33 @@ class _Chunks:
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             h = hidden[chunk].to(self.dtype)
-            out = self.product[: len(h)]
-            if self.bias is None:
-                torch.mm(h, self.weight.t(), out=out)
-            else:
+            out, logits = self.product[: len(h)], exact[: len(h)]
+            if self.bias is not None:
                 torch.addmm(self.bias, h, self.weight.t(), out=out)
-            yield chunk, h, out if self.dtype == self.exact else exact[: len(h)].copy_(out)
+            elif self.dtype != self.exact and h.device.type == "cuda" and V % multiple == 0:
+                torch.mm(h, self.weight.t(), out_dtype=self.exact, out=logits)  # not rounded, one pass less
+                out = logits
+            else:
+                torch.mm(h, self.weight.t(), out=out)
+            yield chunk, h, logits if out.dtype == self.exact else logits.copy_(out)
+
+    def softmax(
+        self, logits: Tensor, tokens: Tensor, transform: LogitTransform, *, stats: bool, gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`_softmax_` of the current logits, compiled where that pays and works: its scores and factor, and with gradient
+        the rest of the derivative (n, V), in the dtype of the matrix products."""
+        normalize = self.dtype == torch.float16
+        if self.compiles and self.dtype != self.exact and logits.shape[1] >= of_device(COMPILED_FROM, logits.device):
+            derivative = self.product[: len(logits)] if gradient else None
+            try:
+                return *compiled()(logits, tokens, derivative, transform, normalize), derivative
+            except Exception as error:  # no compiler, or one that fails
+                if is_oom(error):
+                    raise
+                _Chunks.compiles = False
+                say(f"the loss head is not compiled: {type(error).__name__}: {error}"[:200])
+        scores, factor = _softmax_(logits, tokens, transform, stats=stats, gradient=gradient, normalize=normalize)
+        return scores, factor, self.rounded(logits) if gradient else None
 
     def rounded(self, gradient: Tensor) -> Tensor:
         """The gradient of the current logits in the dtype of the matrix products, in the buffer of their product."""
@@ -141,6 +169,32 @@ def _softmax_(
     return scores, factor
 
 
+@functools.cache
+def compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_softmax_to)
+
+
+def _softmax_to(
+    logits: Tensor, tokens: Tensor, out: Tensor | None, transform: LogitTransform, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """`_softmax_` with stats, for a compiler, which makes three passes of it. The derivative goes to out (n, V) if given."""
+    tanh = None if transform.cap is None else (logits * (transform.scale / transform.cap)).tanh()
+    logits = logits * transform.scale if tanh is None else tanh * transform.cap
+    largest, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, tokens[:, None])
+    exponentials = (logits - largest).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    log_total = total.log()
+    entropy = log_total - ((logits - largest) * exponentials).sum(-1, keepdim=True) / total
+    scores = torch.cat([chosen - largest - log_total, entropy, (chosen >= largest).to(total.dtype)], 1)
+    if out is not None:
+        is_token = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
+        derivative = torch.where(is_token, exponentials - total, exponentials)
+        if normalize:
+            derivative, total = derivative / total, torch.ones_like(total)
+        out.copy_(derivative if tanh is None else derivative * (1 - tanh.square()))
+    return scores.t(), (-transform.scale / total)[:, 0]
+
+
 def _entropy_gradient_(
     logits: Tensor, tokens: Tensor, transform: LogitTransform, d_logps: Tensor, d_entropy: Tensor
 ) -> None:
@@ -183,9 +237,11 @@ class WeightedNLL(torch.autograd.Function):
         ctx.dtype = weight.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk, h, logits in chunks.logits(hidden, rows):
-                scores[:, chunk], factor = _softmax_(logits, tokens[chunk], transform, stats=True, gradient=True)
+                scores[:, chunk], factor, gradient = chunks.softmax(
+                    logits, tokens[chunk], transform, stats=True, gradient=True
+                )
                 d_h = None if d_hidden is None else d_hidden[chunk]
-                chunks.backward(h, chunks.rounded(logits), factor * -weights[chunk], d_h, d_weight, d_bias)
+                chunks.backward(h, gradient, factor * -weights[chunk], d_h, d_weight, d_bias)
         logps, entropy, correct = scores
         ctx.mark_non_differentiable(logps, entropy, correct)
         return -(weights * logps).sum(), logps, entropy, correct
@@ -215,13 +271,13 @@ class LogProbs(torch.autograd.Function):
         scores = hidden.new_empty(3, len(hidden), dtype=chunks.exact)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk, h, logits in chunks.logits(hidden, rows):
-                scores[:, chunk], factor = _softmax_(
-                    logits, tokens[chunk], transform, stats=stats, gradient=at_once, normalize=chunks.dtype == torch.float16
+                scores[:, chunk], factor, gradient = chunks.softmax(
+                    logits, tokens[chunk], transform, stats=stats, gradient=at_once
                 )
                 if ctx.d_hidden is not None:
-                    chunks.backward(h, chunks.rounded(logits), factor, ctx.d_hidden[chunk], None, None)
+                    chunks.backward(h, gradient, factor, ctx.d_hidden[chunk], None, None)
                 elif at_once:
-                    ctx.one_chunk = chunks.rounded(logits), factor
+                    ctx.one_chunk = gradient, factor
         if ctx.d_hidden is None:
             ctx.save_for_backward(hidden, weight, bias, tokens)
         logps, entropy, correct = scores
@@ -248,14 +304,11 @@ class LogProbs(torch.autograd.Function):
             for chunk, h, logits in chunks.logits(hidden, ctx.rows):
                 if ctx.entropy_grad:
                     _entropy_gradient_(logits, tokens[chunk], ctx.transform, d_logps[chunk], d_entropy[chunk])
-                    factor = torch.full_like(d_logps[chunk], ctx.transform.scale)
+                    factor, gradient = torch.full_like(d_logps[chunk], ctx.transform.scale), chunks.rounded(logits)
                 else:
-                    normalize = ctx.dtype == torch.float16
-                    _, factor = _softmax_(
-                        logits, tokens[chunk], ctx.transform, stats=False, gradient=True, normalize=normalize
-                    )
+                    _, factor, gradient = chunks.softmax(logits, tokens[chunk], ctx.transform, stats=False, gradient=True)
                     factor = factor * d_logps[chunk]
-                pass_on(chunk, h, chunks.rounded(logits), factor)
+                pass_on(chunk, h, gradient, factor)
         return d_hidden, d_weight, d_bias, *[None] * 6
 
 

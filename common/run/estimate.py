@@ -16,7 +16,7 @@ from common.collators import Batch, flat_batch
 from common.extras import extra
 from common.memory import GIB, memory, tokens_at_once
 from common.model.flat_model import FlatModel, base_lm, is_quantised
-from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
+from common.model.fused_head import BLOCK_ELEMENTS, COMPILED_FROM, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
 from common.model.lm_head import weighted_nll
 from common.model.optimizer import moments_bytes
 import numpy as np
@@ -164,6 +164,7 @@ def _training(model: nn.Module, device: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for sizes in (BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE):
             stack.enter_context(mock.patch.dict(sizes, {here: sizes.get(device.type, sizes["cpu"])}))
+        stack.enter_context(mock.patch.dict(COMPILED_FROM, {here: 2**62}))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng([]))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # the compiler would skip this code from then on

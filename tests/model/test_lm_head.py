@@ -1,9 +1,11 @@
 """The LM head in chunks, against full logits in float64: values and gradients by both ways, and the memory that they take."""
 
+import shutil
 from types import SimpleNamespace
 import weakref
 
 from common.collators import flat_batch
+from common.model import fused_head
 from common.model.flat_model import disable_dropout
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.lm_head import log_probs, weighted_nll
@@ -275,6 +277,67 @@ def test_float16_keeps_small_gradients_of_a_scaled_loss(frozen, rows, chunks):
         loss, _ = weighted_nll(toy, hidden, tokens, torch.full((300,), 1e-6))
     for a, b in zip(torch.autograd.grad(loss * 65536, leaves(toy, hidden)), wanted, strict=True):
         assert a.dtype == torch.float32 and relative_error(a / 65536, b) < 0.01
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+def scores_and_gradients(curve, device="cpu", temperature=0.7):
+    """By both ways, under autocast to each of the dtypes of 16 bits."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        toy = Toy(V=256, D=32, dtype=torch.float32, **CURVES[curve]).to(device)
+        hidden, tokens, w, _ = positions(toy.cpu(), N=300, dtype=torch.float32)
+        hidden, tokens, w = hidden.detach().to(device).requires_grad_(), tokens.to(device), w.to(device)
+        toy.to(device)
+        with torch.autocast(device, dtype):
+            loss, scores = weighted_nll(toy, hidden, tokens, w, temperature)
+            others = log_probs(toy, hidden, tokens, temperature, entropy=True)
+        found += [loss, *scores, *others, *torch.autograd.grad(loss, leaves(toy, hidden))]
+        found += torch.autograd.grad((w * others[0]).sum(), leaves(toy, hidden))
+    return [x.detach().cpu() for x in found]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    monkeypatch.setattr(fused_head._Chunks, "compiles", True)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(fused_head.COMPILED_FROM, device, 1)
+    return monkeypatch
+
+
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+WAYS = [
+    "not compiled",
+    pytest.param("cpu", marks=[pytest.mark.slow, NEEDS_COMPILER]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_softmax_for_a_compiler_is_the_other(way, curve, chunks, compiler):
+    chunks(128)
+    with compiler.context() as plainly:
+        plainly.setattr(fused_head._Chunks, "compiles", False)
+        wanted = scores_and_gradients(curve)
+    if way == "not compiled":
+        compiler.setattr(fused_head, "compiled", lambda: fused_head._softmax_to)
+    for a, b in zip(scores_and_gradients(curve, "cuda" if way == "cuda" else "cpu"), wanted, strict=True):
+        assert relative_error(a, b) < (0.01 if way == "cuda" else 1e-3)  # products on a GPU are not rounded to 16 bits
+    assert fused_head._Chunks.compiles
+
+
+def test_without_a_compiler_the_head_works(chunks, compiler, capsys):
+    def fail(*_):
+        raise RuntimeError("no compiler")
+
+    compiler.setattr(fused_head, "compiled", lambda: fused_head._softmax_to)
+    wanted = scores_and_gradients("plain")
+    compiler.setattr(fused_head, "compiled", lambda: fail)
+    for a, b in zip(scores_and_gradients("plain"), wanted, strict=True):
+        assert relative_error(a, b) < 1e-3
+    assert capsys.readouterr().out.count("the loss head is not compiled") == 1  # and is not tried again
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
