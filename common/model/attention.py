@@ -133,20 +133,20 @@ def similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
     A sequence without queries (all its tokens belong to others as well) is in no group.
     """
     groups: list[list[int]] = []
+    total = most = 0  # queries of the last group, together and at most
     order = np.lexsort((-lengths, num_queries < lengths))  # stable: equal lengths keep their order
-    for s in order[num_queries[order] > 0].tolist():
-        if groups and _fits(s, groups[-1], lengths, num_queries):
+    order, length, queries = order[num_queries[order] > 0].tolist(), lengths.tolist(), num_queries.tolist()
+    for s in order:
+        longest = groups[-1][0] if groups else s
+        total, most = total + queries[s], max(most, queries[s])  # with this one
+        is_kind = (queries[s] < length[s]) == (queries[longest] < length[longest])
+        is_similar = is_kind and length[s] >= MIN_RELATIVE_LENGTH * length[longest]
+        if groups and is_similar and total >= MIN_REAL_QUERIES * most * (len(groups[-1]) + 1):
             groups[-1].append(s)
         else:
             groups.append([s])
+            total = most = queries[s]
     return groups
-
-
-def _fits(s: int, group: list[int], lengths: np.ndarray, num_queries: np.ndarray) -> bool:
-    longest, together = group[0], num_queries[[*group, s]]
-    same_kind = (num_queries[s] < lengths[s]) == (num_queries[longest] < lengths[longest])
-    similar = same_kind and lengths[s] >= MIN_RELATIVE_LENGTH * lengths[longest]
-    return similar and together.mean() >= MIN_REAL_QUERIES * together.max()
 
 
 def last_tokens(counts: np.ndarray, ends: np.ndarray) -> np.ndarray:

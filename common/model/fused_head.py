@@ -90,7 +90,7 @@ class _Chunks:
         if self.compiles and self.dtype != self.exact and logits.shape[1] >= of_device(COMPILED_FROM, logits.device):
             derivative = self.product[: len(logits)] if gradient else None
             try:
-                return *compiled()(logits, tokens, derivative, transform, normalize), derivative
+                return *compiled()(derivative, logits, tokens, transform, normalize), derivative
             except Exception as error:  # no compiler, or one that fails
                 if is_oom(error):
                     raise
@@ -174,24 +174,22 @@ def compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_softmax_to)
 
 
-def _softmax_to(
-    logits: Tensor, tokens: Tensor, out: Tensor | None, transform: LogitTransform, normalize: bool
-) -> tuple[Tensor, Tensor]:
+def _softmax_to(out: Tensor | None, logits: Tensor, tokens: Tensor, transform: LogitTransform, normalize: bool) -> tuple:
     """`_softmax_` with stats, for a compiler, which makes three passes of it. The derivative goes to out (n, V) if given."""
-    tanh = None if transform.cap is None else (logits * (transform.scale / transform.cap)).tanh()
-    logits = logits * transform.scale if tanh is None else tanh * transform.cap
+    logits = logits.clone()
+    inner = _apply_(transform, logits, gradient=True)
     largest, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, tokens[:, None])
     exponentials = (logits - largest).exp()
     total = exponentials.sum(-1, keepdim=True)
     log_total = total.log()
     entropy = log_total - ((logits - largest) * exponentials).sum(-1, keepdim=True) / total
-    scores = torch.cat([chosen - largest - log_total, entropy, (chosen >= largest).to(total.dtype)], 1)
+    scores = torch.cat([chosen - largest - log_total, entropy, chosen >= largest], 1)
     if out is not None:
         is_token = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
         derivative = torch.where(is_token, exponentials - total, exponentials)
         if normalize:
             derivative, total = derivative / total, torch.ones_like(total)
-        out.copy_(derivative if tanh is None else derivative * (1 - tanh.square()))
+        out.copy_(derivative if inner is None else derivative * inner)
     return scores.t(), (-transform.scale / total)[:, 0]
 
 
