@@ -7,5 +7,7 @@ import time
 # OpenMP's threads wait for each other spinning, by default for 3 ms: beside other busy processes most of the time is lost.
 # Read when torch is loaded; scripts import common before it, as the alphabet has it. Figures: benchmarks/LOG.md.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# Row lengths vary from step to step: without this, CUDA's memory falls to pieces that fit none of them.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 gc.set_threshold(100_000, 20, 100)  # importing the libraries takes 0.7 s less; `Run.steps` restores the default
 START = time.time()  # of this process, except for Python's own startup: --max_hours counts from here

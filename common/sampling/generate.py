@@ -16,7 +16,7 @@ from common.model.attention import FLAT
 from common.model.flat_model import FlatModel, base_lm, body, check_positions, is_sharded, num_positions
 from common.model.lm_head import logits_of
 from common.sampling import kv_cache
-from common.sampling.kv_cache import CACHED, KVCache
+from common.sampling.kv_cache import CACHED, KVCache, completions_at_once
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -64,14 +64,14 @@ def sample(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    batch_size: int = 128,
+    batch_size: int | None = None,
 ) -> list[Sampled]:
     """Sample one completion for each prompt (token ids). The same prompt may occur many times.
 
     keys: one tuple of non-negative integers per prompt, the seed of its completion. max_new_tokens: one limit for all, or
     one per completion. stop_ids: the tokens that end a completion; None: the model's own. temperature 0 takes the most
     probable token. top_k 0 and top_p 1 leave the distribution unrestricted. batch_size: completions sampled at a time, which
-    limits memory and changes nothing else. It is halved when memory runs out.
+    limits memory and changes nothing else; None: see `completions_at_once`. It is halved when memory runs out.
 
     A completion ends, unfinished, at the model's last position. Raises UserError for a longer prompt.
     """
@@ -82,6 +82,7 @@ def sample(
     completions: dict[int, Sampled] = {}
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
     way = way_to_sample(model, longest)
+    batch_size = batch_size or (completions_at_once(base_lm(model.lm), longest) if way.attention == CACHED else 128)
     todo = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) if way.alike else i)
     with generating(model, way.attention) as lm:
         while todo:

@@ -15,6 +15,7 @@ from common.model import attention
 from common.model.wrap import wrap
 from common.run.nonfinite import MOST_SKIPPED, NonFinite
 from common.sampling.generate import FlatDecoder, generating
+from common.sampling.kv_cache import completions_at_once
 import numpy as np
 import pytest
 import torch
@@ -77,6 +78,22 @@ def test_the_varlen_kernel_on_a_cpu():
     assert Ragged(None, None, (1, 1), None).dtype(torch.zeros(1, 1, 64)) is None
     with torch.autocast("cpu", torch.bfloat16):  # rotary embeddings and norms may hand over float32 here
         assert Ragged(None, None, (1, 1), None).dtype(torch.zeros(1, 1, 64)) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "free, tokens, wanted", [(100, 500, range(700, 1000)), (100, 4000, range(128, 129)), (1, 500, range(128, 129))]
+)
+def test_a_gpu_samples_as_many_as_fit(free, tokens, wanted, monkeypatch):
+    """Of a model of 0.6B: 28 layers, 8 key heads of 128, 152k tokens in bfloat16. GiB free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((free - 2) * 2**30, 140 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
+    config = transformers.Qwen3Config(num_hidden_layers=28, num_key_value_heads=8, head_dim=128, vocab_size=151936)
+    weight = SimpleNamespace(device=CUDA, dtype=torch.bfloat16)
+    lm = SimpleNamespace(config=config, get_input_embeddings=lambda: SimpleNamespace(weight=weight))
+    assert completions_at_once(lm, tokens) in wanted
+    weight.device = CPU
+    assert completions_at_once(lm, tokens) == 128
 
 
 def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
