@@ -7,12 +7,13 @@ Copies the script, applies docs/edits/*.diff with `git apply`, runs both on the 
 
 import json
 from pathlib import Path
-import platform
 import shutil
 import subprocess
 import sys
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from compare import ROOT, machine
+
 SEEDS = (0, 1, 2)
 # edit -> (script, the model to start from)
 EDITS = {"weighted": ("train_sft.py", "data/base_model"), "only_better": ("train_grpo.py", "{work}/sft_0")}
@@ -29,7 +30,7 @@ def main() -> None:
     work = ROOT / "outputs" / "edits"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, Any] = {}
     for edit, (script, model) in EDITS.items():
         copy = ROOT / f"train_{edit}.py"
         try:
@@ -42,7 +43,7 @@ def main() -> None:
             }
         finally:
             copy.unlink()
-    found["machine"] = f"{platform.processor() or platform.machine()}, one thread"  # type: ignore[assignment]
+    found["machine"] = machine()
     (ROOT / "benchmarks" / "results" / "edits.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
