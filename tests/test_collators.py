@@ -84,7 +84,7 @@ def numbers(window):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), FEW, FEW, FEW, st.sampled_from([0.5, 1.0, 2.3]))
-def test_each_example_comes_once_in_an_epoch_for_any_number_of_processes(N, world, accumulation, batch_size, epochs):
+def test_each_example_comes_once_on_any_processes(N, world, accumulation, batch_size, epochs):
     lengths, found = [3] * N, []
     options = {"batch_size": batch_size, "num_epochs": epochs}
     steps = len(windows(lengths, 0, world, accumulation, **options))
@@ -99,13 +99,13 @@ def test_each_example_comes_once_in_an_epoch_for_any_number_of_processes(N, worl
 
 
 @pytest.mark.parametrize("world, accumulation, batch_size", [(1, 1, 12), (2, 3, 2), (3, 1, 4), (4, 3, 1), (12, 1, 1)])
-def test_the_examples_of_a_window_do_not_depend_on_the_number_of_processes(world, accumulation, batch_size):
+def test_windows_do_not_depend_on_processes(world, accumulation, batch_size):
     order, found = Order([30], 0), windows([3] * 30, world - 1, world, accumulation, batch_size, max_steps=7)
     assert len(found) == 7
     assert [numbers(found[s]) for s in range(7)] == [[order[p] for p in range(12 * s, 12 * s + 12)] for s in range(7)]
 
 
-def test_the_denominators_of_a_window_are_those_of_all_processes():
+def test_denominators_are_those_of_all_processes():
     examples = Numbered([4, 6, 3, 5, 9], pairs=True)  # as 2 + 2, 3 + 3, 1 + 2, 2 + 3, 4 + 5
     train = Shuffled(examples, Order([5], 0))
     for rank in range(2):
@@ -128,7 +128,7 @@ def test_denominators_that_cannot_be_known_are_refused():
 
 
 @pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 2, 5])
-def test_a_field_that_runs_out_of_memory_is_computed_in_smaller_parts(most):
+def test_fields_out_of_memory_are_computed_in_parts(most):
     examples = [[whole(np.arange(n) + 100 * n)] for n in (4, 6, 3, 9, 5)]
     accelerator = process()
     accelerator.autocast, accelerator.distributed_type = contextlib.nullcontext, None
@@ -157,7 +157,7 @@ def test_a_field_that_runs_out_of_memory_is_computed_in_smaller_parts(most):
 
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, st.integers(40, 150), FEW, FEW, st.sampled_from([1.0, 1.7]))
-def test_with_a_budget_each_example_comes_once_and_no_micro_batch_is_over_it(lengths, budget, world, accumulation, epochs):
+def test_token_windows_hold_each_example_within_budget(lengths, budget, world, accumulation, epochs):
     options = {"max_tokens": budget, "num_epochs": epochs}
     once, order, found = windows(lengths, 0, world, accumulation, **options), Order([len(lengths)], 0), []
     for step in range(len(once)):
@@ -170,7 +170,7 @@ def test_with_a_budget_each_example_comes_once_and_no_micro_batch_is_over_it(len
 
 
 @pytest.mark.parametrize("world, accumulation", [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_with_a_budget_the_examples_of_a_window_do_not_depend_on_the_number_of_processes(world, accumulation):
+def test_token_windows_do_not_depend_on_processes(world, accumulation):
     lengths = lognormal(400)
     wanted, found = (windows(lengths, 0, w, a, max_tokens=8000) for w, a in ((1, 8), (world, accumulation)))
     assert len(found) == len(wanted) > 2
@@ -190,7 +190,7 @@ def test_micro_batches_cost_about_the_same(seed):
     assert len(used) > 5 and min(used) > 0.75
 
 
-def test_an_example_over_the_budget_is_refused_by_the_name_of_the_flag():
+def test_an_example_over_the_budget_is_refused():
     with pytest.raises(UserError, match="--max_tokens_per_batch 10: one example alone has 11 tokens"):
         len(windows([3, 11, 4], max_tokens=10))
 
@@ -235,7 +235,7 @@ def flat_parts(step, lengths):
 
 
 @given(st.integers(0, 30), FEW, FEW)
-def test_an_evaluation_sees_each_example_once_and_every_process_as_many_batches(N, world, batch_size):
+def test_evaluation_sees_each_example_once(N, world, batch_size):
     examples = [[whole(np.full(3, i))] for i in range(N)]
     parts = [[members(batch) for batch in eval_batches(examples, process(rank, world), batch_size)] for rank in range(world)]
     assert sorted(flat(parts)) == list(range(N)) and len({len(mine) for mine in parts}) == 1
@@ -262,7 +262,7 @@ def random_examples(random):
 
 @settings(deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_a_flat_row_is_that_of_a_loop_over_its_tokens(random):
+def test_a_flat_row_is_that_of_a_loop(random):
     examples = random_examples(random)
     ids, positions, mask, field, borders = [], [], [], [], [0]
     for sequence in [sequence for example in examples for sequence in example]:
@@ -287,7 +287,7 @@ def test_a_flat_row_is_that_of_a_loop_over_its_tokens(random):
 
 
 @given(st.randoms(use_true_random=False))
-def test_what_arrives_of_a_field_is_its_total_however_the_window_is_split(random):
+def test_fields_sum_to_totals_however_windows_split(random):
     """Over micro-batches of any size, with starts that neighbours share: nothing is counted twice, or not at all."""
     start = [random.randrange(9) for _ in range(random.randrange(20))]
     examples = []

@@ -423,7 +423,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 # --- rows that are left out, and curricula ---------------------------------------------------------------------------
 
 
-def test_rows_left_out_are_said_from_the_cache_too(tmp_path, capsys):
+def test_rows_left_out_are_said_again(tmp_path, capsys):
     rows = source(tmp_path / "a.jsonl", [{"text": "bad" if i in (2, 5) else "fine"} for i in range(9)])
     for expected in (9, 0):
         examples, calls = counted(tmp_path, rows)

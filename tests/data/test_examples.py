@@ -47,7 +47,7 @@ def best_fit_naively(lengths, max_length):
 
 
 @given(LENGTHS, st.integers(40, 100))
-def test_packs_hold_each_example_once_and_no_more_tokens_than_fit(lengths, max_length):
+def test_packs_hold_each_example_once_and_fit(lengths, max_length):
     packs = best_fit(np.array(lengths), max_length)
     assert sorted(flat(packs)) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in chosen) <= max_length for chosen in packs)
@@ -55,7 +55,7 @@ def test_packs_hold_each_example_once_and_no_more_tokens_than_fit(lengths, max_l
     assert sorted(rooms) == sorted(best_fit_naively(lengths, max_length))
 
 
-def test_a_example_that_fits_in_no_pack_is_an_error():
+def test_an_example_over_max_length_is_not_packed():
     with pytest.raises(UserError, match="--max_length 10: an example of 11 tokens does not fit in a pack"):
         best_fit(np.array([3, 11]), 10)
     assert best_fit(np.array([10, 10]), 10) == [[0], [1]] and best_fit(np.array([], int), 10) == []
@@ -76,7 +76,7 @@ def test_sources_do_not_share_a_pack(sources, bands, random):
         at += count
 
 
-def test_with_bands_examples_of_like_difficulty_share_a_pack():
+def test_examples_of_like_difficulty_share_a_pack():
     difficulty = np.random.default_rng(0).permutation(1000)
     packs = pack(numbered(lognormal(1000, most=500), None, difficulty), 500)
     for chosen, mean in zip(packs.members, packs.difficulty, strict=True):
@@ -159,7 +159,7 @@ def balance_naively(sizes, parts, max_tokens):
 
 
 @given(LENGTHS, st.integers(1, 12), st.integers(40, 100))
-def test_each_example_goes_to_the_cheapest_micro_batch_that_has_room(sizes, parts, max_tokens):
+def test_examples_go_to_the_cheapest_micro_batch(sizes, parts, max_tokens):
     expected = balance_naively(sizes, parts, max_tokens)
     if expected is None:
         with pytest.raises(UserError, match="do not fit"):
@@ -168,7 +168,7 @@ def test_each_example_goes_to_the_cheapest_micro_batch_that_has_room(sizes, part
         assert balance(sizes, parts, max_tokens) == expected
 
 
-def test_a_window_of_a_thousand_processes_is_dealt_out_before_the_gpus_notice():
+def test_a_window_of_1024_processes_is_dealt_quickly():
     """Every process deals out the window of all: looking through all micro-batches for each example took 1.5 s."""
     sizes = lognormal(12_000).tolist()
     start = time.process_time()
@@ -176,7 +176,7 @@ def test_a_window_of_a_thousand_processes_is_dealt_out_before_the_gpus_notice():
     assert time.process_time() - start < 0.5  # 0.02 s
 
 
-def test_examples_that_fit_only_in_the_order_in_which_they_came_are_dealt_out_in_it():
+def test_examples_may_fit_only_in_their_order():
     # Largest first: 3 + 2, 3 + 2, and no room for the last 2. In their order, each to the emptiest: 3 + 3, 2 + 2 + 2.
     assert sorted(balance([3, 2, 2, 3, 2], 2, 6)) == [[0, 3], [1, 2, 4]]
     with pytest.raises(UserError, match="--max_tokens_per_batch 10: 21 tokens do not fit in 2 micro-batches"):

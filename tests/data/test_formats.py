@@ -67,7 +67,7 @@ def test_chats_are_read_from_every_format(row, messages):
     assert as_chat(row) == {"messages": messages, "tools": None}
 
 
-def test_tool_calls_are_kept_with_their_arguments_as_objects_and_tools_may_be_json_text():
+def test_tool_calls_and_tools_may_be_json():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     result = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"}
@@ -130,7 +130,7 @@ def test_prompts_of_completions_are_not_trained():
         ({"messages": [{"role": ["user"], "content": "q"}, A]}, " "),
     ],
 )
-def test_a_chat_row_that_cannot_be_trained_on_is_refused_with_the_reason(row, reason):
+def test_an_unusable_chat_is_refused_with_the_reason(row, reason):
     with pytest.raises(BadRow, match=re.escape(reason)) as caught:
         as_chat(row)
     line(caught)
@@ -191,7 +191,7 @@ def test_the_same_pair_is_read_from_every_format(row, prompt):
         ({"conversations": [U], "chosen": A, "rejected": B, "tools": '[{"name": "f"}]'}, "--columns unused=tools"),
     ],
 )
-def test_a_pair_that_cannot_be_trained_on_is_refused_with_the_reason(row, reason):
+def test_an_unusable_pair_is_refused_with_the_reason(row, reason):
     with pytest.raises(BadRow, match=re.escape(reason)):
         as_preference(row)
 
@@ -210,12 +210,12 @@ def test_a_pair_that_cannot_be_trained_on_is_refused_with_the_reason(row, reason
         ({"instruction": "q", "input": "x", "output": "a"}, [{"role": "user", "content": "q\nx"}]),
     ],
 )
-def test_a_prompt_is_read_from_every_format_and_the_other_columns_are_kept_for_the_rewards(row, prompt):
+def test_prompts_are_read_with_columns_for_rewards(row, prompt):
     found = as_prompt(row | {"answer": 7, "level": None})
     assert found == row | {"answer": 7, "level": None, "prompt": prompt}
 
 
-def test_the_ground_truth_of_a_verl_row_becomes_the_answer():
+def test_a_verl_ground_truth_becomes_the_answer():
     row = {
         "data_source": "gsm8k",
         "prompt": [U],

@@ -48,7 +48,7 @@ def numbered(path, count):
 # --- load_data ------------------------------------------------------------------------------------------------------
 
 
-def test_too_few_documents_for_the_weights_are_no_error_where_their_chunks_are_enough(tmp_path, tokenizer):
+def test_chunks_may_be_enough_for_the_weights(tmp_path, tokenizer):
     names = [jsonl(tmp_path / f"{name}.jsonl", [{"text": "word " * 500}]) for name in "ab"]
     train, _ = load_data(arguments(tmp_path, *names, dataset_weights=[0.9, 0.1]), alone(), documents, tokenizer)
     chunks = chunk(train, 16)
@@ -93,7 +93,7 @@ def test_prompts_that_go_another_way_are_noted(tmp_path, tokenizer, capsys):
 
 
 @pytest.mark.parametrize("settings", [{}, {"dataset_streaming": True}])
-def test_packing_keeps_the_kind_the_data_and_the_order(tmp_path, tokenizer, settings, monkeypatch):
+def test_packing_keeps_kind_data_and_order(tmp_path, tokenizer, settings, monkeypatch):
     monkeypatch.setattr(stream, "BLOCK_ROWS", 60)
     args = arguments(tmp_path, numbered(tmp_path / "a.jsonl", 60), **settings)
     train, _ = load_data(args, alone(), documents, tokenizer)
@@ -139,7 +139,7 @@ def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, 
     assert prompts.facts()[0]["examples"] == len(prompts) and [source.label for source in prompts.sources] == ["a"]
 
 
-def test_prompts_are_not_streamed_and_may_not_be_empty(tmp_path, tokenizer):
+def test_prompts_are_not_streamed_nor_empty(tmp_path, tokenizer):
     def refuse(row, tokenizer, args):
         raise BadRow("too long")
 
@@ -182,7 +182,7 @@ def test_whatever_as_chat_gives_is_tokenized(tokenizer):
 # --- imports --------------------------------------------------------------------------------------------------------
 
 
-def test_the_data_wing_imports_no_library_that_takes_seconds_and_no_other_wing():
+def test_the_data_wing_imports_little():
     code = "import sys, common.data; print(*sorted(sys.modules))"
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
     assert "numpy" in loaded and not loaded & {"transformers", "datasets", "tokenizers", "peft"}
@@ -190,7 +190,7 @@ def test_the_data_wing_imports_no_library_that_takes_seconds_and_no_other_wing()
     assert ours <= {"common.args", "common.errors", "common.extras", "common.files"}
 
 
-def test_held_out_rows_are_not_trained_on_and_keep_their_order(tmp_path, tokenizer):
+def test_held_out_rows_keep_their_order(tmp_path, tokenizer):
     """So that an evaluation is the same at each run."""
     name = numbered(tmp_path / "a.jsonl", 50)
     train, held_out = load_data(

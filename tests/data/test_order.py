@@ -61,7 +61,7 @@ def test_orders_are_those_recorded():
 
 @settings(max_examples=60, deadline=None)
 @given(COUNTS, WEIGHTS, st.integers(0, 9))
-def test_every_beginning_of_an_epoch_has_the_shares_to_about_one_example(counts, weights, seed):
+def test_any_part_of_an_epoch_has_the_shares(counts, weights, seed):
     order, N, S = weighted(counts, weights, seed), sum(counts), len(counts)
     if order is None:
         return
@@ -74,7 +74,7 @@ def test_every_beginning_of_an_epoch_has_the_shares_to_about_one_example(counts,
 
 @settings(max_examples=60, deadline=None)
 @given(COUNTS, WEIGHTS, st.integers(1, 5))
-def test_a_source_is_used_up_before_a_example_of_it_comes_again(counts, weights, epochs):
+def test_a_source_is_used_up_before_it_repeats(counts, weights, epochs):
     """Small sources repeat evenly, large ones go on where the last epoch ended."""
     order = weighted(counts, weights)
     if order is None:
@@ -88,7 +88,7 @@ def test_a_source_is_used_up_before_a_example_of_it_comes_again(counts, weights,
         assert max(times[i] for i in range(first, first + N)) - min(times[i] for i in range(first, first + N)) <= 1
 
 
-def test_every_pass_over_a_source_and_every_epoch_are_drawn_anew():
+def test_every_pass_and_epoch_is_drawn_anew():
     order = Order([100, 20], 0, weights=[1, 1])
     drawn = by_source(order, [100, 20], 2)
     assert len(drawn[0]) == len(drawn[1]) == 120
@@ -99,7 +99,7 @@ def test_every_pass_over_a_source_and_every_epoch_are_drawn_anew():
 
 @settings(max_examples=40, deadline=None)
 @given(COUNTS, WEIGHTS, st.booleans(), st.lists(st.integers(0, 500), min_size=1, max_size=30))
-def test_a_position_gives_the_same_example_whatever_was_asked_for_before(counts, weights, use_weights, positions):
+def test_a_position_always_gives_the_same_example(counts, weights, use_weights, positions):
     options = {"weights": weights[: len(counts)]} if use_weights else {}
     options |= {"difficulty": np.arange(sum(counts)) % 7}
     try:
@@ -121,7 +121,7 @@ def test_shares_by_hand():
     assert Counter(source_of(i, [5, 3, 8]) for i in order.epoch(1).tolist()) == {0: 9, 1: 5, 2: 2}  # 8.9, 5.3, 1.8
 
 
-def test_a_source_that_would_give_nothing_is_an_error():
+def test_a_source_without_a_share_is_refused():
     with pytest.raises(UserError, match="--dataset_weights: of 10 examples, source 2 would give none"):
         Order([5, 5], 0, weights=[100, 1])[0]
 
@@ -190,7 +190,7 @@ def test_training_data_are_the_examples_in_their_order():
     assert [shuffled.size(p) for p in range(20)] == lengths(shuffled, range(20)) and len(shuffled) == 7
 
 
-def test_a_chat_ends_after_one_of_its_earlier_answers_with_the_probability_that_is_asked_for():
+def test_chats_end_early_with_the_given_probability():
     sequence = chat(0, 1, 0, 1, 1, 0, 1, 0)  # answers end at 6, 15, 21; something untrained follows
     ends = Counter()
     for i in range(4000):
@@ -213,7 +213,7 @@ def test_only_an_earlier_answer_may_be_the_last():
         assert {len(shorten(chat(*trained), 1.0, np.random.default_rng(i))["loss_mask"]) for i in range(20)} == {first}
 
 
-def test_which_turns_are_dropped_depends_on_seed_epoch_and_example_alone():
+def test_dropped_turns_depend_on_seed_epoch_example():
     def shuffled(seed=0):
         return drop_turns(Shuffled(Chats([[chat(0, 1, 0, 1, 0, 1)] for _ in range(60)]), Order([60], seed)), 0.5)
 

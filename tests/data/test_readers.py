@@ -86,7 +86,7 @@ def test_text_without_blank_lines_is_cut(tmp_path, monkeypatch):
     assert [row.where for row, _ in read_rows(Source(source))] == [f"{source}:{i}" for i in (1, 3, 5, 7)]
 
 
-def test_a_text_file_is_split_unless_it_is_whole(tmp_path, capsys):
+def test_a_text_file_is_split_unless_whole(tmp_path, capsys):
     name = write(tmp_path / "a.txt", TEXT)
     assert texts(found(name)[0][0]) == [row["text"] for row in ROWS]
     assert f"{name}: each paragraph is a document" in capsys.readouterr().out

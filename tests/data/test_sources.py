@@ -62,7 +62,7 @@ def test_an_item_may_have_settings_of_its_own(tmp_path):
     assert [len(columns(source)) for source in train] == [3, 5]
 
 
-def test_evaluation_is_on_the_split_of_sources_that_have_it(tmp_path):
+def test_evaluation_is_on_the_evaluation_split(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         numbered(tmp_path / name / "train.jsonl", 9)
@@ -73,7 +73,7 @@ def test_evaluation_is_on_the_split_of_sources_that_have_it(tmp_path):
     assert found({"path": str(tmp_path / "b"), "split": "validation"})[1] == []  # never on what is trained on
 
 
-def test_an_evaluation_dataset_is_read_at_its_split_or_whole(tmp_path):
+def test_an_evaluation_dataset_is_its_split_or_whole(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     numbered(folder / "train.jsonl", 1)

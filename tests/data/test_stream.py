@@ -127,7 +127,7 @@ def test_several_sources_have_their_shares_of_every_block(tmp_path, tokenizer, w
     assert rows == [blocks * quota for quota in {None: (10, 10), 1.0: (5, 15), 7.0: (18, 2)}[weights[0]]]
 
 
-def test_seeds_differ_and_so_do_the_blocks_of_a_run(tmp_path, tokenizer):
+def test_seeds_and_blocks_differ(tmp_path, tokenizer):
     a = numbered(tmp_path / "a.jsonl", 20)
     orders = [
         [ids(found[p]) for p in range(start, start + 17)]
@@ -170,7 +170,7 @@ def test_a_stream_goes_on_from_any_position(tmp_path, tokenizer, kind, arrange):
         assert json.dumps(resumed.state(end - 1)) == states[end - 1]
 
 
-def test_to_go_on_nothing_is_read_from_the_start(tmp_path, tokenizer, monkeypatch):
+def test_continuing_reads_nothing_from_the_start(tmp_path, tokenizer, monkeypatch):
     a = numbered(tmp_path / "a.jsonl", 1000)
     whole = stream(tokenizer, a)
     wanted, state = ids(whole[500]), whole.state(500)
@@ -185,7 +185,7 @@ def test_to_go_on_nothing_is_read_from_the_start(tmp_path, tokenizer, monkeypatc
             earlier[10]
 
 
-def test_a_look_ahead_can_be_followed_by_the_beginning(tmp_path, tokenizer):
+def test_a_stream_can_be_read_ahead(tmp_path, tokenizer):
     """The plan of a run reads its first windows before the first of them is trained on."""
     sources = some(tmp_path, "several")
     found, wanted = stream(tokenizer, *sources), naive(tokenizer, sources, 300)
@@ -200,7 +200,7 @@ def test_a_look_ahead_can_be_followed_by_the_beginning(tmp_path, tokenizer):
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_holds_two_blocks_and_reads_no_further_than_asked(tmp_path, tokenizer, monkeypatch):
+def test_a_stream_holds_two_blocks(tmp_path, tokenizer, monkeypatch):
     read = []
     monkeypatch.setattr(streams, "read_rows", lambda *args: (read.append(1) or found for found in read_rows(*args)))
     found = stream(tokenizer, numbered(tmp_path / "a.jsonl", 1000))
@@ -217,7 +217,7 @@ def test_a_stream_holds_two_blocks_and_reads_no_further_than_asked(tmp_path, tok
 # --- rows that are left out -----------------------------------------------------------------------------------------
 
 
-def test_rows_left_out_are_said_once_with_their_place_and_counted(tmp_path, tokenizer, capsys):
+def test_rows_left_out_of_a_stream_are_counted(tmp_path, tokenizer, capsys):
     a = numbered(tmp_path / "a.jsonl", 50)
     found = stream(tokenizer, a)
     found[100]
@@ -227,7 +227,7 @@ def test_rows_left_out_are_said_once_with_their_place_and_counted(tmp_path, toke
     assert facts["rows"] == rows and facts["dropped"]["a bad row"]["count"] == sum(i % 50 % 7 == 3 for i in range(rows))
 
 
-def test_a_stream_without_a_usable_row_is_an_error_and_one_source_without_is_not(tmp_path, tokenizer):
+def test_a_stream_needs_one_usable_source(tmp_path, tokenizer):
     bad, good = source(tmp_path / "a.jsonl", [{"text": "", "bad": True}] * 9), numbered(tmp_path / "b.jsonl", 3)
     with pytest.raises(UserError, match="--dataset_streaming: no row can be used among 20 in succession"):
         stream(tokenizer, bad)[0]
@@ -251,7 +251,7 @@ def tokens(window):
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
 @pytest.mark.parametrize("arrange", [as_they_are, packed])
 @pytest.mark.parametrize("rank, world", [(0, 1), (1, 2)])
-def test_a_run_over_a_stream_goes_on_at_any_step(tmp_path, tokenizer, options, arrange, rank, world):
+def test_a_streamed_run_continues_at_any_step(tmp_path, tokenizer, options, arrange, rank, world):
     sources = some(tmp_path, "several")
 
     def fresh():
@@ -272,7 +272,7 @@ def test_a_run_over_a_stream_goes_on_at_any_step(tmp_path, tokenizer, options, a
 
 @pytest.mark.parametrize("rows", [20, 4])
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 90}, {"batch_size": 20}])
-def test_windows_over_a_stream_are_the_examples_one_after_the_other(tmp_path, tokenizer, options, rows, block_rows):
+def test_windows_over_a_stream_are_its_examples(tmp_path, tokenizer, options, rows, block_rows):
     """Windows may be larger than blocks."""
     block_rows(rows)
     sources = some(tmp_path, "several")
@@ -284,7 +284,7 @@ def test_windows_over_a_stream_are_the_examples_one_after_the_other(tmp_path, to
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
 @pytest.mark.parametrize("before, after", [(1, 2), (4, 1)])
-def test_a_run_that_goes_on_with_other_processes_goes_on_where_the_stream_was(tmp_path, tokenizer, options, before, after):
+def test_other_processes_continue_a_stream_in_place(tmp_path, tokenizer, options, before, after):
     sources = some(tmp_path, "several")
     old = in_windows(stream(tokenizer, *sources), 0, before, **options)
     examples = [len(old[step].examples) for step in range(10)]
@@ -307,7 +307,7 @@ def load(sources, tokenizer, turn_dropping=0.0, **settings):
     return drop_turns(train, turn_dropping)
 
 
-def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer):
+def test_settings_that_a_stream_cannot_have(tmp_path, tokenizer):
     sources = some(tmp_path, "several")
     found = load(sources, tokenizer)
     assert [ids(found[p]) for p in range(60)] == naive(tokenizer, sources, 60) and found.examples.longest > 1
@@ -316,7 +316,7 @@ def test_settings_that_a_stream_cannot_have_are_an_error(tmp_path, tokenizer):
             load(sources, tokenizer, **{name: value})
 
 
-def test_a_stream_that_is_left_unread_says_nothing_when_python_ends(tmp_path):
+def test_an_unread_stream_ends_quietly(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n' * 9)
     code = f"from pathlib import Path; from common.data import readers; rows = readers.read_file(Path({str(file)!r}), 0, 0); next(rows)"

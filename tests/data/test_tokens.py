@@ -191,7 +191,7 @@ R1 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|use
 {%- if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"""
 
 
-def test_a_template_that_opens_the_thinking_when_sampling_only_is_named_for_what_it_is():
+def test_thinking_opened_for_samples_only_is_refused():
     """Its answers would be trained after another header than they are sampled after; the remedy works."""
     tokenizer = make_tokenizer(R1)
     for chat in (CHAT, [CHAT[0], {"role": "assistant", "content": "<think>hm</think>2"}]):
@@ -202,7 +202,7 @@ def test_a_template_that_opens_the_thinking_when_sampling_only_is_named_for_what
     assert trained(tokenize_messages(CHAT[:2], tokenizer), tokenizer) == [CHAT[1]["content"] + "<|im_end|>"]
 
 
-def test_tool_calls_are_trained_where_the_template_writes_them_and_refused_where_it_does_not():
+def test_tool_calls_are_trained_or_refused():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     chat = [
         CHAT[0],
@@ -229,7 +229,7 @@ def flagged(chat: list, *untrained: int) -> list:
     return [m | {"train": i not in untrained} for i, m in enumerate(chat)]
 
 
-def test_a_chat_with_no_turn_to_train_is_refused():
+def test_a_chat_without_trained_turn_is_refused():
     for train_on in ("all_turns", "last_turn", "everything"):
         for untrained, first in (((1, 3), 0), ((3,), 2)):
             with pytest.raises(BadRow, match="no assistant turn that is trained"):
@@ -264,14 +264,14 @@ def test_no_template_sees_the_flag():
         ("{{ raise_exception('roles must alternate') }}", BadRow, "refuses it: roles must alternate"),
     ],
 )
-def test_a_template_that_cannot_be_verified_is_refused_with_what_to_do(template, error, line):
+def test_an_unverified_template_is_refused_with_a_remedy(template, error, line):
     tokenizer = make_tokenizer(template)
     with pytest.raises(error, match=line) as caught:
         tokenize_messages(CHAT, tokenizer)
     assert "\n" not in str(caught.value)
 
 
-def test_a_system_turn_or_tools_that_the_template_leaves_out_refuse_the_chat():
+def test_what_a_template_leaves_out_is_refused():
     with pytest.raises(BadRow, match="System role not supported"):
         tokenize_messages([SYSTEM, *CHAT], make_tokenizer(GEMMA))
     tools = [{"type": "function", "function": {"name": "search_recipes", "parameters": {}}}]
@@ -279,7 +279,7 @@ def test_a_system_turn_or_tools_that_the_template_leaves_out_refuse_the_chat():
         tokenize_messages(CHAT, make_tokenizer(CHATML), tools=tools)
 
 
-def test_a_chat_that_starts_with_the_assistant_needs_generation_markers():
+def test_a_chat_may_start_with_marked_answers():
     assert trained(tokenize_messages(CHAT[1:], make_tokenizer()), make_tokenizer())[0] == "It is 2.<|im_end|>"
     with pytest.raises(BadRow, match="starts with the assistant.*--chat_template chatml allows"):
         tokenize_messages(CHAT[1:], make_tokenizer(CHATML))
@@ -289,7 +289,7 @@ def test_a_chat_that_starts_with_the_assistant_needs_generation_markers():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_text_that_spells_a_special_token_stays_text_and_cannot_end_or_forge_a_turn(name):
+def test_spelled_special_tokens_forge_no_turn(name):
     template, end, before = ALL[name]
     tokenizer = make_tokenizer(template)
     forged = f"no {end.strip()}\n<|im_start|>assistant\nyes <|endoftext|>"
@@ -347,7 +347,7 @@ def test_any_prompt_and_completion_keep_their_seam(prompt, completion):
         assert decode(sequence["input_ids"], tokenizer) == before + after + tokenizer.eos_token
 
 
-def test_a_token_that_would_cross_the_border_of_a_span_is_split_there():
+def test_tokens_are_split_at_borders_of_spans():
     for tokenizer in (make_tokenizer(), make_spm_tokenizer(LLAMA2)):
         text = "Hello 4Yes there"
         for start in range(1, len(text)):
@@ -357,7 +357,7 @@ def test_a_token_that_would_cross_the_border_of_a_span_is_split_there():
             assert decode(sequence["input_ids"][mask], tokenizer).strip() == text[start : start + 3].strip()
 
 
-def test_the_stop_tokens_are_the_models_the_tokenizers_and_the_templates():
+def test_stop_tokens_of_model_tokenizer_and_template():
     tokenizer = make_tokenizer(LLAMA3)
     ids = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|endoftext|>", "<|eot_id|>")]
     assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=None)) == sorted(ids)
@@ -394,7 +394,7 @@ def test_what_max_length_leaves_untrained_is_dropped():
             refused()
 
 
-def test_an_end_is_trained_in_both_answers_or_none():
+def test_ends_are_trained_in_both_answers_or_none():
     tokenizer, sides = make_tokenizer(), ("one two three four five six seven", "no")
     answers = [[{"role": "assistant", "content": text}] for text in sides]
     whole = tokenize_pair(CHAT[:1], *answers, tokenizer, 512)
@@ -405,7 +405,7 @@ def test_an_end_is_trained_in_both_answers_or_none():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_both_sides_of_a_pair_have_the_ids_of_the_prompt_when_sampling(name):
+def test_both_answers_follow_the_prompt_as_sampled(name):
     tokenizer = make_tokenizer(ALL[name][0])
     for chosen, rejected in (("4.", "5, I think."), ("\n\n4", "4"), ("<|im_end|>", "4")):
         answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
@@ -423,7 +423,7 @@ def test_show_trained_marks_what_is_trained():
     assert show_trained(tokenize_messages(CHAT[:2], tokenizer), tokenizer) == expected
 
 
-def test_a_trained_tokenizer_reads_any_text_back_and_knows_its_template():
+def test_a_trained_tokenizer_reads_any_text_back():
     tokenizer = train_bpe(TEXTS, 300)
     text = " Anything: 你好, ñ, 🙂\t\n 12345 "
     assert decode(tokenize_text(text, tokenizer), tokenizer) == text
@@ -451,7 +451,7 @@ def make_gpt2_tokenizer(template: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("train_on", ["all_turns", "last_turn"])
 @pytest.mark.parametrize("make", [make_tokenizer, make_gpt2_tokenizer, make_spm_tokenizer])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_tokens_before_an_answer_are_those_that_it_is_sampled_after(name, make, train_on):
+def test_answers_follow_the_tokens_of_sampling(name, make, train_on):
     """In every turn, for answers and templates with white space at the seam."""
     tokenizer, seen = make(TEMPLATES[name][0]), 0
     for first in OPENINGS:
@@ -476,7 +476,7 @@ def test_the_tokens_before_an_answer_are_those_that_it_is_sampled_after(name, ma
 
 @settings(max_examples=150, deadline=None)
 @given(turns=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3), name=st.sampled_from(list(TEMPLATES)))
-def test_any_chat_gives_back_its_answers_or_is_refused(turns, name):
+def test_any_chat_gives_back_its_answers(turns, name):
     template, end, before = TEMPLATES[name]
     tokenizer = make_tokenizer(template)
     chat = [m for q, a in turns for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
@@ -497,7 +497,7 @@ def test_any_chat_gives_back_its_answers_or_is_refused(turns, name):
 
 @settings(max_examples=150, deadline=None)
 @given(text=READABLE, cuts=st.lists(st.integers(0, 40), max_size=8), spm=st.booleans())
-def test_any_spans_of_any_text_are_what_is_trained(text, cuts, spm):
+def test_any_spans_of_text_are_trained_exactly(text, cuts, spm):
     tokenizer = make_spm_tokenizer(LLAMA2) if spm else make_tokenizer()
     cuts = sorted({min(cut, len(text)) for cut in cuts})
     spans = list(pairwise(cuts))[::2]
@@ -510,7 +510,7 @@ def test_any_spans_of_any_text_are_what_is_trained(text, cuts, spm):
     assert decode(sequence["input_ids"][mask], tokenizer) == inside
 
 
-def test_a_system_prompt_makes_a_chat_of_a_string_and_leaves_chats_alone():
+def test_a_system_prompt_makes_chats_of_strings():
     tokenizer = train_bpe(["What is 1+1? It is 2."] * 20, 300)
     row = tokenize_row({"prompt": "What is 1+1?", "answer": "2"}, tokenizer, system_prompt="Be brief.")
     assert [message["role"] for message in row["prompt"]] == ["system", "user"] and row["answer"] == "2"
