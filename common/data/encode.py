@@ -85,13 +85,14 @@ class Account:
     def say(self, what: str) -> None:
         """Report the rows left out, and what is noted about more than a few. Raises UserError if no row is kept."""
         facts = self.facts()
+        if not self.examples:
+            reasons = [f"{reason} (first: {found['first'][0]})" for reason, found in facts["dropped"].items()]
+            raise UserError(f"none of the {self.rows} {what} can be used: {', '.join(reasons)}")
         for reason, found in facts["dropped"].items():
             say(f"data: {found['count']} of {self.rows} {what} left out: {reason} (first: {found['first'][0]})")
         for note, found in facts["noted"].items():
             if found["count"] > FEW * self.examples:
                 say(f"data: {found['count']} of {self.rows} {what}: {note} (first: {found['first'][0]})")
-        if not self.examples:
-            raise UserError(f"none of the {self.rows} {what} can be used: {', '.join(facts['dropped'])}")
 
 
 def _count(reasons: Reasons, reason: str, first: list[str], count: int = 1) -> None:
