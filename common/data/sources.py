@@ -45,14 +45,8 @@ class Source:
 
 # --- which sources --------------------------------------------------------------------------------------------------
 
-ITEM = {  # the keys that an item of --dataset_name may have, with their types
-    "path": (str,),
-    "name": (str,),
-    "split": (str,),
-    "weight": (int, float),
-    "max_samples": (int,),
-    "whole": (bool,),
-}
+# The keys that an item of --dataset_name may have.
+ITEM = {"path": str, "name": str, "split": str, "weight": float, "max_samples": int, "whole": bool}
 
 
 def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
@@ -115,10 +109,10 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         except ValueError as error:
             raise UserError(f'--{flag} {word}: not valid JSON: {error}; expected like {{"path": "a.jsonl"}}') from None
     for key, value in item.items():
-        is_number = type(value) in (int, float)
-        if type(value) not in ITEM.get(key, ()) or value == "" or (is_number and not 0 < value < math.inf):
-            expected = " and ".join(f"{name} ({kinds[0].__name__})" for name, kinds in ITEM.items())
-            raise UserError(f"--{flag} {word}: {key} {value!r}; expected {expected}, above 0")
+        kind = float if key == "weight" and type(value) is int else type(value)
+        if kind is not ITEM.get(key) or value == "" or (kind in (int, float) and not 0 < value < math.inf):
+            expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in ITEM.items())
+            raise UserError(f"--{flag} {word}: {key} is {value!r}; expected {expected}; numbers above 0")
     settings = {"name": args.dataset_config, "max_samples": most} | item
     source = Source(**settings, columns=tuple(args.columns or ()), streaming=args.dataset_streaming)
     if "split" in item:
@@ -167,13 +161,11 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
     files = files_of(source)
     if files == []:
         raise UserError(f"{source.path}: no file for split {source.split}: {source.split}.jsonl, {source.split}-1.csv, ...")
-    most, renames, absent = math.inf if source.max_samples is None else source.max_samples, {}, set()
-    for pair in source.columns:
-        new, _, old = pair.partition("=")
-        if not (new and old):
-            raise UserError(f"--columns {pair}: expected new=old, for instance prompt=question")
-        renames[new] = old
-        absent.add(pair)
+    most = math.inf if source.max_samples is None else source.max_samples
+    renames = [pair.partition("=")[::2] for pair in source.columns]
+    if not all(new and old for new, old in renames):
+        raise UserError(f"--columns {' '.join(source.columns)}: expected new=old, for instance prompt=question")
+    absent = dict(renames)  # those that no row has had so far
     if given >= most:
         return
     for file in range(number, 1 if files is None else len(files)):
@@ -184,9 +176,9 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         for row, at, line in rows:
             if source.part != "all" and _is_held_out(source, row) != (source.part == "held_out"):
                 continue
-            for new, old in renames.items():
+            for new, old in renames:
                 if old in row:  # some rows may lack a column, such as tools
-                    absent.discard(f"{new}={old}")
+                    absent.pop(new, None)
                     row[new] = row.pop(old)
             given += 1
             yield row, [file, at, line, given]
@@ -197,7 +189,8 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         left = f", with --eval_fraction {source.held_out}" if source.held_out else ""
         raise UserError(f"no rows in {source.path} (split {source.split}{left}); at least one is needed")
     if absent and not cursor and given:
-        raise UserError(f"--columns {', '.join(sorted(absent))}: no row of {source.path} has such a column")
+        pairs = " ".join(f"{new}={old}" for new, old in absent.items())
+        raise UserError(f"--columns {pairs}: no row of {source.path} has such a column")
 
 
 def load_rows(source: Source | str) -> list[Row]:
