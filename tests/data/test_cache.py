@@ -215,6 +215,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from my_helper import scale, Base
 from common.args import CommonArgs, arg
 from common.losses import segment_sum
@@ -242,6 +243,10 @@ def decorated(function):
         return function(*values)
 
     return called
+
+
+def norm(x: Tensor) -> Tensor:
+    return x.norm()
 
 
 def shifted(x, by=float(os.environ.get("MY_DEFAULT", 0)), *, more=os.environ.get("MY_OTHER_DEFAULT", "")):
