@@ -41,7 +41,8 @@ def arguments(stage, batch, accumulation):
 
 def two_processes(stage, folder, *words):
     """The script on two processes of this machine: its output folder."""
-    run = run_script([*torchrun(), *words_of(stage), *map(str, words), "--output_dir", str(folder)])
+    folders = ["--output_dir", str(folder), "--dataset_cache_dir", str(folder.parent / "cache")]
+    run = run_script([*torchrun(), *words_of(stage), *map(str, words), *folders])
     assert run.returncode == 0, run.stderr[-6000:]
     assert json.loads((folder / "summary.json").read_text())["processes"] == 2
     return folder

@@ -46,7 +46,8 @@ BASE = "--model_name_or_path data/base_model --eval_steps 0 --logging_steps 1"
 def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
     words, learned = RUNS[stage]
     launcher = [sys.executable, "-m", "accelerate.commands.launch"] if stage == "sft" else [sys.executable]
-    run = run_script([*launcher, f"train_{stage}.py", *words.split(), "--output_dir", str(tmp_path / "out")])
+    folders = ["--output_dir", str(tmp_path / "out"), "--dataset_cache_dir", str(tmp_path / "cache")]
+    run = run_script([*launcher, f"train_{stage}.py", *words.split(), *folders])
     assert run.returncode == 0, run.stderr[-6000:]
     assert "eval:" in run.stdout and "saved in" in run.stdout and "->" in run.stdout
     output = tmp_path / "out"
@@ -69,6 +70,7 @@ SHORT = "--max_completion_length 4 --num_generations 2"
 MORE = {
     "grpo": SHORT,
     "grpo_ahead": SHORT,
+    "dynamic_sampling": SHORT,
     "tools": SHORT,
     "ppo": "--max_completion_length 4",
     "rft": "--reward_threshold 0",

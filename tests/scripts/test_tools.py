@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments.environments import Calculator, HigherOrLower
-from tests.conftest import assert_same, losses, run_script, torchrun, train_metrics, words_of
+from tests.conftest import assert_same, losses, run_script, train_metrics
 from tests.scripts.one_step import (
     assert_gradient,
     gradient_of,
@@ -21,7 +21,7 @@ from tests.scripts.one_step import (
     watched,
     write_rows,
 )
-from tests.scripts.test_equivalence import COMMON
+from tests.scripts.test_equivalence import COMMON, two_processes
 
 script = importlib.import_module("experiments.train_tools")
 END = 2  # <|im_end|>
@@ -228,7 +228,8 @@ def asking(tmp_path_factory):
     """A model that asks the calculator now and then: the demo's."""
     output = tmp_path_factory.mktemp("asking") / "sft"
     words = "--config experiments/configs/tools_sft.yaml --model_name_or_path data/base_model --eval_steps 0"
-    run = run_script([sys.executable, "train_sft.py", *words.split(), "--output_dir", str(output)])
+    folders = ["--output_dir", str(output), "--dataset_cache_dir", str(output.parent / "cache")]
+    run = run_script([sys.executable, "train_sft.py", *words.split(), *folders])
     assert run.returncode == 0, run.stderr[-3000:]
     return ["--config", "experiments/configs/tools.yaml", "--model_name_or_path", str(output)]
 
@@ -243,9 +244,6 @@ def test_a_window_of_episodes_split_anyhow_gives_the_same_loss_and_gradient(aski
     for batch, steps in ((8, 4), (3, 11), (1, 32)):
         if batch * steps == 32:
             assert_same(whole, losses(launch("tools", *words, *sizes(batch, steps), output=f"{batch}x{steps}")))
-    command = torchrun()
-    run = run_script([*command, *words_of("tools"), *words, *map(str, sizes(8, 2)), "--output_dir", str(tmp_path / "two")])
-    assert run.returncode == 0, run.stderr[-6000:]
-    assert_same(whole, losses(tmp_path / "two"))
+    assert_same(whole, losses(two_processes("tools", tmp_path / "two", *words, *sizes(8, 2))))
     lines = [(folder / "completions.jsonl").read_text() for folder in (one, tmp_path / "two")]
     assert lines[0] == lines[1]
