@@ -262,7 +262,7 @@ def _plain(value: Any, own: set[str], seen: dict[int, Any]) -> Any:
         return repr(value)
     if isinstance(value, re.Pattern):
         return [value.pattern, value.flags]
-    if hasattr(value, "detach") and not isinstance(value, type):  # a tensor, not its class
+    if hasattr(value, "detach") and hasattr(value, "shape") and not isinstance(value, type):  # a tensor
         value = value.detach().cpu()
         value = value.float().numpy() if value.is_floating_point() else value.numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
