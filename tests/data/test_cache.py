@@ -446,6 +446,17 @@ def test_a_source_without_a_usable_row_is_refused(tmp_path):
         line(caught)
 
 
+def test_a_useless_source_is_not_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "ENOUGH", 50)
+    rows = source(tmp_path / "a.jsonl", [{"text": "bad"}] * 900)
+    with open(rows.path, "a") as file:
+        file.write("{")
+    for _ in range(2):
+        with pytest.raises(UserError, match="none of the 200 rows"):
+            prepare(tmp_path, rows)
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_a_curriculum_takes_numbers_from_the_rows(tmp_path, capsys):
     values = [3, "4.5", None, -1, "hard", 0.25, True, float("nan"), [1], 10**400]
     rows = source(tmp_path / "a.jsonl", [{"text": f"row {i}", "n": value} for i, value in enumerate(values)])
