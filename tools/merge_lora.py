@@ -5,10 +5,8 @@ merged folder contains the adapter's tokenizer, generation_config.json and extra
 """
 
 import argparse
-from pathlib import Path
 
 from common.errors import as_command
-from common.extras.hub import merged_card
 from common.extras.merge import merge_adapter
 
 
@@ -19,8 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--base", help="base model, if not the one that the adapter names")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
     args = parser.parse_args(argv)
-    dtype = merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code)
-    merged_card(args.adapter, Path(args.out), args.base, dtype)
+    merge_adapter(args.adapter, args.out, args.base, trust_remote_code=args.trust_remote_code)
 
 
 if __name__ == "__main__":

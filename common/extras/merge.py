@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
+from common.extras.hub import merged_card
 from common.model.load import grow_embedding, hub_errors, make_savable
 from common.model.lora import adapter_config, check_mergeable, import_peft
 from common.model.save import EXTRA
@@ -63,7 +64,7 @@ def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, 
 
 
 def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False) -> str:
-    """Write the merged model to the folder `out`, all of it or nothing; returns its dtype."""
+    """Write the merged model to the folder `out`, with a card, all of it or nothing; returns its dtype."""
     if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
         raise UserError(f"{out} is there already: name a folder that is not")
     temporary = Path(out).with_name(f".{Path(out).name}.tmp")
@@ -71,6 +72,7 @@ def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remo
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         dtype = write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
+        merged_card(adapter, temporary, base, dtype)
         if Path(out).exists():
             Path(out).rmdir()
         temporary.rename(out)

@@ -47,8 +47,10 @@ def loading_options(args: CommonArgs, device: torch.device | None) -> dict[str, 
 
 def use_plain_arithmetic(args: CommonArgs, lm: nn.Module) -> None:
     """Make the quantised layers of a model compute as this module's docstring says. Raises UserError if the flags
-    found none."""
+    found none, and for a config that promises quantised weights to files of plain ones."""
     layers = _quantised_layers(lm)
+    if plain := [name for name, module in layers.items() if type(module.weight) is nn.Parameter]:
+        raise UserError(f"config.json has a quantization_config, and {plain[0]} of the files is plain: take out that entry")
     unfit = not layers or lm.config.model_type in ("mamba", "falcon_mamba")  # whose kernels read the weights directly
     if unfit and (args.load_in_4bit or args.load_in_8bit):
         raise UserError(f"--load_in_4bit, --load_in_8bit: {type(lm).__name__} has no layers that can be quantised here")

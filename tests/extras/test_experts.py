@@ -208,6 +208,13 @@ def test_the_config_may_ask_for_the_loss(capsys):
     assert "nothing balances their load (--router_aux_loss_coef; its config names 0.25)" in said
 
 
+@pytest.mark.parametrize(("kind", "sigmoids"), [("deepseek-v3", True), ("glm4-moe", True), ("qwen3-moe", False)])
+def test_a_softmax_over_sigmoids_is_said(kind, sigmoids, capsys):
+    for coefficient in (0.1, 0.0):
+        add_experts(CommonArgs(router_aux_loss_coef=coefficient), make_lm(kind))
+        assert ("chooses by sigmoids" in capsys.readouterr().out) == (sigmoids and coefficient > 0)
+
+
 def test_the_flag_is_refused_without_experts():
     with pytest.raises(UserError, match="--router_aux_loss_coef: LlamaForCausalLM is no mixture of experts"):
         add_experts(CommonArgs(router_aux_loss_coef=0.1), tiny_lm("llama"))

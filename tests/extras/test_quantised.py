@@ -1,6 +1,7 @@
 """A base in 4 or 8 bits: the same numbers as with the weights that it stands for, forward and backward."""
 
 import copy
+import json
 
 from common.args import CommonArgs
 from common.collators import flat_batch
@@ -104,3 +105,12 @@ def test_flags_that_conflict_are_refused(options, said, bitsandbytes):
     with pytest.raises(UserError, match=said):
         check_quantisation(CommonArgs(**options), sharded=True)
     check_quantisation(CommonArgs(load_in_4bit=True, use_peft=True), sharded=False)
+
+
+def test_a_promise_of_quantised_weights_is_checked(bitsandbytes, tmp_path):
+    tiny_lm("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="take out that entry"):
+        load_pretrained(CommonArgs(), tmp_path)

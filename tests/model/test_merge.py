@@ -1,10 +1,12 @@
 """A finished adapter merged into its base, in the dtype of the base."""
 
 import json
+import resource
 import sys
 
 from common.args import CommonArgs
 from common.errors import UserError
+from common.extras import merge
 from common.extras.merge import merge_adapter, merged_model
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
@@ -72,6 +74,21 @@ def test_what_cannot_be_merged_is_said_in_a_line_and_leaves_nothing(adapter, tmp
     with pytest.raises(UserError, match="cannot load the adapter"):
         merge_adapter(str(adapter), str(out), str(moved))
     assert not out.exists()
+
+
+@pytest.mark.parametrize("room", [1_000, 20_000, 100_000])
+def test_a_full_disk_leaves_nothing(room, adapter, tmp_path, monkeypatch):
+    """At the configuration, at the weights, at the card."""
+    if room == 100_000:
+        monkeypatch.setattr(merge, "merged_card", lambda *args: (tmp_path / "card").write_bytes(bytes(2 * room)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(UserError, match="out could not be written"):
+            merge_adapter(str(adapter), str(tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.slow
