@@ -21,12 +21,50 @@ from tests.model.test_model import CONFIGS, GROUPED, LENGTHS, PADDED, alone_in_f
 from tests.tiny import SSM
 
 CPU = torch.device("cpu")
-SCALED = {  # with a factor of the logits as released, and not the default 1
-    "cohere": lambda: transformers.CohereConfig(**GROUPED, logit_scale=0.3),
-    "falcon-h1": lambda: transformers.FalconH1Config(**GROUPED, **SSM, mamba_d_ssm=64, lm_head_multiplier=0.0195),
-    "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**GROUPED, logits_scaling=0.125),
+# Factors, caps and scales as released, where the defaults of transformers are 1 or none: config class, values.
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+SCALED = {
+    "cohere": ("CohereConfig", {"logit_scale": 0.3, "use_qk_norm": True}),
+    "cohere2": ("Cohere2Config", {"logit_scale": 0.25, "head_dim": 8, "sliding_window": 5}),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+        | {"v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        | {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+        | {"num_local_experts": 4, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "falcon-h1": (
+        "FalconH1Config",
+        {**SSM, "mamba_d_ssm": 64, "lm_head_multiplier": 0.0195, "embedding_multiplier": 5.66, "key_multiplier": 0.4}
+        | {"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "mlp_multipliers": [0.9, 0.6]}
+        | {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35]},
+    ),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 144}),
+    "gpt2-layer-scale": ("GPT2Config", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": False}),
+    "granite": (
+        "GraniteConfig",
+        {"embedding_multiplier": 12.0, "attention_multiplier": 0.0078, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    ),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        {"logits_scaling": 0.125, "embedding_multiplier": 10.0, "residual_multiplier": 0.25, "attention_multiplier": 0.0078},
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+        | {"v_head_dim": 8, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 8},
+    ),
+    "nemotron": ("NemotronConfig", {"partial_rotary_factor": 0.5, "head_dim": 8}),
+    "olmo": ("OlmoConfig", {"clip_qkv": 0.5}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "vaultgemma": ("VaultGemmaConfig", {"head_dim": 8, "final_logit_softcapping": 3.0, "sliding_window": 5}),
+    "yarn": ("Qwen2Config", {"rope_parameters": YARN | {"attention_factor": 1.2}}),
 }
-SCALED = {name: make for name, make in SCALED.items() if name != "hyperclovax" or hasattr(transformers, "HyperCLOVAXConfig")}
+SCALED = {
+    name: lambda cls=cls, values=values: getattr(transformers, cls)(**GROUPED | values)
+    for name, (cls, values) in SCALED.items()
+    if hasattr(transformers, cls)
+}
 CURVES = {
     "plain": {},
     "cohere": {"logit_scale": 0.3},
@@ -139,7 +177,7 @@ def test_a_model_is_that_of_full_logits(name, chunk, chunks):
     config = (CONFIGS | PADDED | SCALED)[name]
     weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
     models = [disable_dropout(wrap(make(config)).train()) for _ in range(2)]
-    assert models[0].padded == (name in PADDED)
+    assert models[0].padded == (name in (*PADDED, "nemotron"))
     batch = flat_batch(examples(), CPU)
     out = models[0](batch, temperature=0.7, nll_weights=weights)
     again = models[1](batch, temperature=0.7, entropy=True)
