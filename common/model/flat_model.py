@@ -6,7 +6,6 @@ row, and applies the LM head (lm_head.py) only at the trained positions.
 
 from collections.abc import Callable, Iterable, Sequence
 import contextlib
-import copy
 from functools import partial
 import inspect
 import math
@@ -312,10 +311,6 @@ def disable_dropout(model: FlatModel) -> FlatModel:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         _zero_rates(module)
-        is_block = getattr(module, "gradient_checkpointing", False) and not hasattr(module, "get_input_embeddings")
-        if is_block and hasattr(module, "config"):  # read by Falcon's blocks; the model's own config is the one saved
-            module.config = copy.copy(module.config)
-            _zero_rates(module.config)
     model.draws_nothing = True
     return model.train(model.training)
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.data.types import Tokenizer
-from common.errors import UserError, say
+from common.errors import UserError
 from common.extras import extra
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, base_lm, is_quantised
@@ -75,7 +75,7 @@ def write_model(
 def save_rounded(lm: nn.Module, folder: Path, weights: dict[str, Tensor], dtype: str | None) -> None:
     """lm.save_pretrained with the weights rounded to a dtype, if given, which config.json then names.
 
-    What transformers keeps in float32 stays so, and so does a model with numbers too large for float16.
+    What transformers keeps in float32 stays so.
     """
     if dtype is None:
         return lm.save_pretrained(folder, state_dict=weights)
@@ -85,9 +85,6 @@ def save_rounded(lm: nn.Module, folder: Path, weights: dict[str, Tensor], dtype:
         for name, w in weights.items()
         if w.is_floating_point() and w.dtype != target and not any(part in name for part in kept)
     }
-    if dtype == "float16" and any(weights[name].abs().max() > torch.finfo(target).max for name in round_to):
-        say("the model has numbers too large for float16, the dtype of its base: it is written in float32")
-        round_to = {}
     lm.save_pretrained(folder, state_dict={name: w.to(round_to.get(name, w.dtype)) for name, w in weights.items()})
     if round_to:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -154,7 +154,6 @@ RANDOM = {
         **TINY_SIZES, **HEADS, num_local_experts=4, num_experts_per_tok=2, input_jitter_noise=0.3, router_jitter_noise=0.3
     ),
     "bloom": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.3),
-    "falcon": lambda: transformers.FalconConfig(**TINY_SIZES, hidden_dropout=0.3, attention_dropout=0.3),
 }
 
 
