@@ -101,6 +101,16 @@ def test_each_completion_has_a_limit_of_its_own(pair, stop_ids):
             assert cut.logps == pytest.approx(free.logps[:limit], abs=1e-5)
 
 
+def test_a_stop_token_beyond_the_limit_does_not_count():
+    """In a batch of 24, where a completion that has ended stays until others have, too."""
+    model, _ = tiny_pair("llama")
+    many = {"prompts": PROMPTS * 3, "keys": [(7, i) for i in range(24)]}
+    free = ours(model, stop_ids=[], **many)
+    assert free[0].ids[2] not in free[0].ids[:2]
+    cut = ours(model, stop_ids=[free[0].ids[2]], max_new_tokens=[2] + [NEW] * 23, **many)
+    assert cut[0].ids == free[0].ids[:2] and not cut[0].finished
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_completion_ends_at_the_last_position(kind):
     """A token drawn from the last one needs no position. A longer prompt is refused."""
