@@ -14,7 +14,6 @@ from common.run.metrics import Metrics
 import torch
 from torch import Tensor, nn
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # a number's bits, by its bytes
 MOST_BAD = 3  # steps in a row, after which the run ends
 MOST_SKIPPED = 30  # in a row by the scaler of fp16: its scale starts at 2^16 and is halved each time
 
@@ -72,7 +71,7 @@ class NonFinite:
         if not accelerator.reduce(norm, "sum").isfinite():
             raise UserError(f"step {step}: weights are NaN or infinite and not saved; {self._last_good()}")
         if accelerator.num_processes > 1 and accelerator.distributed_type not in SHARDED:
-            sums = torch.stack([p.view(BITS[p.element_size()]).sum() for p in trained])  # exact: of whole numbers
+            sums = torch.stack([p.reshape(-1).view(torch.int16).sum() for p in trained])  # their bits: exact
             sums = accelerator.gather(sums[None])  # (processes, weights)
             if (sums != sums[0]).any():
                 raise UserError(

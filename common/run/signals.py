@@ -40,7 +40,7 @@ class Signals:
     def __init__(self, accelerator: Accelerator, args: CommonArgs):
         self.accelerator = accelerator
         self.noted: list[int] = []  # requests to this process since the last question
-        self.agreed = 0
+        self.reason = ""  # why the run should stop, once `asked_for` has returned "stop"
         self.first_at = 0.0  # time of the first SIGINT
         self.max_seconds = args.max_hours * 3600 if args.max_hours is not None else None
         self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
@@ -74,19 +74,15 @@ class Signals:
         asked = torch.full((), max([self._by_the_clock(now), *self.noted[:heard]]), device=self.device)
         if self.accelerator.num_processes > 1:
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
-        self.agreed = int(asked)
+        agreed = int(asked)
+        self.reason = STOPS.get(agreed, "")
         del self.noted[:heard]  # later requests wait for the next answer
-        return "stop" if self.agreed in STOPS else "save" if self.agreed == SAVE else ""
+        return "stop" if self.reason else "save" if agreed == SAVE else ""
 
     def saved(self) -> None:
         """A checkpoint has been written, for whatever reason: restart the clock of --save_minutes."""
         self.saved_at = time.time()
         self.save_seconds = self.saved_at - self.asked
-
-    @property
-    def reason(self) -> str:
-        """Why the run should stop, once `asked_for` has returned "stop"."""
-        return STOPS[self.agreed]
 
     def leave(self, output_dir: str, step: int) -> None:
         """End the process with exit code 75, after a save at this step."""
