@@ -32,7 +32,7 @@ MESSAGES = (
 
 # On a CPU: the size of a row's hidden states that fits its cache, and the tokens below which matrix products are slow.
 # Autocast converts the weights again for each part.
-CACHED_NUMBERS, LEAST_TOKENS, LEAST_TOKENS_AUTOCAST = 2**18, 512, 1024
+CACHED_NUMBERS, LEAST_TOKENS, LEAST_TOKENS_AUTOCAST = 2**18, 512, 2048
 
 
 class Memory(NamedTuple):

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits per chunk, and the minimum number of rows: matrix products with fewer are slow.
-HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}
+# Logits per chunk, and the minimum number of rows: matrix products with fewer are slow. Each chunk also passes over the
+# gradient of the head: a large GPU takes more, up to MOST_ELEMENTS, in float32 a hundredth of its memory at most.
+HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+MOST_ELEMENTS = 2**28
 HEAD_CHUNK_ROWS = {"cpu": 256, "cuda": 256}
 # Elementwise operations take this many at a time, and as much extra memory: they fit into a CPU's cache.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
@@ -39,7 +41,11 @@ class LogitTransform(NamedTuple):
 
 def chunk_rows(device: torch.device, V: int) -> int:
     """The number of positions whose logits exist at once."""
-    return max(of_device(HEAD_CHUNK_ROWS, device), of_device(HEAD_CHUNK_ELEMENTS, device) // V)
+    elements = of_device(HEAD_CHUNK_ELEMENTS, device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(device).total_memory
+        elements = max(elements, min(MOST_ELEMENTS, total // 400))
+    return max(of_device(HEAD_CHUNK_ROWS, device), elements // V)
 
 
 def of_device(table: dict[str, int], device: torch.device) -> int:

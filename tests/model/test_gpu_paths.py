@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.extras.varlen import Ragged
 from common.memory import peak_flops
 from common.model import attention
+from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap
 from common.run.nonfinite import MOST_SKIPPED, NonFinite
 from common.sampling.generate import FlatDecoder, generating
@@ -94,6 +95,13 @@ def test_a_gpu_samples_as_many_as_fit(free, tokens, wanted, monkeypatch):
     assert completions_at_once(lm, tokens) in wanted
     weight.device = CPU
     assert completions_at_once(lm, tokens) == 128
+
+
+@pytest.mark.parametrize("gib, rows", [(16, 441), (80, 1413), (141, 1766)])
+def test_a_large_gpu_takes_more_logits_at_once(gib, rows, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
+    assert chunk_rows(CUDA, 151936) == rows
 
 
 def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
