@@ -118,6 +118,8 @@ IN_TURN = """
 import importlib, json, os, sys
 sys.path.insert(0, os.getcwd())
 from common.command_line import parse_args
+from common.errors import UserError
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 Accelerator.end_training = lambda self: None  # the next script goes on with the same process group
@@ -126,18 +128,31 @@ for stage, words in json.loads(sys.argv[1]).items():
     script.main(parse_args(script.Args, None, None, words))
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+step = torch.optim.AdamW.step
+def drifting(optimizer, *args, **kwargs):
+    step(optimizer, *args, **kwargs)
+    optimizer.param_groups[0]["params"][0].data.add_(1e-6 * int(os.environ["RANK"]))
+torch.optim.AdamW.step = drifting
+script = importlib.import_module("train_sft")
+try:
+    script.main(parse_args(script.Args, None, None, json.loads(sys.argv[2])))
+except UserError as error:
+    print("refused:", error)
 """
 
 
 @pytest.fixture(scope="module")
 def on_two_processes(tmp_path_factory):
-    """{script: the output folder of two steps on two processes}; all in one launch, as starting takes the longest."""
+    """{script: the output folder of two steps on two processes}; all in one launch, as starting takes the longest. Weights
+    that drift apart are not saved."""
     folder = tmp_path_factory.mktemp("two")
     words = {stage: [*steps(stage, 2, 2), "--output_dir", f"{folder}/{stage}"] for stage in STEP}
     words = {stage: [*given, "--dataset_cache_dir", f"{folder}/cache"] for stage, given in words.items()}
     (folder / "in_turn.py").write_text(IN_TURN)
-    run = run_script([*torchrun(), str(folder / "in_turn.py"), json.dumps(words)], timeout=120)
+    drifts = [*words["sft"], "--save_steps", "1", "--output_dir", f"{folder}/drifts"]
+    run = run_script([*torchrun(), str(folder / "in_turn.py"), json.dumps(words), json.dumps(drifts)], timeout=200)
     assert run.returncode == 0, run.stderr[-4000:]
+    assert "refused: step 1: the weights differ between the processes" in run.stdout
     return {stage: folder / stage for stage in STEP}
 
 
