@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+from common.data import Row, as_chat, as_preference, as_prompt, as_text
 import pytest
 from safetensors.torch import load_file
 import torch
@@ -256,6 +257,13 @@ def test_the_reward_functions_of_the_page_score():
     said = [[{"role": "assistant", "content": text}] for text in ("3+4=7. Answer: 7", "1+1=3. 3-1=2. Answer: 2", "")]
     scores = {name: functions[name](completions=said, answer=["7", "3", "0"]) for name in ("right", "steps", "brevity")}
     assert scores == {"right": [1.0, 0.0, 0.0], "steps": [1.0, 0.5, None], "brevity": [-0.016, -0.023, 0.0]}
+
+
+def test_the_rows_of_the_data_page_are_read():
+    rows = [json.loads(line) for line in blocks(page("docs/data.md"), "json")[0].splitlines()]
+    readers = [as_text, as_chat, as_chat, as_chat, as_chat, as_preference, as_preference, as_prompt]
+    read = [str(reader(Row(row))) for row, reader in zip(rows, readers, strict=True)]
+    assert all("7" in text or "fox" in text for text in read) and all("8" in text for text in read[5:7])
 
 
 def test_the_five_lines_of_transformers_answer(local, capsys):
