@@ -42,6 +42,7 @@ SCRIPT_LINES = {
     "train_grpo": 240,
     "experiments.train_grpo_ahead": 300,
     "experiments.train_dynamic_sampling": 260,
+    "experiments.train_online_dpo": 270,
     "experiments.train_tools": 420,
     "experiments.train_ppo": 300,
     "experiments.train_distill": 300,

@@ -24,6 +24,7 @@ STAGES = {
     "sft": "--config data/configs/sft.yaml --max_train_samples 20",
     "dpo": "--config data/configs/dpo.yaml --max_train_samples 20 --precompute_ref_log_probs false --gradient_checkpointing",
     "kto": "--config experiments/configs/kto.yaml --max_train_samples 20",
+    "ema": "--config experiments/configs/ema.yaml --max_train_samples 20 --ema_decay 0.6",
     "tools": "--config experiments/configs/tools.yaml --num_generations 4 --reward_funcs length:4",
     "grpo": "--config data/configs/grpo.yaml --num_generations 4 --num_iterations 2 --beta 0.02",
     "ppo": "--config experiments/configs/ppo.yaml --num_iterations 2 --beta 0.02",

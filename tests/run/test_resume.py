@@ -31,10 +31,12 @@ STAGES = {
     "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20"]
     + ["--per_device_train_batch_size", "4"],
     "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
+    "ema": ["--config", "experiments/configs/ema.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
     "rft": ["--config", "experiments/configs/rft.yaml", "--max_train_samples", "20", "--reward_threshold", "0"]
     + ["--per_device_train_batch_size", "4"],
     "tools": ["--config", "experiments/configs/tools.yaml", "--per_device_train_batch_size", "16"],
     "grpo": "--config data/configs/grpo.yaml --per_device_train_batch_size 16 --num_iterations 2 --beta 0.02".split(),
+    "online_dpo": ["--config", "experiments/configs/online_dpo.yaml", "--per_device_train_batch_size", "16"],
     "dynamic_sampling": ["--config", "data/configs/grpo.yaml", "--per_device_train_batch_size", "16", "--max_draws", "3"],
     "ppo": ["--config", "experiments/configs/ppo.yaml", "--per_device_train_batch_size", "16", "--num_iterations", "2"]
     + ["--beta", "0.02"],
@@ -59,7 +61,8 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-LONG = ("kto", "grpo", "reward", "rft", "tools", "dynamic_sampling", "ppo", "distill", "pretrain streamed", "sft mixed")
+LONG = ("kto", "grpo", "reward", "ema", "rft", "tools", "online_dpo", "dynamic_sampling", "ppo", "distill")
+LONG += ("pretrain streamed", "sft mixed")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in STAGES])

@@ -21,11 +21,13 @@ SLOW = {
     "reward": ALL,
     "sft dft": f"{ALL} --loss_type dft",
     "label_smoothing": ALL,
+    "ema": ALL,
     "rft": "--max_train_samples 10 --max_steps -1 --reward_threshold 0 --num_generations 2",
     "tools": "--max_steps 2 --num_generations 4",
     "grpo_ahead entropy": "--max_steps 2 --num_generations 4 --top_entropy_quantile 0.4 --loss_type bnpo",
     "grpo_ahead": "--max_steps 4 --num_generations 4 --rollout_ahead 1 --importance_correction sequence_mask"
     " --importance_cap 1.02",
+    "online_dpo": "--max_steps 3 --num_iterations 2",
     "dynamic_sampling": "--max_steps 3 --num_generations 4 --max_draws 3 --scale_rewards batch",
     "ppo": "--max_steps 5 --steps_per_generation 2 --beta 0.02 --num_iterations 2",
     "distill": f"--max_steps 3 --beta 0.4 --dataset_name data/sft --lmbda 0.6 --teacher_model_name_or_path {teacher()}",

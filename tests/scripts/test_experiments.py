@@ -82,6 +82,7 @@ SOMETHING_TO_LEARN = {
     "tools": ["--reward_funcs", "length:4", "--num_generations", "4", "--max_completion_length", "16"],
     "grpo_ahead": ["--reward_funcs", "length:4", "--reward_weights", "1", "--num_generations", "4"],
     "dynamic_sampling": ["--reward_funcs", "length:4", "--reward_weights", "1", "--num_generations", "4"],
+    "online_dpo": ["--reward_funcs", "length:4", "--reward_weights", "1"],
 }
 
 

@@ -6,6 +6,7 @@ from common.errors import UserError
 from common.model.wrap import wrap
 from common.sampling import sample
 import pytest
+from safetensors.torch import load_file
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +14,7 @@ from tests.conftest import ROOT
 from tests.scripts.one_step import (
     assert_gradient,
     assert_metrics,
+    exact,
     gradient_of,
     ids_of,
     logits_of,
@@ -26,6 +28,11 @@ from tests.scripts.one_step import (
 
 RECORDED = json.loads((ROOT / "tests" / "trl_recorded.json").read_text())["sft_dft"]
 CHATS = [("What is 2+3?", "2+3=5. Answer: 5"), ("Hi", "Hello! How are you?"), ("How much is 9-4-1?", "Answer: 4")]
+
+
+def chats(folder):
+    rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS]
+    return write_rows(folder / "rows.jsonl", [{"messages": row} for row in rows])
 
 
 def sequences():
@@ -73,8 +80,7 @@ def loss_of(name, policy):
 def test_a_step_is_that_of_the_paper(name, launch, tmp_path):
     """The loss that is logged stays the cross-entropy, which compares with that of train_sft.py."""
     model = make_model(tmp_path / "model")
-    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS]
-    data = write_rows(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
+    data = chats(tmp_path)
     script, flags = {"dft": ("sft", ["--loss_type", "dft"]), "label_smoothing": (name, ["--label_smoothing", "0.2"])}[name]
     words = ["--dataset_name", data, "--per_device_train_batch_size", 3, "--max_steps", 2, "--learning_rate", "3e-3"]
     run = watched(launch, script, model, *words, *flags)
@@ -82,6 +88,27 @@ def test_a_step_is_that_of_the_paper(name, launch, tmp_path):
         policy = run.policy(step)
         assert_metrics(run.rows[step], nll_window(policy, sequences())[1])
         assert_gradient(run.grads[step], gradient_of(policy, loss_of(name, policy)))
+
+
+@pytest.mark.parametrize("best", [[], ["--save_best", "max:eval_loss"]], ids=["last", "best"])
+def test_the_average_is_evaluated_and_exported(best, launch, tmp_path):
+    """What is trained are the weights of train_sft.py, bit for bit; their average, in float64, is what the rest of the run sees."""
+    model = make_model(tmp_path / "model")
+    data = chats(tmp_path)
+    words = ["--dataset_name", data, "--per_device_train_batch_size", 2, "--max_steps", 5, "--learning_rate", "3e-2"]
+    words += ["--eval_dataset_name", data, "--eval_steps", 2]
+    plain = watched(launch, "sft", model, *words, output="plain")
+    run = watched(launch, "ema", model, *words, "--ema_decay", 0.6, *best)
+    trained = [*plain.weights, load_file(plain.output / "model.safetensors")]  # after 0, 1, ... 5 updates
+    assert all(torch.equal(run.weights[step][name], w) for step in range(5) for name, w in trained[step].items())
+    averages = [{name: w.double() for name, w in trained[0].items()}]
+    for weights in trained[1:]:
+        averages.append({name: 0.6 * w + 0.4 * weights[name].double() for name, w in averages[-1].items()})
+    found = {row["step"]: row["eval_loss"] for row in run.evals}
+    assert found == pytest.approx({s: nll_window(exact(model, averages[s]), sequences())[1]["loss"] for s in (0, 2, 4, 5)})
+    step = max((2, 4, 5), key=found.get) if best else 5
+    for name, w in load_file(run.output / "model.safetensors").items():
+        torch.testing.assert_close(w.double(), averages[step][name], rtol=1e-5, atol=1e-6)
 
 
 def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, tmp_path, capsys):
