@@ -5,10 +5,13 @@ import copy
 import functools
 import math
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
+from accelerate import Accelerator
 from common.collators import flat_batch, split_row
 from common.errors import UserError
+from common.evaluate import complete
 from common.model.flat_model import body
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
@@ -195,6 +198,12 @@ def test_a_key_determines_its_completion(pair):
     found = [tuple(c.ids) for c in ours(model, prompts, keys, stop_ids=[], temperature=2.0)]
     assert found[0] == found[1] == found[5]
     assert len({found[0], found[2], found[3], found[4]}) == 4
+
+
+def test_equal_prompts_of_an_evaluation_are_drawn_apart(pair):
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    found = complete(Accelerator(cpu=True), pair[0], tokenizer, [PROMPTS[0]] * 8, max_new_tokens=6, temperature=1.0)
+    assert len({text for _, text, _ in found}) > 4
 
 
 def test_completions_have_the_frequencies_of_the_model(pair):
