@@ -113,23 +113,35 @@ class Bench:
         return statistics.median(found)
 
     def kernels(self, title: str, work: Callable[[], Any], most: int = 10) -> None:
-        """Rows of the longest kernels of one call, and of all together."""
-        activity, field = (
-            (ProfilerActivity.CUDA, "self_device_time_total") if self.cuda else (ProfilerActivity.CPU, "self_cpu_time_total")
+        """Rows of the longest kernels of one call, and of all together. Without a profiler the other figures stay."""
+        section = f"longest kernels: {title}"
+        activity, field = ProfilerActivity.CPU, "self_cpu_time_total"
+        if self.cuda:
+            activity, field = ProfilerActivity.CUDA, "self_device_time_total"
+        try:
+            with profile(activities=[activity]) as profiled:
+                began = time.perf_counter()
+                work()
+                self.wait()
+                wall = 1000 * (time.perf_counter() - began)
+            spent = [(getattr(event, field) / 1000, event.count, event.key) for event in profiled.key_averages()]
+        except Exception as error:
+            self.add({"section": section, "side": "all", "failed": shortly(error)})
+            return
+        whole = sum(ms for ms, *_ in spent)
+        share = f"{whole / wall:.0%} of the wall time"
+        self.add(
+            {
+                "section": section,
+                "side": "all",
+                "calls": sum(n for ms, n, _ in spent if ms),
+                "ms": round(whole, 2),
+                "share": share,
+            }
         )
-        with profile(activities=[activity]) as profiled:
-            began = time.perf_counter()
-            work()
-            self.wait()
-            wall = time.perf_counter() - began
-        spent = [(getattr(event, field) / 1000, event.count, event.key) for event in profiled.key_averages()]
-        whole, section = sum(ms for ms, *_ in spent), f"longest kernels: {title}"
-        self.add({"section": section, "side": "all", "calls": sum(n for ms, n, _ in spent if ms), "ms": round(whole, 2),
-                  "share": f"{whole / wall / 1000:.0%} of the wall time"})  # fmt: skip
         for ms, calls, name in sorted(spent, reverse=True)[:most]:
-            self.add(
-                {"section": section, "side": name[:100], "calls": calls, "ms": round(ms, 2), "share": f"{ms / whole:.1%}"}
-            )
+            share = f"{ms / whole:.1%}" if whole else ""
+            self.add({"section": section, "side": name[:100], "calls": calls, "ms": round(ms, 2), "share": share})
 
     @contextmanager
     def side(self, section: str, name: str) -> Iterator[Row]:
@@ -147,7 +159,7 @@ class Bench:
                 row["reserved GiB"] = round(torch.cuda.max_memory_reserved(self.device) / GIB, 2)
                 row["retries"] = torch.cuda.memory_stats(self.device)["num_alloc_retries"] - retries
         except Exception as error:  # whatever a kernel, a compiler or another version throws: the next side runs
-            row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            row["failed"] = shortly(error)
             if os.environ.get("TRACEBACK"):
                 traceback.print_exc()
         self.add(row)
@@ -163,6 +175,10 @@ class Bench:
 
     def autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16)
+
+
+def shortly(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:

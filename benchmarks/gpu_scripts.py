@@ -79,6 +79,7 @@ def run_script(bench: Bench, script: str, variant: Variant, out: Path) -> tuple[
     steps = bench.sizes["steps"]
     saved = steps // 2 if variant.is_killed else 0
     words = f"train_{script}.py {SCRIPTS[script]} {QUIET} --save_steps {saved} --max_steps {steps} --output_dir {out} {variant.words}"
+    words += f" --dataset_cache_dir {out}_cache"
     env = os.environ | {"ACCELERATE_MIXED_PRECISION": variant.precision}
     if variant.on_cpu or not bench.cuda:
         env["ACCELERATE_USE_CPU"] = "true"
