@@ -31,6 +31,7 @@ def run(tmp_path, call):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("call", list(gpu.CALLS))
 def test_every_section_runs_and_all_sides_agree(call, tmp_path):
     rows = run(tmp_path, call)
