@@ -71,17 +71,6 @@ def test_losses_of_rewards_are_trls(case):
 # --- PPO with a critic ------------------------------------------------------------------------------------------------
 
 
-def test_advantages_of_a_critic_by_hand():
-    """γ = 0.9, λ = 0.5: δ = -1 + 0.9·3 - 2, 0 + 0.9·1 - 3, 5 - 1, and A_t = δ_t + 0.45 A_{t+1}."""
-    rewards, values = tensor(-1, 0, 5), tensor(2, 3, 1)
-    close(gae(rewards, values, gamma=0.9, lam=0.5), [-0.3 + 0.45 * -0.3, -2.1 + 0.45 * 4, 4], 1e-12)
-    # λ = 1: what is earned from here on, less the value. λ = 0: one step ahead.
-    close(gae(rewards, values, gamma=0.9, lam=1.0), [-1 + 0.81 * 5 - 2, 0.9 * 5 - 3, 4], 1e-12)
-    close(gae(rewards, values, gamma=0.9, lam=0.0), [-0.3, -2.1, 4], 1e-12)
-    close(gae(tensor(7), tensor(4)), [3], 1e-12)
-    assert gae(rewards.float(), values.float()).dtype == torch.float32
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=9), st.floats(0, 1), st.floats(0, 1))
 def test_advantages_of_a_critic_are_the_papers_sum(pairs, gamma, lam):

@@ -13,36 +13,35 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import EXPERIMENTS, ROOT, read_metrics, teacher, words_of
+from tests.conftest import EXPERIMENTS, ROOT, demo, read_metrics, teacher, words_of
 
 COMMON = "--logging_steps 1 --eval_steps 4 --save_steps 3 --max_steps 8 --model_name_or_path data/base_model".split()
 COMMON += ["--eval_prompts", "data/prompts/chat_validation.jsonl", "--max_eval_samples", "8", "--eval_max_new_tokens", "4"]
-STAGES = {
-    "pretrain": "--config data/configs/pretrain.yaml --max_train_samples 100 --per_device_train_batch_size 4".split(),
-    "sft": ["--config", "data/configs/sft.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
+FEW = "--max_train_samples 20 --per_device_train_batch_size 4"
+WORDS = {
+    "pretrain": "--max_train_samples 100 --per_device_train_batch_size 4",
+    "sft": FEW,
     # Packs of a stream: blocks of seven rows, and the sources start again and again.
-    "sft streamed": "--config data/configs/sft.yaml --dataset_name data/sft data/sft/validation.jsonl --max_train_samples 10"
-    " --dataset_streaming --packing --max_length 128 --per_device_train_batch_size 2".split(),
-    "sft mixed": "--config data/configs/sft.yaml --dataset_name data/sft data/sft/validation.jsonl --dataset_weights 0.8 0.2"
-    " --max_train_samples 30 --max_tokens_per_batch 200 --gradient_accumulation_steps 2 --curriculum_column length"
-    " --turn_dropping 0.5".split(),
-    "pretrain streamed": "--config data/configs/pretrain.yaml --dataset_streaming --max_tokens_per_batch 300".split(),
-    "dpo": ["--config", "data/configs/dpo.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
-    "reward": ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20"]
-    + ["--per_device_train_batch_size", "4"],
-    "kto": ["--config", "experiments/configs/kto.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
-    "ema": ["--config", "experiments/configs/ema.yaml", "--max_train_samples", "20", "--per_device_train_batch_size", "4"],
-    "rft": ["--config", "experiments/configs/rft.yaml", "--max_train_samples", "20", "--reward_threshold", "0"]
-    + ["--per_device_train_batch_size", "4"],
-    "tools": ["--config", "experiments/configs/tools.yaml", "--per_device_train_batch_size", "16"],
-    "grpo": "--config data/configs/grpo.yaml --per_device_train_batch_size 16 --num_iterations 2 --beta 0.02".split(),
-    "online_dpo": ["--config", "experiments/configs/online_dpo.yaml", "--per_device_train_batch_size", "16"],
-    "dynamic_sampling": ["--config", "data/configs/grpo.yaml", "--per_device_train_batch_size", "16", "--max_draws", "3"],
-    "ppo": ["--config", "experiments/configs/ppo.yaml", "--per_device_train_batch_size", "16", "--num_iterations", "2"]
-    + ["--beta", "0.02"],
-    "distill": ["--config", "experiments/configs/distill.yaml", "--teacher_model_name_or_path", teacher()]
-    + ["--per_device_train_batch_size", "8", "--dataset_name", "data/sft", "--lmbda", "0.6", "--beta", "0.4"],
+    "sft streamed": "--dataset_name data/sft data/sft/validation.jsonl --max_train_samples 10 --dataset_streaming --packing"
+    " --max_length 128 --per_device_train_batch_size 2",
+    "sft mixed": "--dataset_name data/sft data/sft/validation.jsonl --dataset_weights 0.8 0.2 --max_train_samples 30"
+    " --max_tokens_per_batch 200 --gradient_accumulation_steps 2 --curriculum_column length --turn_dropping 0.5",
+    "pretrain streamed": "--dataset_streaming --max_tokens_per_batch 300",
+    "dpo": FEW,
+    "reward": FEW,
+    "kto": FEW,
+    "ema": FEW,
+    "rft": f"{FEW} --reward_threshold 0",
+    "tools": "--per_device_train_batch_size 16",
+    "grpo": "--per_device_train_batch_size 16 --num_iterations 2 --beta 0.02",
+    "mtp": "--max_train_samples 100 --per_device_train_batch_size 4",
+    "online_dpo": "--per_device_train_batch_size 16",
+    "dynamic_sampling": "--per_device_train_batch_size 16 --max_draws 3",
+    "ppo": "--per_device_train_batch_size 16 --num_iterations 2 --beta 0.02",
+    "distill": f"--teacher_model_name_or_path {teacher()} --per_device_train_batch_size 8 --dataset_name data/sft --lmbda 0.6"
+    " --beta 0.4",
 }
+STAGES = {stage: ["--config", demo(stage.split()[0]), *words.split()] for stage, words in WORDS.items()}
 
 
 class Stop(Exception):
@@ -61,11 +60,10 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-LONG = ("kto", "grpo", "reward", "ema", "rft", "tools", "online_dpo", "dynamic_sampling", "ppo", "distill")
-LONG += ("pretrain streamed", "sft mixed")
+SHORT = ("pretrain", "sft", "sft streamed", "dpo")
 
 
-@pytest.mark.parametrize("stage", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in STAGES])
+@pytest.mark.parametrize("stage", [s if s in SHORT else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
 def test_resumed_runs_equal_uninterrupted_ones(stage, launch, monkeypatch):
     monkeypatch.setattr(streams, "BLOCK_ROWS", 9)
     arguments, stage = [*STAGES[stage], *COMMON, "--logging_steps", "2"], stage.split()[0]

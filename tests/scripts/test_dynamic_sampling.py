@@ -19,11 +19,6 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "llama", stops=5.0)
 
 
-def rate(ids):
-    """`rating` of the rewards, where prompts are not flat."""
-    return sum(ids) * 37 % 11 / 10
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_groups_of_equal_rewards_are_drawn_again(name, launch, tmp_path, model):
     """Until rewards differ in every group, or to the last draw; each draw is of the groups that are missing, and the first
@@ -45,8 +40,8 @@ def test_groups_of_equal_rewards_are_drawn_again(name, launch, tmp_path, model):
         drawn.extend(numbers)
         return [sum(sorted(groups, key=lambda group: not useful(group)), []) for groups in rollouts]
 
-    def useful(group):
-        return group[0][0] not in flat and len({rate(ids) for _, _, ids in group}) > 1
+    def useful(group):  # by `rating` of the rewards
+        return group[0][0] not in flat and len({sum(ids) * 37 % 11 for _, _, ids in group}) > 1
 
     words = [*flags, "--max_draws", draws, "--max_steps", 2 * settings.cycle]
     run = run_grpo(launch, tmp_path, "dynamic_sampling", model, *words, rows=chat_rows(kinds), rollouts_of=rollouts_of)

@@ -21,6 +21,7 @@ SLOW = {
     "reward": ALL,
     "sft dft": f"{ALL} --loss_type dft",
     "label_smoothing": ALL,
+    "mtp": STAGES["pretrain"],
     "ema": ALL,
     "rft": "--max_train_samples 10 --max_steps -1 --reward_threshold 0 --num_generations 2",
     "tools": "--max_steps 2 --num_generations 4",

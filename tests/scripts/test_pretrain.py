@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy, silu
 import transformers
 
 from tests.scripts.one_step import (
@@ -140,6 +141,31 @@ def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data
     total = [row["num_tokens"] for row in run.rows]
     sizes = [after - before for before, after in zip([0, *total], total, strict=False)]
     assert all(2 * L < size <= 3 * L for size in sizes[:-1]) and len(sizes) > 2
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "bfd"])
+def test_a_second_head_looks_further_ahead(packing, launch, tmp_path, base):
+    """experiments/train_mtp.py: it predicts each token from the state two tokens before it in its row. Some documents begin
+    alike, and their beginning is computed once."""
+    texts = [*DOCUMENTS, DOCUMENTS[0] + "?", DOCUMENTS[0] + "!"]
+    words = ["--dataset_name", write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts]), "--max_length", 64]
+    words += ["--per_device_train_batch_size", 50, "--packing_strategy", packing, "--num_train_epochs", 1]
+    run = watched(launch, "mtp", BASE, *words, "--ahead_weight", 0.7, extra=4)
+    assert len(run.rows) == 1
+    shapes = {(96, 96): "w1", (512, 96): "w2", (96,): "b1", (512,): "b2"}
+    places = {shapes[tuple(w.shape)]: name for name, w in run.weights[0].items() if name.startswith("extra")}
+    head = {name: run.weights[0][place].double().requires_grad_() for name, place in places.items()}
+    rows, ahead = rows_of(texts, packing, 64), 0.0
+    for ids, _ in rows:
+        states = base.model(input_ids=torch.tensor([ids])).last_hidden_state[0]  # the LM head's input
+        logits = silu(states @ head["w1"].T + head["b1"]) @ head["w2"].T + head["b2"]
+        ahead = ahead + cross_entropy(logits[:-2], torch.tensor(ids[2:]), reduction="sum")
+    ahead = ahead / sum(len(ids) - 1 for ids, _ in rows)
+    loss, values = nll_window(base, rows)
+    assert_metrics(run.rows[0], values | {"ahead_loss": ahead.item()})
+    wanted = torch.autograd.grad(0.7 * ahead, list(head.values()), retain_graph=True)
+    wanted = dict(zip(map(places.get, head), wanted, strict=True)) | gradient_of(base, loss + 0.7 * ahead)
+    assert_gradient(run.grads[0], wanted)
 
 
 @pytest.mark.parametrize("packing, length", [("wrapped", L), ("bfd", 256)])
