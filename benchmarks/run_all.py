@@ -93,8 +93,29 @@ def others() -> list[str]:
     return lines
 
 
+def shakespeare() -> list[str]:
+    """The recipe for a CPU, as far as it was measured: a column a side."""
+    found = {table["title"].rpartition(": ")[2]: table for table in tables_of("shakespeare") if ", cpu:" in table["title"]}
+    if "loss" not in found:
+        return []
+    losses = found["loss"]["val_loss"]
+    rows = ["| | " + " | ".join(losses) + " |", "|---" * (len(losses) + 1) + "|"]
+    for seed, values in enumerate(zip(*losses.values(), strict=True)):
+        rows.append(f"| validation loss, seed {seed} | " + " | ".join(f"{value:.3f}" for value in values) + " |")
+    sides = found["speed"]["sides"] if "speed" in found else {}
+    for words, figure in (("tokens per CPU second", "cpu_rate"), ("peak memory, MiB", "peak_mib")) if sides else ():
+        rows.append(
+            f"| {words} | " + " | ".join(f"{sides[n][figure]['median']:,.0f}" if n in sides else "" for n in losses) + " |"
+        )
+    return rows
+
+
 def limits() -> list[str]:
-    return [line for table in tables_of("limits") for line in table["markdown"].splitlines() if line.startswith("|")]
+    """Of limits.py: run, shares of matrix products and attention, and how much faster it would be without the rest."""
+    rows = [
+        line.split("|") for table in tables_of("limits") for line in table["markdown"].splitlines() if line.startswith("|")
+    ]
+    return ["|".join(["", *(row[column] for column in (1, 3, 4, 8)), ""]) for row in rows]
 
 
 def measured_on(table: dict[str, Any]) -> str:
@@ -127,7 +148,7 @@ def report() -> None:
 
 
 def tables_of_the_page() -> dict[str, list[str]]:
-    return {"benchmarks": floors(), "others": others(), "limits": limits()}
+    return {"benchmarks": floors(), "others": others(), "shakespeare": shakespeare(), "limits": limits()}
 
 
 def main() -> None:
