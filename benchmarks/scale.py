@@ -1,6 +1,6 @@
 """The order and the balance of windows over 8, 64 and 1,024 processes, on one CPU; and the bytes that a window sends.
 
-    python benchmarks/scale.py  # 1 and 10 million chats, about five minutes, 2 GiB; writes scale.json and scale.md
+    python benchmarks/scale.py  # 1 and 10 million chats, about five minutes, 2 GiB; writes scale.json
     python benchmarks/scale.py --traffic  # the table of what windows send
     python benchmarks/scale.py --quick  # 100,000 chats, half a minute, writes nothing
 
@@ -224,7 +224,7 @@ def rollout(world: int, each: int = 8, tokens: int = 1000) -> dict[str, float]:
 
 
 def markdown(results: list[dict[str, Any]], rollouts: list[dict[str, float]], about: dict[str, Any]) -> str:
-    """The tables of scale.md."""
+    """The tables of a measurement."""
     lines = [
         f"`{about['command']}`, {about['date']}, {about['machine']}; Python {about['python']}, numpy {about['numpy']}. One",
         "process plans for one of so many; all of them plan alike. Times are of a shared machine: noisy.",
@@ -276,7 +276,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few chats, and nothing is written")
     parser.add_argument("--one", nargs=2, metavar=("CHATS", "MODE"), help="one measurement, as JSON: a process of its own")
     parser.add_argument("--traffic", action="store_true", help="only the table of what windows send")
+    parser.add_argument("--show", action="store_true", help="measure nothing: the tables of scale.json")
     args = parser.parse_args()
+    file = ROOT / "benchmarks" / "scale.json"
+    if args.show:
+        kept = json.loads(file.read_text())
+        print(markdown(kept["results"], kept["rollouts"], kept))
+        return
     if args.traffic:
         print(traffic_table())
         return
@@ -304,10 +310,7 @@ def main() -> None:
     text = markdown(results, rollouts, about)
     print(text)
     if not args.quick:
-        (ROOT / "benchmarks" / "scale.json").write_text(
-            json.dumps({**about, "results": results, "rollouts": rollouts}, indent=1) + "\n"
-        )
-        (ROOT / "benchmarks" / "scale.md").write_text(text)
+        file.write_text(json.dumps({**about, "results": results, "rollouts": rollouts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
