@@ -236,9 +236,12 @@ def test_plain_text_ends_on_the_end_of_text(launch, data, model):
 
 
 def test_an_answer_that_is_too_long_keeps_its_start(launch, data, model):
-    """max_length counts the tokens of prompt and answer, and what is cut off is neither trained nor counted."""
-    longest = 40
-    pairs = [[(ids[:longest], start, min(n, longest - start)) for ids, start, n in pair] for pair in PAIRS]
+    """max_length counts the tokens of prompt and answer, and what is cut off is neither trained nor counted; nor is the end of
+    an answer, the last of its n tokens, if the other one has lost its own."""
+    longest, pairs = 40, []
+    for pair in PAIRS:
+        ends = all(start + n <= longest for _, start, n in pair)
+        pairs.append([(ids[:longest], start, min(n - (not ends), longest - start)) for ids, start, n in pair])
     assert all(n > 0 for pair in pairs for *_, n in pair) and pairs != PAIRS
     run = dpo(launch, data, model, "--loss_type", "ipo", "--max_length", longest, "--max_steps", 3)
     check(run, pairs, loss_type="ipo")
