@@ -8,6 +8,7 @@ rendered text a placeholder represents it until tokenisation.
 """
 
 from collections.abc import Callable, Iterable
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -88,8 +89,9 @@ def assistant_spans(
     text, marked = _apply_template(messages, tokenizer, tools)
     if marked is not None and len(marked) != len(answers):
         raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
-    if leaves_out(tools, text):
-        raise BadRow("the chat template has no place for tools (another --chat_template; without: --columns unused=tools)")
+    if missing := leaves_out(text, messages, tokenizer, tools):
+        without = "; without: --columns unused=tools" if missing == "tools" else ""
+        raise BadRow(f"the chat template has no place for {missing} (one that has: --chat_template FILE.jinja{without})")
 
     spans: dict[int, tuple[int, int]] = {}
     at = 0  # end of the messages found so far
@@ -117,10 +119,18 @@ def assistant_spans(
     return text, spans
 
 
-def leaves_out(tools: list[Any] | None, text: str) -> bool:
-    """Whether the name of a tool is not in the text of a chat."""
-    functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools or []]
-    return not all(str(function.get("name", "")) in text for function in functions)
+def leaves_out(
+    text: str, messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None, add_generation_prompt: bool = False
+) -> str:
+    """What a chat has and its text has not: "tools" or "tool calls", without which it would be the same text; or nothing."""
+    plain = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+    others = {"tools": (messages, None)} if tools else {}
+    others |= {"tool calls": (plain, tools)} if plain != messages else {}
+    for what, (less, with_tools) in others.items():
+        with contextlib.suppress(BadRow):  # a template that refuses the chat without them does not leave them out
+            if render(less, tokenizer, with_tools, add_generation_prompt) == text:
+                return what
+    return ""
 
 
 @per_tokenizer

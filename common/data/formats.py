@@ -5,6 +5,7 @@ prompt -> prompt and everything else for the rewards. Each row is recognised by 
 raises `BadRow` with the reason.
 """
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -45,12 +46,19 @@ Columns = dict[str, Any]
 
 
 def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
-    """The name of the first format that a row has. Raises BadRow, naming its columns, if it has none; and for media."""
+    """The name of the first format that a row has. Messages that its columns hold as JSON text are decoded in the row.
+
+    Raises BadRow, naming its columns, if it has none; and for media.
+    """
     for name in ("image", "images", "videos", "audios"):
         if columns.get(name):
             raise BadRow(f"a row with {name}: only text is trained (to train on its text alone: --columns unused={name})")
     for name, needed in formats:
         if all(columns.get(column) is not None for column in needed):
+            for column in needed:
+                if isinstance(text := columns[column], str) and text.lstrip().startswith("[{"):
+                    with contextlib.suppress(ValueError, RecursionError):  # it only looks like JSON: text
+                        columns[column] = json.loads(text)
             return name
     found = ", ".join(f"{name!r}{' (null)' if value is None else ''}" for name, value in columns.items())
     ways = ", or ".join(" + ".join(needed) for _, needed in formats)
@@ -116,6 +124,8 @@ def as_preference(columns: Columns) -> dict[str, Any]:
         while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
             shared += 1
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if prompt and prompt[0]["role"] != "system":
+            prompt = _system(columns) + prompt
     elif (
         format == "explicit_prompt"
         and all(isinstance(text, str) for text in (columns["prompt"], chosen, rejected))
@@ -128,9 +138,10 @@ def as_preference(columns: Columns) -> dict[str, Any]:
         else:
             prompt = _alpaca_prompt(columns) if format == "alpaca" else _conversation(columns)
         chosen, rejected = _answer(chosen), _answer(rejected)
-        n = len(prompt)
-        if len(chosen) > n and chosen[:n] == prompt and rejected[:n] == prompt:  # both sides repeat the prompt
-            chosen, rejected = chosen[n:], rejected[n:]
+        for repeated in (prompt, prompt[len(_system(columns)) :]):  # both sides may repeat the prompt
+            n = len(repeated)
+            if n and len(chosen) > n and chosen[:n] == repeated and rejected[:n] == repeated:
+                chosen, rejected = chosen[n:], rejected[n:]
     if not prompt:
         raise BadRow("no shared prompt")
     if chosen == rejected:
@@ -194,7 +205,7 @@ def _tools(columns: Columns) -> list[Any] | None:
 def _conversation(columns: Columns) -> list[Message]:
     """The messages or conversations column (as JSON text, too) as messages, after the system turn."""
     turns = columns.get("messages") or columns.get("conversations")
-    messages = _messages(json.loads(turns) if isinstance(turns, str) else turns)
+    messages = _messages(turns)
     return messages if messages[0]["role"] == "system" else _system(columns) + messages
 
 
@@ -221,6 +232,8 @@ def _answered(messages: list[Message]) -> list[Message]:
 
 def _messages(value: Any) -> list[Message]:
     """OpenAI messages or ShareGPT turns as a checked list of {"role", "content", ...}."""
+    if isinstance(value, str):
+        raise BadRow("messages as text that is not JSON")
     if not isinstance(value, list) or not value:
         raise BadRow("no messages")
     messages = []
@@ -308,7 +321,7 @@ def _hh_messages(text: str) -> list[Message]:
     """HH-RLHF's "\\n\\nHuman: ...\\n\\nAssistant: ..." as messages."""
     before, *parts = re.split("\n\n(Human|Assistant):", unicode(text))
     if before:
-        raise BadRow("text before the first Human:/Assistant: turn")
+        raise BadRow("text before the first Human:/Assistant: turn (a prompt in another column: --columns prompt=NAME)")
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(parts[::2], parts[1::2], strict=True)
     messages = [{"role": roles[name], "content": content.strip()} for name, content in turns]

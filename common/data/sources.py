@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def _labelled(sources: list[Source]) -> list[Source]:
     labelled = []
     for source in sources:
         path = Path(source.path).expanduser()
-        stem = plain(path).stem if path.is_file() else path.resolve().name
+        stem = plain(path).stem if path.is_file() else Path(os.path.abspath(path)).name
         label, number = stem, 2
         while not label or label in taken:
             label, number = f"{stem}-{number}", number + 1

@@ -145,8 +145,8 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: li
             notes.add("plain text goes without the chat template (--system_prompt, empty or not, makes chats of prompts)")
         return tokenize_text(prompt, tokenizer)
     text = render(prompt, tokenizer, tools, add_generation_prompt=True)
-    if leaves_out(tools, text):
-        notes.add("the chat template has no place for tools")
+    if missing := leaves_out(text, prompt, tokenizer, tools, add_generation_prompt=True):
+        notes.add(f"the chat template has no place for {missing}")
     answers = [message["content"] for message in prompt if message["role"] == "assistant"]
     seam = seams(text, [len(text)]) or any(answer[:1].isspace() for answer in answers)
     starts = answer_starts(text, prompt, tokenizer, tools) if answers and seam else []

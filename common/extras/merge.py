@@ -56,6 +56,8 @@ def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, 
     """Write the merged model to a folder, with the adapter's tokenizer and extra modules; returns its dtype."""
     lm, tokenizer = merged_model(adapter, base, trust_remote_code=trust_remote_code)
     lm.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):  # they are the owner's alone
+        shutil.copymode(folder / "config.json", file)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if Path(adapter, EXTRA).exists():

@@ -131,7 +131,7 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
     """The settings of a new adapter, excluding vision towers and, unless they are named, the routers of experts."""
     peft = import_peft("--use_peft")
     wanted = args.lora_target_modules
-    everything = wanted is None or [name.lower() for name in wanted] == ["all-linear"]
+    everything = wanted is None or [name.lower() for name in wanted] in (["all-linear"], ["all"])
     unfit = UNFIT.get(lm.config.model_type, ())
     if not everything and (named := [name for name in wanted if name in unfit]):
         raise UserError(f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}")

@@ -20,6 +20,7 @@ import os
 from pathlib import Path
 import shlex
 import sys
+from types import NoneType
 from typing import Any, TypeVar
 
 from accelerate.utils import DistributedType
@@ -45,6 +46,7 @@ from common.sampling import Reward, RolloutSchedule
 from common.sampling.rollout import rollout_lines, rollout_metrics
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 T = TypeVar("T")
@@ -142,9 +144,14 @@ class Run:
         Returns the object. Call it before the loop, on every process.
 
         The state: numbers, texts and tensors in dicts and lists, the same on every process. Tensors that FSDP2 shards are
-        kept whole, and sharded again where a dict holds them; so keep a copy of weights after `prepare`. Raises UserError if
-        the checkpoint has another state.
+        kept whole, and sharded again where a dict holds them; so keep a copy of weights after `prepare`.
+
+        Raises UserError for a state of other things, which could not be read again, or if the checkpoint has another state.
         """
+        for value in tree_leaves(kept.state_dict()):
+            if not isinstance(value, Tensor) and type(value) not in (bool, int, float, str, NoneType):
+                kind = f"{type(value).__module__}.{type(value).__name__}"
+                raise UserError(f"run.keep: the state of {name!r} holds a {kind}; expected numbers, texts and tensors")
         self.kept[name] = kept
         if self.resume_from:
             load_kept(name, kept, self.resume_from)

@@ -67,6 +67,22 @@ def test_chats_are_read_from_every_format(row, messages):
     assert as_chat(row) == {"messages": messages, "tools": None}
 
 
+def test_chats_may_be_json_text_in_any_column():
+    """As tables hold them; and a system column beside whole chats, or beside a prompt that both sides repeat."""
+    pair, text = {"prompt": [U], "chosen": [A], "rejected": [A | {"content": "b"}]}, json.dumps
+    for given in (
+        {name: text(value) for name, value in pair.items()},
+        {"chosen": text([U, *pair["chosen"]]), "rejected": text([U, *pair["rejected"]])},
+    ):
+        assert as_preference(dict(given)) == pair
+        assert as_preference(given | {"system": S["content"]}) == pair | {"prompt": [S, U]}
+    whole = {"chosen": [U, *pair["chosen"]], "rejected": [U, *pair["rejected"]], "prompt": U["content"]}
+    assert as_preference(whole | {"system": S["content"]}) == pair | {"prompt": [S, U]}
+    assert as_prompt({"prompt": text([U])})["prompt"] == [U]
+    assert as_chat({"prompt": text([U]), "completion": text([A])})["messages"] == [U, A]
+    assert as_chat({"prompt": "[{1}]", "completion": "a"}) == {"prompt": "[{1}]", "completion": "a"}
+
+
 def test_tool_calls_and_tools_may_be_json():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}

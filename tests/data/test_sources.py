@@ -178,7 +178,15 @@ def test_wrong_settings_are_named(tmp_path, settings, named):
             found({"path": path, "weight": 1}, path, dataset_weights=weights)
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone")
     (tmp_path / "empty").mkdir()
-    missing = [f"{tmp_path}/link.jsonl", f"{tmp_path}/empty", "missing.jsonl", "~/missing-folder", "no/dataset-on-the-hub"]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    missing = [
+        f"{tmp_path}/link.jsonl",
+        f"{tmp_path}/loop",
+        f"{tmp_path}/empty",
+        "missing.jsonl",
+        "~/missing-folder",
+        "no/dataset-on-the-hub",
+    ]
     for name in missing:
         with pytest.raises(UserError) as caught:
             columns(found(name)[0][0])

@@ -216,8 +216,10 @@ def test_tool_calls_are_trained_or_refused():
     tokenizer = make_tokenizer(writes)
     expected = ['<tool_call>{"name": "add", "arguments": {"a": 1}}<|im_end|>']
     assert trained(tokenize_messages(chat, tokenizer), tokenizer) == expected
-    with pytest.raises(BadRow, match="changes an answer"):
-        tokenize_messages(chat, make_tokenizer(CHATML))
+    chat[1]["content"] = "I add"  # the name of the function is in the text
+    for how in ("all_turns", "last_turn"):
+        with pytest.raises(BadRow, match="no place for tool calls"):
+            tokenize_messages([*chat, *CHAT[:2]], make_tokenizer(CHATML), train_on=how)
 
 
 # --- turns that say whether they are trained ------------------------------------------------------------------------
@@ -275,8 +277,10 @@ def test_what_a_template_leaves_out_is_refused():
     with pytest.raises(BadRow, match="System role not supported"):
         tokenize_messages([SYSTEM, *CHAT], make_tokenizer(GEMMA))
     tools = [{"type": "function", "function": {"name": "search_recipes", "parameters": {}}}]
-    with pytest.raises(BadRow, match="--columns unused=tools"):
-        tokenize_messages(CHAT, make_tokenizer(CHATML), tools=tools)
+    for name in ("search_recipes", CHAT[0]["content"].split()[0]):  # also one that is a word of the chat
+        tools[0]["function"]["name"] = name
+        with pytest.raises(BadRow, match="no place for tools .*--columns unused=tools"):
+            tokenize_messages(CHAT, make_tokenizer(CHATML), tools=tools)
 
 
 def test_a_chat_may_start_with_marked_answers():

@@ -41,6 +41,7 @@ def test_the_sum_is_made_exactly_and_rounded_once_to_the_dtype_of_the_base(adapt
     parts = load_file(adapter / "adapter_model.safetensors")
     merge_adapter(str(adapter), str(adapter.with_name("out")))
     merged = load_file(adapter.with_name("out") / "model.safetensors")
+    assert len({file.stat().st_mode for file in adapter.with_name("out").glob("*.*")}) == 1  # all as readable as others
     assert merged.keys() == base.keys() and {w.dtype for w in merged.values()} == {torch.bfloat16}
     changed = 0
     for name, weight in base.items():

@@ -116,6 +116,10 @@ def test_an_average_of_the_weights_is_evaluated_exported_and_resumed(script, lau
     script(*AVERAGED[:1], (PREPARE, f'{PREPARE}    run.keep("another", Average(model))\n'))
     with pytest.raises(UserError, match="kept.pt does not hold .*another"):
         launch("sft", *words, "--max_steps", "8", "--accept_changes")
+    holder = "type('Best', (), {'state_dict': lambda self: {'best': __import__('numpy').float64(2)}})()"
+    script(*AVERAGED[:1], (PREPARE, f'{PREPARE}    run.keep("best", {holder})\n'))
+    with pytest.raises(UserError, match="the state of 'best' holds a numpy.float64"):  # which could not be read again
+        launch("sft", *words, "--overwrite_output_dir")
 
 
 @pytest.mark.parametrize(
