@@ -84,7 +84,8 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
     The prompt has the same ids as on its own, as in sampling: no token spans the boundary.
     """
     if tokenizer.chat_template:
-        notes.add("plain text goes without the chat template (messages, or instruction and output, have it)")
+        how = "as chats: --columns instruction=prompt output=completion; pairs: instruction=prompt"
+        notes.add(f"plain text goes without the chat template ({how})")
     before = tokenize_text(prompt, tokenizer)
     ids = tokenize_text(prompt + completion, tokenizer)
     if ids[: len(before)] != before:  # a merge across the boundary: tokenise the completion separately
