@@ -123,7 +123,8 @@ def main(args: Args) -> None:
         train, held_out = chunk(train, args.max_length, across=False), chunk(held_out, args.max_length, across=False)
         train, held_out = pack(train, args.max_length), pack(held_out, args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
-    baseline, token_bytes = unigram_perplexity(train, held_out, len(tokenizer)), bytes_per_token(held_out, tokenizer)
+    baseline = unigram_perplexity(train, held_out, len(tokenizer))
+    token_bytes = bytes_per_token(held_out, tokenizer)
 
     # --- model -------------------------------------------------------------------------------------------------------
     config = None if args.model_name_or_path else new_model_config(args, tokenizer)

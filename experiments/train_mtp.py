@@ -112,9 +112,8 @@ def new_model_config(args: Args, tokenizer: Tokenizer):
 def ahead_logps(logits: Tensor, batch: Batch) -> Tensor:
     """log p_ahead of each target, from the state two tokens before it: (T,), 0 elsewhere. logits: (T, V)."""
     tokens, targets, previous = batch["input_ids"][0], batch["targets"], batch["previous"]
-    before = torch.full_like(tokens, -1).index_put((targets,), previous)[
-        previous
-    ]  # (N,) -1: it is the second of its sequence
+    before = torch.full_like(tokens, -1).index_put((targets,), previous)  # (T,) the place before each target
+    before = before[previous]  # (N,) and the one before that; -1: there is none
     known = before >= 0
     nll = cross_entropy(logits[before[known]].float(), tokens[targets[known]], reduction="none")
     return torch.zeros_like(logits[:, 0], dtype=torch.float32).index_put((targets[known],), -nll)
@@ -139,7 +138,8 @@ def main(args: Args) -> None:
         train, held_out = chunk(train, args.max_length, across=False), chunk(held_out, args.max_length, across=False)
         train, held_out = pack(train, args.max_length), pack(held_out, args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
-    baseline, token_bytes = unigram_perplexity(train, held_out, len(tokenizer)), bytes_per_token(held_out, tokenizer)
+    baseline = unigram_perplexity(train, held_out, len(tokenizer))
+    token_bytes = bytes_per_token(held_out, tokenizer)
 
     # --- model -------------------------------------------------------------------------------------------------------
     config = None if args.model_name_or_path else new_model_config(args, tokenizer)

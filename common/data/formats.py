@@ -42,6 +42,7 @@ PROMPT = (
     ("sharegpt", ("conversations",)),
     ("alpaca", ("instruction",)),
 )
+CHATS = {"messages", "conversations", "prompt", "completion", "response", "chosen", "rejected"}  # may hold messages
 Columns = dict[str, Any]
 
 
@@ -55,10 +56,8 @@ def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]
             raise BadRow(f"a row with {name}: only text is trained (to train on its text alone: --columns unused={name})")
     for name, needed in formats:
         if all(columns.get(column) is not None for column in needed):
-            for column in needed:
-                if isinstance(text := columns[column], str) and text.lstrip().startswith("[{"):
-                    with contextlib.suppress(ValueError, RecursionError):  # it only looks like JSON: text
-                        columns[column] = json.loads(text)
+            for column in CHATS.intersection(needed):
+                columns[column] = _decoded(columns[column])
             return name
     found = ", ".join(f"{name!r}{' (null)' if value is None else ''}" for name, value in columns.items())
     ways = ", or ".join(" + ".join(needed) for _, needed in formats)
@@ -180,6 +179,15 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
     return row | {"prompt": prompt}
 
 
+def _decoded(value: Any) -> Any:
+    """Messages that are given as JSON text; anything else, as text that is some other JSON, as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            turns = json.loads(value)
+            return turns if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns) else value
+    return value
+
+
 def _string(columns: Columns, name: str) -> str:
     value = columns[name]
     if not isinstance(value, str):
@@ -232,10 +240,8 @@ def _answered(messages: list[Message]) -> list[Message]:
 
 def _messages(value: Any) -> list[Message]:
     """OpenAI messages or ShareGPT turns as a checked list of {"role", "content", ...}."""
-    if isinstance(value, str):
-        raise BadRow("messages as text that is not JSON")
     if not isinstance(value, list) or not value:
-        raise BadRow("no messages")
+        raise BadRow("messages as text that is not JSON" if isinstance(value, str) else "no messages")
     messages = []
     for turn in value:
         if not isinstance(turn, dict):

@@ -80,7 +80,9 @@ def test_chats_may_be_json_text_in_any_column():
     assert as_preference(whole | {"system": S["content"]}) == pair | {"prompt": [S, U]}
     assert as_prompt({"prompt": text([U])})["prompt"] == [U]
     assert as_chat({"prompt": text([U]), "completion": text([A])})["messages"] == [U, A]
-    assert as_chat({"prompt": "[{1}]", "completion": "a"}) == {"prompt": "[{1}]", "completion": "a"}
+    for prompt in ("[{1}]", '[{"a": 1}]'):  # text that looks like it, and text that is other JSON
+        assert as_chat({"prompt": prompt, "completion": "a"}) == {"prompt": prompt, "completion": "a"}
+    assert as_text({"text": text([U, A])}) == text([U, A])
 
 
 def test_tool_calls_and_tools_may_be_json():
