@@ -13,9 +13,9 @@ import sys
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.extras.dry_run import GIB, estimate, nbytes
 from common.model.attention import FLAT, register
 from common.model.flat_model import FlatModel, base_lm
-from common.run.estimate import GIB, estimate, nbytes
 from peft import LoraConfig, get_peft_model
 import torch
 import transformers

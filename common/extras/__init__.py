@@ -10,6 +10,7 @@ EXTRAS: dict[str, str] = {
     "alerts": "--alert_webhook",
     "hub": "every run, when its model card is written; --push_to_hub",
     "cuda_graph": "sampling on a CUDA device",
+    "dry_run": "--dry_run",
     "experts": "a mixture of experts",
     "sharded": "an accelerate config with FSDP or ZeRO-3",
     "fused_layers": "norms and MLPs of Llama's form, GELUs of GPT-2's",

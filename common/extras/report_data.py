@@ -65,7 +65,7 @@ def describe_run(folder: Path) -> Row:
         "samples": attempt(lambda: samples_of(folder)),
         "completions": attempt(lambda: completions_of(folder)),
         "data": {name: data.get(name) for name in OF_DATA} if data else None,
-        "memory": attempt(lambda: memory_of(metrics, data, begun)),
+        "memory": attempt(lambda: memory_of(metrics, begun)),
         "settings": attempt(lambda: settings_of(settings, folder / Path(script).name)) or [],
         "about": attempt(lambda: about(begun, data)) or [],
         "command": attempt(lambda: command_of(script, folder, begun)),
@@ -321,11 +321,9 @@ def regression_of(folder: Path) -> list[Row] | None:
     return [*found[:-1], found[-1] | told] if found else None
 
 
-def memory_of(metrics: Metrics, data: Row, begun: Row) -> Row | None:
-    """Memory in GiB: the estimate by part, the peak that was used, and the total available."""
-    parts = {name: short(value) for name, value in (data.get("memory_gib") or {}).items()}
-    peak = short(max(metrics.points["peak_memory_gib"][:, 1])) if "peak_memory_gib" in metrics.points else None
-    return {"parts": parts, "peak": peak, "limit": short(begun.get("memory_limit_gib"))} if peak or parts else None
+def memory_of(metrics: Metrics, begun: Row) -> Row:
+    """Memory in GiB: the peak that was used, and the total available. Raises LookupError if none was logged."""
+    return {"peak": short(max(metrics.points["peak_memory_gib"][:, 1])), "limit": short(begun.get("memory_limit_gib"))}
 
 
 def settings_of(settings: Row, script: Path) -> list[Row]:

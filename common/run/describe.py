@@ -11,10 +11,9 @@ from common.data.load import Rows
 from common.data.tokens import show_trained, trained_parts
 from common.data.types import Example, Tokenizer
 from common.errors import say
-from common.memory import SHARDED, memory, tokens_at_once
+from common.extras import extra
 from common.model.flat_model import FlatModel, base_lm, check_positions, count_parameters, sizes
 from common.model.save import base_dtype, final_dtype
-from common.run.estimate import estimate_run
 from common.sampling import why_no_cache
 import numpy as np
 import torch
@@ -37,14 +36,16 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
         say(f"sampling is slow, each token costs a pass over all before it: {reason}")
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)
     about_model = describe_model(args, accelerator, model, tokenizer)
-    say(model_in_a_line(about_model))
+    counts, ends = about_model["parameters"], " or ".join(about_model["stop_tokens"])
+    kind = f"{about_model['class']}, {counts['trained']:,} of {counts['all']:,} parameters trained; {args.dtype}"
+    say(f"model: {kind}; {about_model['called_on']}; answers end with {ends}")
+    if about_model["left_out"]:
+        say(f"model: left out: {about_model['left_out']}")
     if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no" and args.dtype == "float32":
         say("precision: float32 on a GPU is several times slower than bf16: accelerate launch --mixed_precision bf16")
-    lengths, at_once = plan.pop("largest_micro_batch"), tokens_at_once(accelerator, model)
-    sources = with_shares(data.facts())
-    is_sharded = accelerator.distributed_type in SHARDED
+    largest = plan.pop("largest_micro_batch")
     facts = {
-        "sources": sources,
+        "sources": with_shares(data.facts()),
         "eval_sources": held_out.facts(),
         "lengths": describe_lengths(data.lengths),
         "packing": None,
@@ -53,30 +54,12 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
         "plan": plan,
         "parameters": about_model["parameters"],
         "model": about_model,
-        "tokens_at_once": at_once if sum(lengths) >= 2 * at_once else None,
-        "memory_gib": None,
     }
     if getattr(packs, "max_length", 0):
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
-    if args.dry_run or not is_sharded:
-        options = {"reference": reference, "optim": args.optim}
-        try:
-            facts["memory_gib"] = estimate_run(accelerator, model, lengths, trained_share(sources), **options)
-        except Exception as error:  # layers whose shapes depend on numbers fail in different ways
-            say(f"memory: it cannot be estimated for this model ({' '.join(str(error).split())[:120]})")
     if args.dry_run:
-        histogram = facts["lengths"].pop("histogram")
-        most = max(count for *_, count in histogram)
-        facts["lengths"] |= {f"{low:,} - {high:,}": f"{'#' * round(40 * n / most):40} {n:,}" for low, high, n in histogram}
-        for title, value in facts.items():
-            if value and title != "model":
-                show(title, value)
-    limit, total = memory(accelerator.device).limit, (facts["memory_gib"] or {}).get("total", 0.0)
-    if is_sharded and args.dry_run:
-        say("memory: that of a process which holds the whole model; FSDP and ZeRO divide it")
-    elif total > limit or (total and args.dry_run):
-        too_much = "; docs/memory.md says what helps" if total > limit else ""
-        say(f"memory: this run needs about {total:.2f} GiB, and there are {limit:.1f}{too_much}")
+        extra("dry_run").show_facts(facts)
+        extra("dry_run").show_memory(args, accelerator, model, largest, facts["sources"], reference)
     show_example(data[0], tokenizer, example_name)
     if args.dry_run:
         say("dry run: nothing was trained, and nothing written in output_dir")
@@ -119,24 +102,6 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
     }
 
 
-def model_in_a_line(about: dict[str, Any]) -> str:
-    """What describe_model found, leaving out what is as usual."""
-    counts, dtype, beside = about["parameters"], about["dtype"], about["frozen_beside_text"]
-    parts = [
-        f"{about['class']}, {counts['trained']:,} of {counts['all']:,} parameters trained",
-        dtype["weights"],
-        f"{dtype['autocast']} autocast" if dtype["autocast"] != "no" else "",
-        f"exported in {dtype['export']}" if dtype["export"] != dtype["weights"] else "",
-        f"{about['quantised']:,} parameters quantised" if about["quantised"] else "",
-        about["called_on"],
-        f"adapters on {', '.join(about['adapted_layers'])}" if about["adapted_layers"] else "",
-        f"{beside:,} parameters beside the text model frozen, exported as they are" if beside else "",
-        f"left out: {about['left_out']}" if about["left_out"] else "",
-        f"answers end with {' or '.join(about['stop_tokens'])}",
-    ]
-    return f"model: {'; '.join(filter(None, parts))}"
-
-
 def with_shares(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The sources with their share of an epoch: by examples if they have weights, else by tokens."""
     weighted = all(found["weight"] for found in sources)
@@ -152,12 +117,6 @@ def describe_lengths(sizes: np.ndarray) -> dict[str, Any]:
     bins = [[low, high - 1, count] for low, high, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts, strict=True)]
     named = dict(zip(("min", "p50", "p90", "p99", "max"), marks, strict=True))
     return named | {"mean": float(sizes.mean()), "histogram": bins}
-
-
-def trained_share(sources: list[dict[str, Any]]) -> float:
-    """The share of tokens that are trained, over the sources where it is known."""
-    known = [found for found in sources if "trained_tokens" in found]
-    return sum(f["trained_tokens"] for f in known) / max(1, sum(f["tokens"] for f in known)) if known else 1.0
 
 
 def sides(example: Example | dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -178,25 +137,6 @@ def marked(example: Any, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 # --- what is printed ------------------------------------------------------------------------------------------------
-
-
-def show(title: str, value: Any) -> None:
-    """Print a fact: a dict or a list with a line for each item."""
-    if not isinstance(value, dict | list):
-        return say(f"{title}: {as_text(value)}")
-    say(f"{title}:")
-    for item in value:
-        say(f"    {item:17} {as_text(value[item])}" if isinstance(value, dict) else f"    {as_text(item)}")
-
-
-def as_text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {as_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
-    if isinstance(value, list):
-        return ", ".join(map(as_text, value))
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def show_example(example: Any, tokenizer: Tokenizer, name: str) -> None:

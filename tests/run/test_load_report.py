@@ -51,12 +51,11 @@ def kept(folder, output):
 
 
 @pytest.mark.parametrize("folder", [gemma3], indirect=True)
-def test_a_tower_that_is_loaded_is_frozen_and_goes_out_as_it_came(folder, launch, capsys):
+def test_a_tower_that_is_loaded_is_frozen_and_goes_out_as_it_came(folder, launch):
     output = launch("sft", *words(folder))
     same, changed = kept(folder, output)
     assert same and all("vision_tower" in name or "multi_modal_projector" in name for name in same)
     assert changed and not any("vision_tower" in name or "multi_modal_projector" in name for name in changed)
-    said = capsys.readouterr().out
     report = json.loads((output / "dataset.json").read_text())["model"]
     assert report["class"] == "Gemma3ForConditionalGeneration" and report["left_out"] == ""
     beside = report["frozen_beside_text"]
@@ -64,7 +63,6 @@ def test_a_tower_that_is_loaded_is_frozen_and_goes_out_as_it_came(folder, launch
         "trained": report["parameters"]["all"] - beside,
         "all": report["parameters"]["all"],
     }
-    assert f"{beside:,} parameters beside the text model frozen" in said
 
 
 @pytest.mark.parametrize("folder", [qwen3_5], indirect=True)

@@ -153,27 +153,16 @@ function machineSection() {
 }
 
 function memory() {
-  const { parts, peak, limit } = runs[0].memory;
-  const entries = Object.entries(parts)
-    .filter(([name, value]) => name !== "total" && value > 0)
-    .sort((a, b) => b[1] - a[1]);
-  const rows = [
-    ...entries.map(([name, value]) => [name, value, "part"]),
-    ["needed, estimated", parts.total, "sum"],
-    ["used at most, measured", peak, "sum measured"],
-  ].filter(([, value]) => value);
-  const most = Math.max(...rows.map(([, value]) => value));
+  const { peak, limit } = runs[0].memory;
   return element(
     "div",
     { class: "bars" },
-    rows.map(([name, value, kind]) =>
-      element(
-        "div",
-        { class: `bar ${kind}` },
-        element("span", {}, name),
-        element("i", { style: `--level: ${(100 * value) / most}%` }),
-        element("span", { class: "number" }, gib(value)),
-      ),
+    element(
+      "div",
+      { class: "bar measured" },
+      element("span", {}, "memory, at most"),
+      element("i", { style: `--level: ${(100 * peak) / (limit || peak)}%` }),
+      element("span", { class: "number" }, gib(peak)),
     ),
     limit ? element("p", { class: "dim" }, `there are ${gib(limit)}`) : null,
   );

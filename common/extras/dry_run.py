@@ -1,7 +1,8 @@
-"""The memory that training needs: a forward and a backward pass at the run's true size, on tensors without numbers.
+"""--dry_run: every fact about the data and the plan on the console, and the memory that training needs.
 
-PyTorch's fake tensors have a shape and a dtype but no memory, so nothing is allocated and nothing extrapolated. The bytes of
-the tensors that live at once are counted as they come and go; what kernels take inside a call is not.
+The memory is that of a forward and a backward pass at the run's true size, on tensors without numbers. PyTorch's fake
+tensors have a shape and a dtype but no memory, so nothing is allocated and nothing extrapolated. The bytes of the tensors
+that live at once are counted as they come and go; what kernels take inside a call is not.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,9 +13,11 @@ from unittest import mock
 import weakref
 
 from accelerate import Accelerator
+from common.args import CommonArgs
 from common.collators import Batch, flat_batch
+from common.errors import say
 from common.extras import extra
-from common.memory import GIB, memory, tokens_at_once
+from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.fused_head import BLOCK_ELEMENTS, COMPILED_FROM, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
 from common.model.lm_head import weighted_nll
@@ -28,8 +31,79 @@ from torch.utils._pytree import tree_leaves
 
 HALF = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # Accelerate's names
 # Of gradients and activations, on a CPU: space between live tensors that malloc cannot use again. With it, models of 0.4M
-# and 100M parameters peaked at 1.00 to 1.09 times the estimate in three steps (tests/run/test_estimate.py, slow).
+# and 100M parameters peaked at 1.00 to 1.09 times the estimate in three steps (tests/extras/test_dry_run.py, slow).
 LOST_BY_MALLOC = 0.5
+
+
+def show_facts(facts: dict[str, Any]) -> None:
+    """Print what dataset.json would hold; the lengths as a histogram."""
+    lengths = dict(facts["lengths"])
+    histogram = lengths.pop("histogram")
+    most = max(count for *_, count in histogram)
+    lengths |= {f"{low:,} - {high:,}": f"{'#' * round(40 * n / most):40} {n:,}" for low, high, n in histogram}
+    for title, value in (facts | {"lengths": lengths}).items():
+        if value:
+            show(title, value)
+
+
+def show_memory(
+    args: CommonArgs,
+    accelerator: Accelerator,
+    model: FlatModel,
+    lengths: list[int],
+    sources: list[dict[str, Any]],
+    reference: bool,
+) -> None:
+    """Print what a process would need, by part. lengths: of the sequences of the largest micro-batch; sources: with their
+    tokens. The model cannot be trained afterwards."""
+    known = [found for found in sources if "trained_tokens" in found]
+    trained = sum(found["trained_tokens"] for found in known) / max(1, sum(found["tokens"] for found in known))
+    pieces = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))
+    size = math.ceil(len(lengths) / pieces)  # sequences in each part
+    try:
+        needed = estimate(
+            model,
+            max((lengths[i : i + size] for i in range(0, len(lengths), size)), key=sum),
+            trained if known else 1.0,
+            mixed_precision=accelerator.mixed_precision,
+            accumulation=pieces * accelerator.gradient_accumulation_steps,
+            optim=args.optim,
+            reference=reference,
+            ddp=accelerator.num_processes > 1,
+            device=accelerator.device,
+        )
+    except Exception as error:  # layers whose shapes depend on numbers fail in different ways
+        return say(f"memory: it cannot be estimated for this model ({' '.join(str(error).split())[:120]})")
+    show("memory_gib", needed)
+    limit = memory(accelerator.device).limit
+    if accelerator.distributed_type in SHARDED:
+        return say("memory: that of a process which holds the whole model; FSDP and ZeRO divide it")
+    too_much = "; docs/memory.md says what helps" if needed["total"] > limit else ""
+    say(f"memory: this run needs about {needed['total']:.2f} GiB, and there are {limit:.1f}{too_much}")
+
+
+def show(title: str, value: Any) -> None:
+    """Print a fact: a dict or a list with a line for each item."""
+    if isinstance(value, dict):
+        value = [f"{name:17} {as_text(item)}" for name, item in value.items() if item]
+    if not isinstance(value, list):
+        return say(f"{title}: {as_text(value)}")
+    say(f"{title}:")
+    for item in value:
+        say(f"    {as_text(item)}")
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {as_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
+    if isinstance(value, list):
+        return ", ".join(map(as_text, value))
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# --- the memory ------------------------------------------------------------------------------------------------------
 
 
 def estimate(
@@ -46,7 +120,8 @@ def estimate(
 ) -> dict[str, float]:
     """Peak memory of a process that trains the whole model, in GiB by part, and the sum as `total`.
 
-    Call it before `accelerator.prepare`, with LoRA and gradient checkpointing already set up. The model is left unchanged.
+    Call it before `accelerator.prepare`, with LoRA and gradient checkpointing already set up. Afterwards the model cannot be
+    trained: its gradients, and what its modules note while they are called, are fake tensors.
     lengths: of the sequences of a micro-batch; trained_share: of their tokens; accumulation: micro-batches per step (all but
     the first start with gradients); optim: as in --optim; reference: a second, frozen model is loaded; ddp: a second copy of
     the gradients in DistributedDataParallel's buckets; device: where training runs (None: where the model is). Raises
@@ -69,24 +144,6 @@ def estimate(
         parts["process"] = max(0.0, memory(device).current * GIB - nbytes(t for t in tensors if t.device.type == "cpu"))
     parts = {name: size / GIB for name, size in parts.items()}
     return parts | {"total": sum(parts.values())}
-
-
-def estimate_run(
-    accelerator: Accelerator, model: FlatModel, lengths: list[int], trained_share: float, **options: Any
-) -> dict[str, float]:
-    """`estimate` for micro-batches of these lengths, with this Accelerator's settings."""
-    pieces = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))
-    size = math.ceil(len(lengths) / pieces)  # sequences in each part
-    return estimate(
-        model,
-        max((lengths[i : i + size] for i in range(0, len(lengths), size)), key=sum),
-        trained_share,
-        mixed_precision=accelerator.mixed_precision,
-        accumulation=pieces * accelerator.gradient_accumulation_steps,
-        ddp=accelerator.num_processes > 1,
-        device=accelerator.device,
-        **options,
-    )
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -156,26 +213,12 @@ def _peak(model: FlatModel, batch: Batch, half: torch.dtype | None, passes: int,
 
 @contextlib.contextmanager
 def _training(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Training mode, without gradients, and with the LM head's chunks as large as on this device. Afterwards gradients, and
-    all that modules note while they are called, are as before: they may be fake tensors."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    noted = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    """Training mode, without gradients, and with the LM head's chunks as large as on this device."""
     here = next(model.parameters()).device.type
     with contextlib.ExitStack() as stack:
         for sizes in (BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE):
             stack.enter_context(mock.patch.dict(sizes, {here: sizes.get(device.type, sizes["cpu"])}))
         stack.enter_context(mock.patch.dict(COMPILED_FROM, {here: 2**62}))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.random.fork_rng([]))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # the compiler would skip this code from then on
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # the compiler would look for numbers
         model.train().zero_grad(set_to_none=True)
-        try:
-            yield
-        finally:
-            for module, attributes, buffers in noted:
-                vars(module).clear()
-                vars(module).update(attributes)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-            for p, gradient in gradients:
-                p.grad = gradient
+        yield
