@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
-from common.data.readers import SUFFIXES, kind, load_table, plain, read_dataset, read_file
+from common.data.readers import SUFFIXES, kind, plain, read_file
 from common.data.types import Row
 from common.errors import UserError, say
+from common.extras import extra
 
 # Where reading continues in a source: [file number, bytes or rows of the file, its line or row number, rows given so far].
 Cursor = list[int]
@@ -95,8 +96,8 @@ def identity(source: Source) -> dict[str, Any]:
     found = {name: value for name, value in vars(source).items() if name not in ("weight", "label", "streaming")}
     files = files_of(source)
     if files is None:
-        table = load_table(source.path, source.name, source.split, source.streaming)
-        return found | {"fingerprint": getattr(table, "_fingerprint", None)}
+        table = extra("tables").load_table(source)
+        return found | {"fingerprint": getattr(table, "_fingerprint", None)}  # streamed from the Hub it has none
     facts = [(file.name, file.stat()) for file in files]
     return found | {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in facts]}
 
@@ -171,7 +172,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         return
     for file in range(number, 1 if files is None else len(files)):
         if files is None:
-            rows = read_dataset(source.path, source.name, source.split, source.streaming, at)
+            rows = extra("tables").read_dataset(source, at)
         else:
             rows = read_file(files[file], at, line, source.whole)
         for row, at, line in rows:
@@ -201,11 +202,7 @@ def load_rows(source: Source | str) -> list[Row]:
 
 def _is_held_out(source: Source, row: Row) -> bool:
     """Whether a row is held out. Depends on the row alone, by a hash, so that adding rows moves no others."""
-    try:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
-    except (ValueError, TypeError, RecursionError) as error:  # nested too deep, or keys of several types
-        row.problem = row.problem or str(error)
-        text = row.where.encode()
+    text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 < source.held_out
 
 
@@ -232,5 +229,5 @@ def _has_split(source: Source) -> bool:
         return False
     files = files_of(source)
     if files is None:
-        return load_table(source.path, source.name, source.split, source.streaming, optional=True) is not None
+        return extra("tables").load_table(source, optional=True) is not None
     return bool(files)

@@ -25,6 +25,7 @@ EXTRAS: dict[str, str] = {
     "report": "every run, when report.html is written",
     "report_data": "what report.html shows",
     "stream": "--dataset_streaming",
+    "tables": "csv, tsv and parquet files, save_to_disk folders, datasets of the Hub",
     "tokenizer": "pretraining without a tokenizer: --vocab_size",
     "trackers": "--report_to",
     "varlen": "attention on a CUDA device",

@@ -203,7 +203,8 @@ def test_wrong_settings_are_named(tmp_path, settings, named):
         ("a.csv", b"text,n\n", "a.csv"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not valid JSON: Expecting value"),
         ("a.jsonl", b'{"text": "x"} {"text": "y"}\n', "a.jsonl:1: not valid JSON: Extra data"),
-        ("a.json", b'[\n{"text": "x"},\n{"text": }\n]', "a.json:3: not valid JSON: Expecting value"),
+        ("a.json", b'[\n{"text": "x"},\n{"text": }\n]', "a.json: not valid JSON: Expecting value: line 3"),
+        ("a.jsonl", b'{"n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "a.jsonl:1: not valid JSON: maximum recursion"),
         ("a.json", b'["x"]', "a.json row 1"),
         ("a.jsonl", b'{"text": "x"}\n3\n', "a.jsonl:2"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "a.jsonl:2"),
@@ -239,8 +240,6 @@ def test_a_broken_file_is_named_with_its_place(tmp_path, name, content, named):
         '{"text": ""}',
         '{"text": null}',
         '{"text": 3}',
-        '{"text": "a", "n": ' + "1" * 5000 + "}",
-        '{"text": "a", "n": ' + "[" * 100_000 + "]" * 100_000 + "}",
     ],
 )
 def test_a_bad_row_is_left_out_and_named(tmp_path, row, capsys):

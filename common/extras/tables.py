@@ -1,0 +1,80 @@
+"""Rows of tables: csv, tsv and parquet files, save_to_disk folders and datasets of the Hub."""
+
+from collections.abc import Iterator
+import csv
+import functools
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.data.readers import Position, lines
+from common.data.types import Row
+from common.errors import UserError
+
+if TYPE_CHECKING:
+    from common.data.sources import Source
+
+MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unclosed quote
+
+
+def read_table(path: Path, suffix: str, at: int) -> Iterator[Position]:
+    """The rows of a file after the first `at`. All values of .csv and .tsv are strings."""
+    read = _read_parquet(path) if suffix == ".parquet" else _read_csv(path, "," if suffix == ".csv" else "\t")
+    for row, columns in enumerate(itertools.islice(read, at, None), at + 1):
+        yield Row(columns, f"{path} row {row}"), row, row
+
+
+def _read_csv(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
+    """The records of a table whose first line has the column names."""
+    csv.field_size_limit(MAX_FIELD)
+    table = csv.DictReader((text for *_, text in lines(path)), delimiter=delimiter, strict=True)
+    for columns in table:
+        if None in columns:
+            raise UserError(f"{path}:{table.line_num}: more fields than columns: {', '.join(table.fieldnames)}")
+        yield columns
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=256):
+            yield from batch.to_pylist()
+
+
+def read_dataset(source: "Source", at: int) -> Iterator[Position]:
+    """The rows of a save_to_disk folder or a Hub dataset after the first `at`."""
+    table = load_table(source)
+    if hasattr(table, "__len__") and at >= len(table):  # skip() refuses to skip everything
+        return
+    number = at
+    try:
+        for number, columns in enumerate(table.skip(at) if at else table, at + 1):
+            yield Row(dict(columns), f"{source.path} row {number}"), number, number
+    except Exception as error:  # the library and the network raise many kinds
+        raise UserError(f"dataset {source.path} row {number + 1}: cannot be read: {error}") from None
+
+
+def load_table(source: "Source", optional: bool = False) -> Any:
+    """A split as a table of the datasets library. An absent one is None if it is optional, else UserError."""
+    try:
+        return _load(source.path, source.name, source.split, source.streaming)
+    except Exception as error:  # as above
+        if optional and any(words in str(error) for words in ("nknown split", "Bad split")):
+            return None
+        raise UserError(f"dataset {source.path}: {error}") from None
+
+
+@functools.lru_cache(maxsize=16)  # each load contacts the Hub and verifies files
+def _load(path: str, name: str | None, split: str, streaming: bool) -> Any:
+    import datasets
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return datasets.load_dataset(path, name, split=split, streaming=streaming)
+    table = datasets.load_from_disk(str(folder))
+    if not isinstance(table, datasets.DatasetDict):
+        table = {"train": table}  # without splits it is training data
+    if split not in table:
+        raise ValueError(f"Unknown split {split}; found {', '.join(table)}")
+    return table[split]
