@@ -28,9 +28,6 @@ types_of = functools.cache(get_type_hints)
 
 PREFIX = "PLAINLOOP_"
 GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # said by gloo and NCCL
-# What users of transformers and TRL write for a choice: what it is called here.
-SAME = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw_8bit"}
-SAME |= {"constant_with_warmup": "constant", "True": "group", "False": "none"}  # --scale_rewards False
 OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
 
 
@@ -40,16 +37,14 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
     A variable is PLAINLOOP_ plus the name of a flag; PLAINLOOP_CONFIG is a --config. demo: the YAML file of the built-in
     demo. It applies, with a message, if neither a model nor a dataset is named, with the lowest priority. If only a model is
     named, only its dataset applies. default_model: the output folder of the previous stage, the default of
-    --model_name_or_path; None: a new model. With --dry_run, prints each value that is not a default and where it comes from.
+    --model_name_or_path; None: a new model.
     """
     flags = _parse(sys.argv[1:] if argv is None else argv, args_class)
     config = flags.pop("config", None) or os.environ.get(f"{PREFIX}CONFIG")
-    # By origin, the lowest priority first.
-    layers = _environment(args_class)
-    layers |= {f"--config {config}": _file(config, args_class) if config else {}, "command line": flags}
-    given: Values = {}
-    for found in layers.values():
-        given |= found
+    given = _environment(args_class)
+    if given:
+        say(f"settings from the environment: {', '.join(PREFIX + name.upper() for name in given)}")
+    given = given | (_file(config, args_class) if config else {}) | flags
     demonstrated: Values = {}
     if given.get("dataset_name") is None:
         if not Path(demo).exists():
@@ -62,12 +57,9 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
             }
         else:
             demonstrated = {"dataset_name": demonstrated["dataset_name"]}
-    layers = {f"the demo, {demo}": demonstrated} | layers
     values = defaults(args_class) | demonstrated | given
     if values["model_name_or_path"] is None and default_model is not None:
         values["model_name_or_path"] = _last_stage(default_model)
-    if values["dry_run"]:
-        _say_origins(values, layers, args_class)
     for line in _without_effect(values, args_class):
         say(line)
     return args_class(**values)  # combinations are checked once all of it is known
@@ -123,85 +115,47 @@ def _last_stage(output_dir: str) -> str:
 # --- where values come from -----------------------------------------------------------------------------------------
 
 
-def _environment(args_class: type[CommonArgs]) -> dict[str, Values]:
-    """What each variable sets. An empty one counts as not set, as is usual in containers.
-
-    Several values have spaces between them, or are a list as in YAML.
-    """
-    found = {}
+def _environment(args_class: type[CommonArgs]) -> Values:
+    """What variables set. An empty one counts as not set, as is usual in containers; several values have spaces between."""
+    found: Values = {}
     for variable, value in sorted(os.environ.items()):
         name = variable.removeprefix(PREFIX).lower()
-        if not variable.startswith(PREFIX) or not value or variable in OF_THE_TESTS or name == "config":
-            continue
-        several: Any = value
-        if name in types_of(args_class) and _kind(args_class, name)[1]:
-            several = _read(value, variable) if value[0] in "[{" else value.split()
-        found[variable] = _checked({name: several}, variable, args_class)
+        if variable.startswith(PREFIX) and value and name != "config" and variable not in OF_THE_TESTS:
+            several = value.split() if name in types_of(args_class) and _kind(args_class, name)[1] else value
+            found |= _checked({name: several}, variable, args_class)
     return found
-
-
-class _NoKeyTwice(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML would silently keep the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key, _ in node.value:
-            if keys.count(key.value) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} is repeated", key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _read(text: str, origin: str) -> Any:
-    try:
-        return _NoKeyTwice(text).get_single_data()
-    except yaml.YAMLError as error:  # without the line that it quotes: that may hold a secret
-        line = f"line {error.problem_mark.line + 1}: " if getattr(error, "problem_mark", None) else ""
-        raise UserError(f"{origin}: {line}{getattr(error, 'problem', 'no YAML')}") from None
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets in brackets
-        raise UserError(f"{origin}: {error}") from None
 
 
 def _file(path: str, args_class: type[CommonArgs]) -> Values:
     """The values of a YAML file."""
     origin = f"--config {path}"
     try:
-        values = _read(Path(path).read_text(encoding="utf-8"), origin)
-    except (OSError, UnicodeDecodeError) as error:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:  # without the line that it quotes: that may hold a secret
+        raise UserError(f"{origin}: line {error.problem_mark.line + 1}: {error.problem}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{origin}: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{origin}: expected `name: value` lines")
+    if not isinstance(values, dict) or "config" in values:
+        raise UserError(f"{origin}: expected `name: value` lines with the names of flags, without config")
     return _checked(values, origin, args_class)
 
 
 def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) -> Values:
     """Values of a file or a variable, converted and checked as on the command line."""
+
+    def word(value: Any) -> str:
+        return json.dumps(value, default=str) if isinstance(value, dict) else str(value)
+
     words = []
     for name, value in values.items():
-        if name == "config":
-            raise UserError(f"{origin}: config is a flag, and no key of a file")
-        if isinstance(value, list | dict) and name in types_of(args_class) and not _kind(args_class, name)[1]:
-            raise UserError(f"{origin}: {name} takes one value")
-        if value == []:
-            raise UserError(f"{origin}: {name} is an empty list: name one, or leave it out")
-        several = value if isinstance(value, list) else [value]
-        several = [json.dumps(item, default=str) if isinstance(item, dict) else str(item) for item in several]
-        if value is not None:  # a list of one may begin with a minus
-            words += [f"--{name}={several[0]}"] if len(several) == 1 else [f"--{name}", *several]
+        if isinstance(value, list) and name in types_of(args_class) and _kind(args_class, name)[1]:
+            words += [f"--{name}", *map(word, value)]
+        elif value is not None:
+            words.append(f"--{name}={word(value)}")
     try:
         return _parse(words, args_class)
     except UserError as error:
         raise UserError(f"{origin}: {error}") from None
-
-
-def _say_origins(values: Values, layers: dict[str, Values], args_class: type[CommonArgs]) -> None:
-    """Print each value that is not a default, with the layer that sets it."""
-    say("settings that are not the default, and where they come from")
-    for name, default in defaults(args_class).items():
-        if values[name] != default:
-            origin = next((origin for origin, found in reversed(layers.items()) if name in found), "this script")
-            shown = "(secret)" if declared(args_class, name)["secret"] else _shown(values[name])
-            say(f"    {name:28} {shown if len(shown) <= 60 else shown[:59] + '…':28} {origin}")
-    say("")
 
 
 def _without_effect(values: Values, args_class: type[CommonArgs]) -> list[str]:
@@ -263,10 +217,8 @@ def _options(args_class: type[CommonArgs], name: str) -> dict[str, Any]:
     """How argparse converts an argument."""
     kind, several = _kind(args_class, name)
     options: dict[str, Any] = {"nargs": "+"} if several else {}
-    if get_origin(kind) is Literal and type(get_args(kind)[0]) is not bool:
-        choices = get_args(kind)
-        same = {word: here for word, here in SAME.items() if here in choices}
-        return options | {"choices": choices, "type": lambda word: type(choices[0])(same.get(word, word))}
+    if get_origin(kind) is Literal:
+        return options | {"choices": get_args(kind), "type": type(get_args(kind)[0])}
     if kind is bool:
         return {"nargs": "?", "const": True, "metavar": "true/false", "type": _true_or_false} | options
     if kind not in (str, int, float):
@@ -291,7 +243,7 @@ def _true_or_false(word: str) -> bool:
 
 
 def _unknown(word: str, args_class: type[CommonArgs]) -> str:
-    word = re.sub(r"(https?://).*", r"\1…", word.split("=")[0])  # the rest may be a secret
+    word = word.split("=")[0]  # the rest may be a secret
     name = word.removeprefix("--")
     known = defaults(args_class)
     if name.removeprefix("no_") in known:

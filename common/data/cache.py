@@ -6,7 +6,7 @@ libraries and code (`key_of`), if the arguments that `encode` read have the valu
 """
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 import glob
 import hashlib
@@ -15,7 +15,7 @@ import inspect
 import json
 import os
 from pathlib import Path
-import re
+import pickle
 import shutil
 import sys
 import time
@@ -185,16 +185,25 @@ def make_job(
 
 def key_of(encode: Encode, tokenizer: Tokenizer) -> str:
     """A hash of the tokenizer, the libraries, this folder's code, the script without its `main`, all other code of the user
-    that is loaded, and the values that the modules of both hold: they may come from a file or the environment."""
+    that is loaded, and the values at the top of both: they may come from a file or the environment."""
     script = inspect.getsourcefile(encode)
     own = loaded_code(script)
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in own]
     tables = {module.__name__: vars(module) for module in modules} | {encode.__module__: encode.__globals__}
-    values, seen = {}, {}
-    for module, table in sorted(tables.items()):
-        plain = {name: _plain(value, set(tables), seen) for name, value in _public(table).items()}
-        values[module] = {name: value for name, value in plain.items() if isinstance(value, str) or len(value) > 1}
+    values = {module: _values(table) for module, table in tables.items()}
     return digest([_code(Path(script)), sorted(own.values()), values, fingerprint(tokenizer), *versions()])
+
+
+def _values(table: dict[str, Any]) -> dict[str, list[Any]]:
+    """The numbers, texts, arrays and tensors that a module names at its top: {name: [dtype, shape, hash]}."""
+    found = {}
+    for name, value in table.items():
+        if hasattr(value, "detach") and hasattr(value, "shape") and not isinstance(value, type):  # a tensor
+            value = value.detach().cpu().double().numpy()
+        if isinstance(value, str | bytes | int | float | np.ndarray) and not name.startswith("__"):
+            array = np.ascontiguousarray(value)
+            found[name] = [str(array.dtype), array.shape, hashlib.sha256(pickle.dumps(array)).hexdigest()]
+    return found
 
 
 def _fits(folder: Path, args: CommonArgs) -> bool:
@@ -248,38 +257,3 @@ def _is_idle(node: ast.stmt) -> bool:
     if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
         return ast.unparse(node.value.func) == "arg"
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def _public(names: Mapping[str, Any], but: Iterable[str] = ()) -> dict[str, Any]:
-    return {name: value for name, value in names.items() if not name.startswith("__") and name not in but}
-
-
-def _plain(value: Any, own: set[str], seen: dict[int, Any]) -> Any:
-    """A value of a module as JSON, the same in every process; of code its defaults and the attributes of classes; of objects
-    of other modules than `own` only the class. seen: values by id, to stop at circles.
-    """
-    if isinstance(value, str | bytes | int | float | complex | None | np.generic | Path):
-        return repr(value)
-    if isinstance(value, re.Pattern):
-        return [value.pattern, value.flags]
-    if hasattr(value, "detach") and hasattr(value, "shape") and not isinstance(value, type):  # a tensor
-        value = value.detach().cpu()
-        value = value.float().numpy() if value.is_floating_point() else value.numpy()
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return [str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value)).hexdigest()]
-    if id(value) in seen:
-        return "seen"
-    seen[id(value)] = value  # kept, so that no other value gets its number
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_plain(item, own, seen)) for item in value)
-    kind = value if isinstance(value, type) else type(value)
-    parts: Any = ()
-    if isinstance(value, dict):
-        parts = [part for pair in value.items() for part in pair]
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif inspect.isfunction(value) and value.__module__ in own:
-        parts = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    elif kind.__module__ in own and hasattr(value, "__dict__"):
-        parts = [_public(vars(value), getattr(value, "__dataclass_fields__", ()) if value is kind else ())]
-    return [kind.__qualname__, *(_plain(part, own, seen) for part in parts)]

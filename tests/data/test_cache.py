@@ -249,10 +249,6 @@ def norm(x: Tensor) -> Tensor:
     return x.norm()
 
 
-def shifted(x, by=float(os.environ.get("MY_DEFAULT", 0)), *, more=os.environ.get("MY_OTHER_DEFAULT", "")):
-    return f"{x + by}{more}"
-
-
 class Settings(Base):
     factor = 1
 
@@ -266,7 +262,7 @@ def encode(row, tokenizer, args):
     import my_late
 
     CALLS.append(1)
-    return f"{row['text']} {scale(1)} {shifted(1)} {TABLE[0]} {TENSOR[0]} {Settings().times(2)} {MODE} {sorted(WORDS)} {args.half} {my_late.X}"
+    return f"{row['text']} {scale(1)} {TABLE[0]} {TENSOR[0]} {Settings().times(2)} {MODE} {sorted(WORDS)} {args.half} {my_late.X}"
 
 
 CALLS = []
@@ -322,8 +318,6 @@ def run_script_once(folder, tmp_path, monkeypatch, **settings):
         ("my_late.py", "X = 1", "X = 2", 3),
         ("table.npy", None, None, 3),
         ("MY_MODE", None, None, 3),
-        ("MY_DEFAULT", None, None, 3),
-        ("MY_OTHER_DEFAULT", None, None, 3),
     ],
 )
 def test_edits_that_matter_are_seen_and_others_not(tmp_path, monkeypatch, file, old, new, expected):
