@@ -5,14 +5,11 @@ import csv
 import functools
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from common.data.readers import Position, lines
+from common.data.sources import Position, Source, lines
 from common.data.types import Row
 from common.errors import UserError
-
-if TYPE_CHECKING:
-    from common.data.sources import Source
 
 MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unclosed quote
 
@@ -42,7 +39,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
-def read_dataset(source: "Source", at: int) -> Iterator[Position]:
+def read_dataset(source: Source, at: int) -> Iterator[Position]:
     """The rows of a save_to_disk folder or a Hub dataset after the first `at`."""
     table = load_table(source)
     if hasattr(table, "__len__") and at >= len(table):  # skip() refuses to skip everything
@@ -55,7 +52,7 @@ def read_dataset(source: "Source", at: int) -> Iterator[Position]:
         raise UserError(f"dataset {source.path} row {number + 1}: cannot be read: {error}") from None
 
 
-def load_table(source: "Source", optional: bool = False) -> Any:
+def load_table(source: Source, optional: bool = False) -> Any:
     """A split as a table of the datasets library. An absent one is None if it is optional, else UserError."""
     try:
         return _load(source.path, source.name, source.split, source.streaming)

@@ -8,7 +8,7 @@ import lzma
 import re
 import tracemalloc
 
-from common.data import readers
+from common.data import sources
 from common.data.formats import as_chat
 from common.data.sources import Source, identity, read_rows
 from common.errors import UserError
@@ -81,7 +81,7 @@ def test_parquet_is_read_by_row_groups(tmp_path):
 
 
 def test_text_without_blank_lines_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_BLOCK", 20)
+    monkeypatch.setattr(sources, "MAX_BLOCK", 20)
     source = write(tmp_path / "a.txt", "0123456789\n" * 5 + "\nlast")
     assert texts(source) == ["0123456789\n0123456789", "0123456789\n0123456789", "0123456789", "last"]
     assert [row.where for row, _ in read_rows(Source(source))] == [f"{source}:{i}" for i in (1, 3, 5, 7)]

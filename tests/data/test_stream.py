@@ -319,6 +319,6 @@ def test_settings_that_a_stream_cannot_have(tmp_path, tokenizer):
 def test_an_unread_stream_ends_quietly(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n' * 9)
-    code = f"from pathlib import Path; from common.data import readers; rows = readers.read_file(Path({str(file)!r}), 0, 0); next(rows)"
-    done = run_script([sys.executable, "-c", code + "; readers.UserError = None"])  # as Python leaves a module at its end
+    code = f"from pathlib import Path; from common.data import sources; rows = sources.read_file(Path({str(file)!r}), 0, 0); next(rows)"
+    done = run_script([sys.executable, "-c", code + "; sources.UserError = None"])  # as Python leaves a module at its end
     assert done.returncode == 0 and not done.stderr
