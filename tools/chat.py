@@ -11,7 +11,8 @@ together are one message (where Python has GNU readline). A line that begins wit
     /help               this page
     /quit               exit, as does the end of the input (Ctrl-D)
 
-With --prompt, prints only the text of one answer, and exits.
+With --prompt, prints only the text of one answer, and exits. With --web, the chat is a page for the browser, at the address
+that is printed (needs gradio).
 """
 
 import argparse
@@ -145,6 +146,26 @@ class Chat:
             raise UserError(f"{name}: one of {', '.join(COMMANDS)}")
 
 
+def serve(chat: Chat) -> None:
+    """The chat as a page on this machine; every window of a browser has a chat of its own. Raises UserError."""
+    try:
+        import gradio
+    except ImportError:
+        raise UserError("--web needs gradio: pip install gradio") from None
+    start = chat.messages  # the system message, if there is one
+
+    def answer(question: str, history: list[dict[str, Any]]) -> str:
+        texts = [turn["content"] if isinstance(turn["content"], str) else turn["content"][0]["text"] for turn in history]
+        turns = [{"role": turn["role"], "content": text} for turn, text in zip(history, texts, strict=True)]
+        try:
+            chat.answer([*start, *turns, {"role": "user", "content": question}])
+        except UserError as error:
+            raise gradio.Error(str(error)) from None
+        return chat.messages[-1]["content"]
+
+    gradio.ChatInterface(answer).launch()
+
+
 def as_temperature(text: str) -> float:
     try:
         value = float(text)
@@ -159,6 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m tools.chat", description="talk to a model")
     parser.add_argument("model", help="output folder of a run, checkpoint, adapter, or Hub name")
     parser.add_argument("--prompt", help="one question; prints the answer and exits")
+    parser.add_argument("--web", action="store_true", help="chat in a browser (needs gradio)")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--temperature", default="0.7", help="0: the most probable token always (default: 0.7)")
     parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer (default: 512)")
@@ -174,6 +196,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.prompt is not None:
         chat.ask(args.prompt)
         return
+    if args.web:
+        return serve(chat)
     print(f"{args.model}: write, and press Enter. {' '.join(COMMANDS)}")
     with contextlib.suppress(ImportError):  # Windows has none
         import readline  # input() reads by it from here on, with a history
