@@ -132,6 +132,7 @@ class Window:
         self.examples, self.origins, self._num_tokens = examples, origins, num_tokens
         self._accelerator, self._mine, self._indivisible = accelerator, mine, indivisible
         self._micro_batches = self._split(1, math.inf)
+        self.went_backward = False
 
     def split(self, parts: int, tokens: float = math.inf) -> "Window":
         """From now on split each micro-batch into this many parts, and these into parts of at least about `tokens` tokens,
@@ -174,6 +175,7 @@ class Window:
         """Accelerate's backward pass, of a micro-batch's share of a sum over the window. Accelerate averages over the
         micro-batches of a process, and DDP over the processes: the factor undoes both."""
         self._accelerator.backward(loss * self.num_micro_batches)
+        self.went_backward = True
 
     @property
     def num_micro_batches(self) -> int:

@@ -76,6 +76,10 @@ class Retry:
                     self.experts.begin(self.accelerator, self.model, window)
                 self._inside = True
                 gradients(window)
+                if not window.went_backward:
+                    raise UserError(
+                        "gradients(window) never calls window.backward(loss), which scales the loss of a micro-batch"
+                    )
             except Exception as error:
                 if not is_oom(error):
                     raise

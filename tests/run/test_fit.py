@@ -148,7 +148,12 @@ def test_each_process_has_dropout_of_its_own(accelerator):
     def drawn(process, step=3):
         accelerator.state.process_index = process
         retry, within = Retry(CommonArgs(), accelerator, model, None), []
-        retry(lambda window: within.append(torch.rand(4).tolist()), step, two_micro_batches(accelerator))
+
+        def gradients(window):
+            within.append(torch.rand(4).tolist())
+            window.backward(model.lm.get_input_embeddings().weight.sum())
+
+        retry(gradients, step, two_micro_batches(accelerator))
         return within[0], torch.rand(4).tolist()
 
     try:
@@ -156,6 +161,17 @@ def test_each_process_has_dropout_of_its_own(accelerator):
     finally:
         accelerator.state.process_index = 0
     assert one != two and after == after_two and again == (one, after) and later[0] not in (one, two) and later[1] != after
+
+
+def test_a_backward_pass_without_the_factor_of_the_window_is_refused(accelerator):
+    model = FlatModel(tiny_lm("gpt2"))
+    retry = Retry(CommonArgs(), accelerator, model, None)
+    with pytest.raises(UserError, match="window.backward"):
+        retry(
+            lambda window: accelerator.backward(model.lm.get_input_embeddings().weight.sum()),
+            0,
+            two_micro_batches(accelerator),
+        )
 
 
 def test_parts_have_about_equal_tokens_and_all_sequences(accelerator):
