@@ -68,7 +68,6 @@ def work(task: str, kind: str, folder: Path, hidden: int, layers: int, rounds: i
     from accelerate.utils import DistributedType, gather_object
     from common.args import CommonArgs
     from common.model import create_model, llama_config, load_model, load_tokenizer, make_optimizer
-    from common.run.best import Best
     from common.run.checkpoint import export, resume, save_checkpoint
     import torch
     import torch.distributed.checkpoint
@@ -108,7 +107,7 @@ def work(task: str, kind: str, folder: Path, hidden: int, layers: int, rounds: i
                 args = CommonArgs(output_dir=str(folder / kind))
                 accelerator.state.fsdp_plugin.state_dict_type = kinds[kind]
                 with Watched(accelerator) as watched:
-                    assert save_checkpoint(args, accelerator, model, optimizer, tokenizer, 1, {}, Best(args))
+                    assert save_checkpoint(args, accelerator, model, optimizer, tokenizer, 1, {}, None)
                 note("save", watched, kind)
         for kind in ("folder", "shards"):
             args = CommonArgs(output_dir=str(folder / kind))

@@ -8,11 +8,12 @@ from types import ModuleType
 
 EXTRAS: dict[str, str] = {
     "alerts": "--alert_webhook",
+    "best": "--save_best",
     "hub": "every run, when its model card is written; --push_to_hub",
     "cuda_graph": "sampling on a CUDA device",
     "dry_run": "--dry_run",
     "experts": "a mixture of experts",
-    "sharded": "an accelerate config with FSDP or ZeRO-3",
+    "sharded": "an accelerate config with FSDP or DeepSpeed",
     "fused_layers": "norms and MLPs of Llama's form, GELUs of GPT-2's",
     "hybrids": "recurrent layers, positions that depend on the length",
     "merge": "--merge_lora",

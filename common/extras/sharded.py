@@ -1,4 +1,4 @@
-"""FSDP2's part of a checkpoint, as Accelerate writes it: each process its shards, readable by any number of processes.
+"""FSDP2 and DeepSpeed: their settings, and FSDP2's part of a checkpoint: each process its shards, for any number of them.
 
 The optimizer is always in shards. With `fsdp_state_dict_type: SHARDED_STATE_DICT` in the accelerate config so are the
 weights: no process then gathers the model while it trains. Such a checkpoint becomes a model that from_pretrained reads by
@@ -8,11 +8,13 @@ weights: no process then gathers the model while it trains. Such a checkpoint be
 from collections.abc import Iterator
 import contextlib
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from accelerate.utils import DistributedType, load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError
 from common.model.flat_model import FlatModel
@@ -21,6 +23,25 @@ from safetensors.torch import save_file
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, StateDictType
+
+
+def set_up(accelerator: Accelerator, args: CommonArgs) -> None:
+    """Set what FSDP2 or DeepSpeed needs before a model exists."""
+    if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
+        plugin = accelerator.state.fsdp_plugin  # it would round loss weights, log-probabilities and gradient sums
+        plugin.mixed_precision_policy = dataclasses.replace(
+            plugin.mixed_precision_policy, cast_forward_inputs=False, output_dtype=None, reduce_dtype=torch.float32
+        )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        plugin = accelerator.state.deepspeed_plugin
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+        plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6  # its engine's default is 1.0
+        # With ZeRO-3, transformers would shard every model as it loads: also the reference, which no engine gathers, and
+        # before `load_model` has checked it. So each process loads whole models, and `prepare` shards the trained one.
+        plugin.zero3_init_flag = False
+        unset_hf_deepspeed_config()
 
 
 def writes_shards(accelerator: Accelerator, model: FlatModel) -> bool:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 from pathlib import Path
-import re
 import shutil
 from typing import Any
 
@@ -26,7 +25,6 @@ from common.files import find_damage, flush, write_manifest
 from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
 from common.processes import anywhere, on_main_process, shared_as, whole
-from common.run.best import Best
 from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, read_json, step_of, writing
 from safetensors.torch import load_file
 import torch
@@ -46,10 +44,10 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     step: int,
     state: dict[str, Any],
-    best: Best,
+    best: int | None,
     kept: dict[str, Any] | None = None,
 ) -> bool:
-    """Write checkpoint-<step>, then prune to the newest args.save_total_limit and the best one. Returns whether it was
+    """Write checkpoint-<step>, then prune to the newest args.save_total_limit and that of step `best`. Returns whether it was
     written. kept: see Run.keep.
 
     Called on every process; step: updates done so far. If the disk refuses the write, a message says so and training
@@ -84,8 +82,7 @@ def save_checkpoint(
             accelerator.save_state(str(temporary / "state"))
 
     def complete() -> None:
-        known = {"step": step, "processes": accelerator.num_processes, **state}
-        (temporary / "trainer_state.json").write_text(json.dumps(known))
+        (temporary / "trainer_state.json").write_text(json.dumps({"step": step, **state}))
         for name in ("args.yaml", "inputs.json"):
             shutil.copyfile(output_dir / name, temporary / name)
         write_manifest(temporary)
@@ -99,11 +96,10 @@ def save_checkpoint(
     if problem:
         if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
-        best.withdraw(step)
-        say(f"{final} could not be written ({problem}): training goes on, and the next save tries again")
+        say(f"{final} could not be written (is the disk full? {problem}): training goes on, and the next save tries again")
         return False
     if accelerator.is_main_process:
-        prune(args.output_dir, step, args.save_total_limit, best.step)
+        prune(args.output_dir, step, args.save_total_limit, best)
     accelerator.wait_for_everyone()
     return True
 
@@ -269,5 +265,4 @@ def _attempt(accelerator: Accelerator, write: Callable[[], None], everyone: bool
             if not is_of_the_disk(error):
                 raise
             problem = " ".join(str(error).split())[-300:]
-            problem = re.sub(r"\[enforce fail.*", "torch could not write: is the disk full?", problem)
     return (problem or "on another process") if anywhere(accelerator, problem is not None) else None

@@ -102,7 +102,7 @@ def open_folder(args: CommonArgs, accelerator: Accelerator, script: str) -> tupl
         refuse_foreign_folder(args)  # before a lock is made there
         lock(Path(args.output_dir))
         inputs = known_inputs(args, script, accelerator.mixed_precision)
-        return claim(args, inputs, accelerator.num_processes), inputs
+        return claim(args, inputs), inputs
 
     return on_main_process(accelerator, open_it)
 
@@ -110,8 +110,6 @@ def open_folder(args: CommonArgs, accelerator: Accelerator, script: str) -> tupl
 def refuse_foreign_folder(args: CommonArgs) -> None:
     """Raise UserError if the run would write over what it reads, or over files that no run has written."""
     folder = Path(args.output_dir)
-    if not args.output_dir.strip():
-        raise UserError("--output_dir is empty: it names the folder for everything that the run writes")
     for flag in READS:
         named = getattr(args, flag) or []
         for name in [named] if isinstance(named, str) else named:
@@ -136,12 +134,10 @@ def lock(folder: Path) -> None:
     except ImportError:  # Windows
         return
     path = folder.resolve() / ".lock"
-    if not is_held(folder):  # the lock of a folder that was deleted since an earlier run of this process
+    if path in _LOCKS:  # of an earlier run of this process
         _LOCKS.pop(path).close()
-    if path not in _LOCKS:
-        with writing(folder):
-            _LOCKS[path] = open(path, "a+", encoding="utf-8")
-    file = _LOCKS[path]
+    with writing(folder):
+        file = _LOCKS[path] = open(path, "a+", encoding="utf-8")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -158,10 +154,8 @@ def lock(folder: Path) -> None:
 def is_held(folder: Path) -> bool:
     """Whether the folder is still the one that this process has locked, and not deleted since. True if no lock was taken."""
     path = folder.resolve() / ".lock"
-    if path not in _LOCKS:
-        return True
     try:
-        return os.path.samestat(os.fstat(_LOCKS[path].fileno()), path.stat())
+        return path not in _LOCKS or os.path.samestat(os.fstat(_LOCKS[path].fileno()), path.stat())
     except OSError:
         return False
 
@@ -187,7 +181,7 @@ def writing(folder: Path) -> Iterator[None]:
 # --- what a new run does with it --------------------------------------------------------------------------------------
 
 
-def claim(args: CommonArgs, inputs: dict[str, str], processes: int) -> Path | None:
+def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
     """Decide what this run does with its folder; returns the checkpoint to resume from, or None to begin. Deletes nothing.
 
     | the folder holds                    | this run                                                                 |
@@ -198,7 +192,7 @@ def claim(args: CommonArgs, inputs: dict[str, str], processes: int) -> Path | No
     | a complete run of this length       | ends with SystemExit(0)                                                  |
     | a complete run that is to be longer | goes on like an unfinished one                                           |
 
-    inputs: see known_inputs; processes: of this run. Raises UserError if two different runs would be mixed.
+    inputs: see known_inputs. Raises UserError if two different runs would be mixed.
     """
     folder, named = Path(args.output_dir), _named_checkpoint(args)
     saved, instead = None if args.overwrite_output_dir else earlier_args(folder), OTHERWISE
@@ -228,14 +222,8 @@ def claim(args: CommonArgs, inputs: dict[str, str], processes: int) -> Path | No
         _leave_complete_run(args, changed)
         if checkpoint is None:
             raise UserError(f"{folder} holds a complete run, and no checkpoint to go on from: {OTHERWISE}")
-    if checkpoint:
-        state = read_json(checkpoint / "trainer_state.json")
-        if 0 < args.max_steps < state["step"]:
-            raise UserError(f"{checkpoint} is at step {state['step']}, and this run would end at step {args.max_steps}")
-        if (before := state.get("processes", processes)) != processes:
-            changed["processes"] = (before, processes)
-        for name, (then, now) in changed.items():
-            say(f"{name}: {then} -> {now}")
+    for name, (then, now) in changed.items():
+        say(f"{name}: {then} -> {now}")
     return checkpoint
 
 

@@ -1,6 +1,5 @@
 """Starting a run: processes, seed, output folder. Launches that would silently do something else are refused."""
 
-import dataclasses
 from datetime import timedelta
 import os
 from pathlib import Path
@@ -8,12 +7,7 @@ import platform
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedType,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-    set_seed,
-)
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from common.args import CommonArgs
 from common.errors import UserError, say
 from common.extras import extra
@@ -57,13 +51,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
     if args.load_in_4bit or args.load_in_8bit:
         extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
     check_optimizer(args, accelerator.distributed_type)
-    if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
-        plugin = accelerator.state.fsdp_plugin  # it would round loss weights, log-probabilities and gradient sums
-        plugin.mixed_precision_policy = dataclasses.replace(
-            plugin.mixed_precision_policy, cast_forward_inputs=False, output_dtype=None, reduce_dtype=torch.float32
-        )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _set_up_deepspeed(accelerator.state.deepspeed_plugin, args)
+    if accelerator.distributed_type in SHARDED:
+        extra("sharded").set_up(accelerator, args)
     checkpoint, inputs = (None, {}) if args.dry_run else open_folder(args, accelerator, script)
     if checkpoint is not None or (accelerator.distributed_type in SHARDED and not args.dry_run):
         check_shared_disk(accelerator, checkpoint or Path(args.output_dir, ".lock"))
@@ -82,18 +71,6 @@ def check_shared_disk(accelerator: Accelerator, path: Path) -> None:
     """Raise UserError on all processes if one does not see what the main process has written. Called on every process."""
     if blind := gather_lists(accelerator, [] if path.exists() else [platform.node()]):
         raise UserError(f"{path} is not there on {blind[0]}: --output_dir has to be on a disk that all machines share")
-
-
-def _set_up_deepspeed(plugin: Any, args: CommonArgs) -> None:
-    """Pass on the arguments that DeepSpeed needs before a model exists."""
-    from transformers.integrations import unset_hf_deepspeed_config
-
-    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
-    plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6  # its engine's default is 1.0
-    # With ZeRO-3, transformers would shard every model as it loads: also the reference, which no engine gathers, and before
-    # `load_model` has checked it. So each process loads whole models, and `prepare` shards the trained one.
-    plugin.zero3_init_flag = False
-    unset_hf_deepspeed_config()
 
 
 def refuse_launch(accelerator: Accelerator) -> None:

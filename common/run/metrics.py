@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 RESERVED = ("step", "not_finite")
-KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "spikes", "first_nll")  # in a checkpoint
+KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "first_nll")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
 COLLAPSE = 1.0  # nats by which the chosen answers' mean token becomes less probable in preference training
 
@@ -50,8 +50,6 @@ class Metrics:
         self.tell: Callable[..., Any] = lambda *_: None  # passes events and lines on to the parts of the run
         self.losses: list[float] = []  # recent logged losses, to detect a spike
         self.first_nll: float | None = None  # of chosen answers, as first logged
-        self.spikes: list[int] = []
-        self.lost_lines = 0  # that could not be written to disk
         self.num_tokens = 0  # trained on so far, over all processes
         self.first_eval: dict[str, float] = {}
         self.last: dict[str, float] = {}
@@ -182,23 +180,21 @@ class Metrics:
 
         GRPO's loss is centred on 0 by construction, so it is not watched.
         """
-        if "loss" not in values or "reward" in values:
-            return
-        if len(self.losses) >= 10:
-            z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)
-            if z > SPIKE:
-                self.spikes.append(step)
-                jump = f"the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations"
-                say(f"[step {step}] {jump}")
-                self.event("spike", step, jump)
-        self.losses = [*self.losses, values["loss"]][-50:]
-        if (nll := values.get("nll_loss")) is not None:
+        warnings, nll = [], values.get("nll_loss")
+        if "loss" in values and "reward" not in values:
+            if len(self.losses) >= 10:
+                z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)
+                if z > SPIKE:
+                    warnings.append(f"the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations")
+            self.losses = [*self.losses, values["loss"]][-50:]
+        if nll is not None:
             self.first_nll = nll if self.first_nll is None else self.first_nll
             if nll > self.first_nll + COLLAPSE:
-                fall = f"the chosen answers collapse: nll_loss {nll:.3g} nats per token, at first {self.first_nll:.3g}"
-                say(f"[step {step}] {fall}; the learning rate may be too high, or --sft_weight holds them")
-                self.event("spike", step, fall)
+                warnings.append(f"the chosen answers collapse: nll_loss {nll:.3g}, at first {self.first_nll:.3g}")
                 self.first_nll = 1e9  # it is said once
+        for warning in warnings:
+            say(f"[step {step}] {warning}")
+            self.event("spike", step, warning)
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
         """Write an evaluation: its metrics and all samples to files, and the first `show` samples to the console."""
@@ -225,7 +221,7 @@ class Metrics:
         """Append rows to a JSON-lines file of the run (main process).
 
         JSON has no NaN or infinity: such a value becomes null, and not_finite records which it was. If the disk refuses a
-        line, or the folder has become another run's, that is reported once, counted, and training continues.
+        line, or the folder has become another run's, a message says so, and training continues.
         """
         if not self.accelerator.is_main_process or not rows:
             return
@@ -241,9 +237,7 @@ class Metrics:
             if size is not None:
                 with contextlib.suppress(OSError):  # remove a partly written line
                     os.truncate(path, size)
-            if not self.lost_lines:
-                say(f"{path} cannot be written ({error.strerror}): training goes on, lines are lost")
-            self.lost_lines += len(rows)
+            say(f"{path} cannot be written ({error.strerror}): training goes on, and {len(rows)} lines are lost")
 
     def finish(
         self, text: str = "", best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None
@@ -259,8 +253,6 @@ class Metrics:
             "best": best,
             "num_tokens": self.num_tokens,
             "bad_steps": self.bad_steps,
-            "loss_spikes": self.spikes,
-            "lost_lines": self.lost_lines,
             "seconds": round(self.seconds(), 1),
             "peak_memory_gib": memory(self.accelerator.device).peak,
         } | machine(self.accelerator)

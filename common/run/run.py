@@ -1,4 +1,4 @@
-"""Everything a run needs around its loop: folder, checkpoints, metrics, signals, the best evaluation, memory, bad numbers.
+"""Everything a run needs around its loop: folder, checkpoints, metrics, signals, memory, bad numbers.
 
 A `Run` never calls the model (but for --regression_suite), holds no loop and takes no optimizer step: the script does. It
 calls back one function of the script, in one place (`retry_smaller`), to repeat a window that ran out of memory.
@@ -33,10 +33,9 @@ from common.files import loaded_code
 from common.model import FlatModel
 from common.model.flat_model import flops_per_token
 from common.model.save import base_dtype, final_dtype
-from common.run.best import Best
 from common.run.checkpoint import check_modules, export, load_extra, load_kept, resume, save_checkpoint
 from common.run.describe import describe
-from common.run.folder import begin, read_json, refuse_changes, refuse_deleted_folder, writing
+from common.run.folder import begin, checkpoint_at, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, machine
 from common.run.nonfinite import NonFinite
@@ -61,8 +60,10 @@ class Run:
         Raises UserError for misconfigured launches, and for a folder that holds another run.
         """
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
-        self.best = Best(args)
-        self.parts: dict[str, Any] = {"best": self.best}
+        self.parts: dict[str, Any] = {}
+        self.best = extra("best").Best(args) if args.save_best or args.early_stopping_patience else None
+        if self.best:
+            self.parts["best"] = self.best
         self.step = self.saved_step = 0
         self.kept: dict[str, Any] = {}
         if args.alert_webhook:  # before anything is written: the address is a secret
@@ -188,7 +189,7 @@ class Run:
                 self.step = step
                 self._each("on_step", step)
                 if self.regression and self._due(step, self.regression.every, self.resumed_at, last):
-                    self._compare_with_best(step, self.regression.run(self.model, step, self.metrics), of_suite=True)
+                    self._compare_with_best(step, self.regression.run(self.model, step, self.metrics))
                 yield step
 
     def _die(self, error: BaseException) -> None:
@@ -212,12 +213,17 @@ class Run:
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Write an evaluation and its samples; record whether it is the best one."""
         self.metrics.log_eval(step, values, samples, show=self.args.num_samples)
-        self._compare_with_best(step, values, of_suite=False)
+        self._compare_with_best(step, values)
 
-    def _compare_with_best(self, step: int, values: dict[str, float], of_suite: bool) -> None:
-        if of_suite == self.best.of_suite and step % self.save_every == 0:  # only where a checkpoint is possible
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation so far, with --save_best."""
+        return self.best.step if self.best else None
+
+    def _compare_with_best(self, step: int, values: dict[str, float]) -> None:
+        if self.best and step % self.save_every == 0:  # only where a checkpoint is possible
             self.best.update(step, values)
-            if self.best.step == step > 0:
+            if self.best_step == step > 0:
                 self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
 
     def checkpoint(self, step: int) -> bool:
@@ -227,14 +233,14 @@ class Run:
         can_save = step % self.save_every == 0
         asked_for = self.signals.asked_for(possible=can_save and step < self.last_step)
         due = self._due(step, self.args.save_steps, max(self.resumed_at, 0))
-        self.save_wanted |= bool(asked_for) or due or self.best.step == step > self.resumed_at
+        self.save_wanted |= bool(asked_for) or due or self.best_step == step > self.resumed_at
         if self.save_wanted and can_save:
             self._save(step)
         if asked_for == "stop":
             self.metrics.event("stopped", step, f"by {self.signals.reason}; the same command goes on")
             self._each("close")
             self.signals.leave(self.args.output_dir, step)
-        return step == self.last_step or self.best.stops(step)
+        return step == self.last_step or (self.best is not None and self.best.stops(step))
 
     def _save(self, step: int) -> None:
         """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training continues."""
@@ -242,8 +248,10 @@ class Run:
         refuse_deleted_folder(self.accelerator, Path(self.args.output_dir))
         state = {"step_size": self.windows.step_size, "base_dtype": self.base_dtype, "parts": self._each("state", step)}
         written = save_checkpoint(
-            self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best, self.kept
+            self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best_step, self.kept
         )
+        if self.best and not written:
+            self.best.withdraw(step)
         self.metrics.event("saved" if written else "not saved", step, f"checkpoint-{step}")
         self.signals.saved()
         self.save_wanted, self.saved_step = False, step
@@ -289,15 +297,16 @@ class Run:
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
         """Write the final model, summary.json and report.html, and print where they are and what to try next.
         also: writes further files of the final model, on the main process, before the run counts as complete."""
-        args, best, metrics = self.args, self.best, self.metrics
+        args, metrics = self.args, self.metrics
         self.nonfinite.check_weights(self.model, self.step)
         refuse_deleted_folder(self.accelerator, Path(args.output_dir))
         dtype = final_dtype(args, self.base_dtype)
-        export(args, self.accelerator, self.model, self.tokenizer, best.folder(args.output_dir), dtype, also)
-        card = partial(extra("hub").write_card, args, self.script, best.step)
+        best = checkpoint_at(args.output_dir, self.best_step) if self.best_step else None
+        export(args, self.accelerator, self.model, self.tokenizer, best, dtype, also)
+        card = partial(extra("hub").write_card, args, self.script, self.best_step)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
-        metrics.finish(f"{self.step} steps; {shown}", best.state(self.step) if best.step else None, also=card)
+        metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None, also=card)
         if both:
             say("\nbefore -> after, held out:")
         for name, before, after in both:

@@ -25,7 +25,6 @@ import yaml
 
 from tests.conftest import ROOT, SFT, demo, read_metrics
 from tests.run.kills import Kill, killed_at
-from tests.run.test_best import best_by
 from tests.run.test_folder import claim
 from tests.tiny import tiny_pair
 
@@ -49,7 +48,6 @@ def tiny():
 
 def save(tiny, output, step, limit=2, best=None, **state):
     args = CommonArgs(output_dir=str(output), save_total_limit=limit)
-    best = best or best_by(None)
     for name in ("args.yaml", "inputs.json"):  # as `begin` leaves them
         (Path(output) / name).touch()
     return save_checkpoint(args, tiny.accelerator, tiny.model, tiny.optimizer, tiny.tokenizer, step, state, best)
@@ -59,24 +57,15 @@ def export_to(output, tiny, best=None):
     export(CommonArgs(output_dir=str(output)), tiny.accelerator, tiny.model, tiny.tokenizer, best)
 
 
-def best_at(step):
-    best = best_by("eval_loss")
-    best.update(step, {"eval_loss": 1.0})
-    return best
-
-
 def names(output):
     return [path.name for path in checkpoints(output)]
 
 
 def test_pruning_keeps_the_newest_and_the_best(tiny, tmp_path):
-    best = best_by("eval_loss")
     for step in (5, 90, 100, 1000):
-        if step == 90:
-            best = best_at(90)
-        assert save(tiny, tmp_path, step, best=best)
+        assert save(tiny, tmp_path, step, best=90 if step >= 90 else None)
     assert names(tmp_path) == ["checkpoint-90", "checkpoint-100", "checkpoint-1000"]
-    save(tiny, tmp_path, 1001, limit=1, best=best)
+    save(tiny, tmp_path, 1001, limit=1, best=90)
     assert names(tmp_path) == ["checkpoint-90", "checkpoint-1001"]
     save(tiny, tmp_path, 1002, limit=1)
     assert names(tmp_path) == ["checkpoint-1002"]
@@ -132,19 +121,17 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_full_disk_costs_one_checkpoint(place, tiny, tmp_path, monkeypatch, capsys):
-    best = best_at(3)
-    assert save(tiny, tmp_path, 3, best=best)
-    best.update(6, {"eval_loss": 0.5})
+    assert save(tiny, tmp_path, 3)
     with monkeypatch.context() as patch:
         target, name, fault = PLACES[place]
         target = {"lm": tiny.model.lm, "tokenizer": tiny.tokenizer}.get(target, target)
         patch.setattr(target, name, fault)
-        assert not save(tiny, tmp_path, 6, limit=1, best=best)
+        assert not save(tiny, tmp_path, 6, limit=1)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1 and "checkpoint-6 could not be written" in said[0] and "the next save tries again" in said[0]
     assert names(tmp_path) == ["checkpoint-3"] and newest_intact(tmp_path).name == "checkpoint-3"
-    assert not list(tmp_path.glob(".*")) and best.step == 3  # the best that there is
-    assert save(tiny, tmp_path, 9, limit=1, best=best)
+    assert not list(tmp_path.glob(".*"))
+    assert save(tiny, tmp_path, 9, limit=1, best=3)
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
 
 
@@ -416,6 +403,12 @@ def test_the_best_is_kept_exported_and_ends_early(launch, capsys):
     assert list(evaluations(output)) == [0, 2, 4, 6, 8] and names(output) == ["checkpoint-2", "checkpoint-6"]
 
 
+def test_a_best_one_that_was_not_written_is_not_the_best(launch, monkeypatch):
+    monkeypatch.setattr(torch, "save", torch_disk_full)
+    output = launch("sft", *SEARCH, "--save_best", "max:eval_loss", "--max_steps", "4")
+    assert json.loads((output / "summary.json").read_text())["best"] is None and (output / "model.safetensors").exists()
+
+
 def test_a_merged_export_is_that_of_the_best_adapter(launch):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -441,7 +434,7 @@ def test_a_longer_run_equals_an_uninterrupted_one(launch):
     with pytest.raises(UserError, match="holds a complete run"):
         launch("sft", *constant, "--max_steps", "3", output="longer")
     (longer / "summary.json").unlink()
-    with pytest.raises(UserError, match="checkpoint-8 is at step 8, and this run would end at step 3"):
+    with pytest.raises(UserError, match="checkpoint-8 lies beyond step 3"):
         launch("sft", *constant, "--max_steps", "3", output="longer")
     launch("sft", *constant, output="longer")  # nothing is left but its end
     assert read_metrics(longer) == read_metrics(whole)

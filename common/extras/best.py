@@ -1,19 +1,18 @@
-"""The best evaluation of a run so far, and early stopping when no better one follows. Numbers in, decisions out."""
+"""--save_best: the best evaluation of a run so far, and early stopping when no better one follows."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, say
-from common.run.folder import checkpoint_at
 
 LOWER = ("loss", "perplexity")  # metrics whose name contains one of these are better when lower
+SUITE = "eval_regression/"  # the start of its metrics' names
 HIGHER = ("accurac", "reward", "exact", "margin", "regression")
 
 
 class Best:
-    """Implements --save_best, --early_stopping_patience and --early_stopping_delta.
+    """A part of a `Run`: --save_best, --early_stopping_patience and --early_stopping_delta.
 
     The evaluation before the first step does not count: only a trained model is kept.
     """
@@ -21,13 +20,12 @@ class Best:
     def __init__(self, args: CommonArgs):
         """args.save_best: a metric's name, or min:NAME or max:NAME if the name does not say which direction is better."""
         metric, patience, delta = args.save_best, args.early_stopping_patience, args.early_stopping_delta
-        if patience and not metric:
+        if metric is None:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
-        if metric and not args.eval_steps and not args.regression_suite:
+        if not args.eval_steps and not args.regression_suite:
             raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
         self.patience, self.delta = patience, delta
-        self.name, self.sign = _direction(metric) if metric else (None, 1)
-        self.of_suite = bool(args.regression_suite and self.name and self.name.startswith("eval_regression/"))
+        self.name, self.sign = _direction(metric)
         self.value: float | None = None
         self.step: int | None = None  # of the best evaluation
         self._mark: float | None = None  # the value that an improvement by delta is measured from
@@ -35,8 +33,9 @@ class Best:
         self._before: tuple[float | None, int | None] = (None, None)
 
     def update(self, step: int, values: dict[str, float]) -> None:
-        """Record an evaluation. The values, and so the decisions, are the same on every process."""
-        if self.name is None:
+        """Record an evaluation; of the one of --regression_suite, which comes at its own steps, only where it is meant. The
+        values, and so the decisions, are the same on every process."""
+        if self.name.startswith(SUITE) != any(name.startswith(SUITE) for name in values):
             return
         if self.name not in values:
             found = ", ".join(sorted(values)) or "no metrics (is there a dataset for it?)"
@@ -67,10 +66,6 @@ class Best:
         say(f"step {step}: the run ends: {self.name} has not improved{least} in {self._waited} evaluations")
         return True
 
-    def folder(self, output_dir: str) -> Path | None:
-        """The checkpoint of the best evaluation, or None."""
-        return None if self.step is None else checkpoint_at(output_dir, self.step)
-
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint."""
         known = {"metric": self.name, "higher_is_better": self.sign > 0, "value": self.value, "step": self.step}
@@ -78,7 +73,7 @@ class Best:
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint. If the metric has changed, the search starts over."""
-        if self.name and (state.get("metric"), state.get("higher_is_better")) == (self.name, self.sign > 0):
+        if (state.get("metric"), state.get("higher_is_better")) == (self.name, self.sign > 0):
             self.value, self.step = state["value"], state["step"]
             self._mark, self._waited = state["mark"], state["waited"]
 

@@ -4,7 +4,7 @@ import json
 
 from common.args import CommonArgs
 from common.errors import UserError
-from common.run.best import Best
+from common.extras.best import Best
 import pytest
 
 
@@ -40,7 +40,6 @@ def test_the_best_evaluation_and_the_end_of_patience():
         again.restore(0, json.loads(json.dumps(best.state(0))))
         assert vars(again) | {"_before": 0} == vars(best) | {"_before": 0}
     assert found == [(10, False), (20, False), (20, False), (20, False), (50, True)]
-    assert str(best.folder("out")) == "out/checkpoint-50"
     best.withdraw(50)
     assert (best.step, best.value) == (20, 4.0)
     other = best_by("max:eval_loss")
@@ -48,6 +47,3 @@ def test_the_best_evaluation_and_the_end_of_patience():
     assert other.step is None
     with pytest.raises(UserError, match="gives eval_a, eval_b"):
         best.update(0, {"eval_b": 1, "eval_a": 2})
-    off = best_by(None)
-    off.update(1, {"eval_loss": 1.0})
-    assert not off.stops(1) and off.folder("out") is None
