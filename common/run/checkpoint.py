@@ -47,8 +47,8 @@ def save_checkpoint(
     best: int | None,
     kept: dict[str, Any] | None = None,
 ) -> bool:
-    """Write checkpoint-<step>, then prune to the newest args.save_total_limit and that of step `best`. Returns whether it was
-    written. kept: see Run.keep.
+    """Write checkpoint-<step>, then prune to the newest args.save_total_limit and that of step `best`. Returns whether it is
+    there. kept: see Run.keep.
 
     Called on every process; step: updates done so far. If the disk refuses the write, a message says so and training
     continues: existing checkpoints stay, and the next save tries again.
