@@ -31,7 +31,7 @@ def steps(self, *args, **kwargs):
     pathlib.Path(args.output_dir).mkdir(exist_ok=True)
     save_args(self.args, pathlib.Path(args.output_dir, f"args.yaml{self.accelerator.process_index or ''}"))
     pathlib.Path(args.output_dir, "inputs.json").write_text("{}")
-    assert save_checkpoint(args, self.accelerator, self.model, self.optimizer, self.tokenizer, 2, {}, self.best)
+    assert save_checkpoint(args, self.accelerator, self.model, self.optimizer, self.tokenizer, 2, {}, None)
     self.accelerator.wait_for_everyone()
     os._exit(0)
 Run.steps = steps
