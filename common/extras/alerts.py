@@ -15,18 +15,14 @@ import urllib.request
 
 from common.args import CommonArgs
 from common.errors import SECRETS, UserError, hidden, is_first, say
-from common.memory import memory
-import torch
 
 ADDRESS = re.compile(r"https?://([a-z\d.-]+|\[[\da-f:]+\])(:\d{1,5})?(/[!-~]*)?", re.I | re.ASCII)
+EVENTS = ("finished", "stopped", "died", "spike", "bad", "memory", "regression")  # of a run's that are sent
+OFTEN, PAUSE = ("spike", "bad"), 300.0  # these may come at every step: seconds between two alerts
 WAITS = (0.0, 1.0, 3.0)  # seconds before each attempt
 TIMEOUT, LAST_SECONDS = 10.0, 5.0  # for an attempt; that the end of a run waits
-STALL, PAUSE = 1800.0, 300.0  # seconds without a new step; between two alerts of a kind that could come at every step
-MEMORY_ABOVE = 0.95  # of the memory there is
+STALL = 1800.0  # seconds without a new step
 LONGEST = 1500  # characters; Discord takes 2,000
-MARKS = {"finished": "🟢", "stopped": "🟢", "died": "🔴"} | dict.fromkeys(
-    ("spike", "bad", "memory", "regression", "stalled"), "🟠"
-)
 
 
 class Alerts:
@@ -52,25 +48,17 @@ class Alerts:
         self.step, self.step_at = step, time.monotonic()
 
     def on_event(self, kind: str, step: int, text: str) -> None:
-        if kind in MARKS:
-            self.send(kind, f"step {step}: {text}", PAUSE if kind in ("spike", "bad") else 0.0)
+        is_soon = kind in OFTEN and time.monotonic() - self.last.get(kind, -PAUSE) < PAUSE
+        if self.sends and kind in EVENTS and not is_soon:
+            self.last[kind] = time.monotonic()
+            self.send(kind, f"step {step}: {text}")
 
-    def on_log(self, step: int, values: dict[str, float]) -> None:
-        limit = memory(torch.device("cuda" if torch.cuda.is_available() else "cpu")).limit
-        peak = values.get("peak_memory_gib", 0.0)
-        if peak > MEMORY_ABOVE * limit:
-            self.send("memory", f"step {step}: {peak:.1f} GiB of {limit:.1f} have been in use", float("inf"))
-
-    def send(self, event: str, text: str, pause: float = 0.0) -> None:
-        """pause: seconds after an alert in which further ones of this event are left out."""
-        now = time.monotonic()
-        if self.sends and now - self.last.get(event, -float("inf")) >= pause:
-            self.last[event] = now
-            text = f"{MARKS[event]} {self.run}: {event}\n{hidden(text)[:LONGEST]}"
-            # Slack reads "text", Discord "content"; neither can mention anybody, as <!channel> or @everyone.
-            escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-            alert = {"text": escaped, "content": text, "allowed_mentions": {"parse": []}}
-            self.waiting.put(alert | {"event": event, "run": self.run, "step": self.step, "time": round(time.time(), 3)})
+    def send(self, event: str, text: str) -> None:
+        text = f"{self.run}: {event}\n{hidden(text)[:LONGEST]}"
+        # Slack reads "text", Discord "content"; neither can mention anybody, as <!channel> or @everyone.
+        escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        alert = {"text": escaped, "content": text, "allowed_mentions": {"parse": []}}
+        self.waiting.put(alert | {"event": event, "run": self.run, "step": self.step, "time": round(time.time(), 3)})
 
     def close(self) -> None:
         """The run ends: wait briefly for the last alerts to go out."""
@@ -99,19 +87,12 @@ class Alerts:
             self.waiting.task_done()
 
 
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would become a GET of another address."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 def post(url: str, alert: dict[str, Any]) -> str:
     """Make one attempt. Returns why the alert could not be delivered, or ""; never the address, as some exceptions do."""
     headers = {"Content-Type": "application/json", "User-Agent": "plainloop"}
     request = urllib.request.Request(url, json.dumps(alert).encode(), headers)
     try:
-        urllib.request.build_opener(NoRedirect).open(request, timeout=TIMEOUT).close()
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            return "" if answer.url == url else "it redirects"  # to where urllib then only asks, without the alert
     except Exception as error:
         return f"it answers {error.code}" if hasattr(error, "code") else type(getattr(error, "reason", error)).__name__
-    return ""

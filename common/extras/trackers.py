@@ -1,7 +1,6 @@
 """--report_to: a tracker (tensorboard, wandb, ...), through Accelerate. A resumed run continues its run there."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 import uuid
@@ -9,7 +8,6 @@ import uuid
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
-from common.files import replace_text
 
 NAMES = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")
 
@@ -29,22 +27,20 @@ class Tracker:
         self.accelerator, self.args = accelerator, args
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        """Start the tracker, or continue its run: entries after the checkpoint's step will be logged again."""
-        args, output_dir = self.args, Path(self.args.output_dir)
+        """Start the tracker, or continue its run: entries after the checkpoint's step will be logged again. wandb and swanlab
+        ignore those that they have."""
+        args = self.args
         config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in vars(args).items()}
         if step and args.report_to == "tensorboard":
             config = None  # a changed config would start a new run each time
-        file, run_id = output_dir / "tracker.json", None
-        if self.accelerator.is_main_process:
-            try:
-                run_id = json.loads(file.read_text())["id"]
-            except (OSError, ValueError, KeyError, TypeError):
-                run_id = uuid.uuid4().hex[:21]  # swanlab's length
-                replace_text(file, json.dumps({"id": run_id}))
-        same, name = {"id": run_id, "resume": "allow"}, args.run_name or output_dir.name  # they ignore steps that they have
+        self.id = state.get("id") or uuid.uuid4().hex[:21]  # swanlab's length
+        same, name = {"id": self.id, "resume": "allow"}, args.run_name or Path(args.output_dir).name
         settings = {"wandb": same | {"name": name}, "swanlab": same | {"experiment_name": name}}
         settings["tensorboard"] = {"purge_step": step + 1 if step else 0}
         self.accelerator.init_trackers("plainloop", config=config, init_kwargs=settings)
+
+    def state(self, step: int) -> dict[str, str]:
+        return {"id": self.id}
 
     def on_log(self, step: int, values: dict[str, float]) -> None:
         self.accelerator.log(values, step=step)

@@ -27,7 +27,7 @@ from common.processes import on_main_process
 import yaml
 
 LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")  # an object per line, with its step
-NOTES = ("args.yaml", "inputs.json", "dataset.json", "tracker.json", "summary.json", "events.jsonl", "report.html")
+NOTES = ("args.yaml", "inputs.json", "dataset.json", "summary.json", "events.jsonl", "report.html")
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and their companions, depending on the tokenizer

@@ -80,23 +80,22 @@ def test_an_alert_says_what_who_and_when():
     alerts.on_event("finished", 8, "loss 2 -> 1")
     alerts.close()
     first, last = server.got
-    assert first["content"] == "🟠 my-run: spike\nstep 7: <!channel> & @everyone; (secret) is no secret here"
+    assert first["content"] == "my-run: spike\nstep 7: <!channel> & @everyone; (secret) is no secret here"
     assert "&lt;!channel&gt; &amp; @everyone" in first["text"] and first["allowed_mentions"] == {"parse": []}
     assert (first["event"], first["run"], first["step"], last["event"]) == ("spike", "my-run", 7, "finished")
     assert abs(first["time"] - time.time()) < 60
     assert server.asked == [(f"/services/{TOKEN}", "application/json", 200)] * 2
 
 
-@pytest.mark.parametrize("answers, said", [([500, 429, 200], ""), ([500], "500"), ([302], "302")])
+@pytest.mark.parametrize("answers, said", [([500, 429, 200], ""), ([500], "500"), ([302], "redirects")])
 def test_failures_are_retried_and_said_once(answers, said, capsys):
-    """A redirect is not followed."""
+    """Where an address redirects to, the alert would not arrive."""
     server = Server(*answers)
     alerts = alerts_to(server.url)
     alerts.send("spike", "a")
     alerts.send("finished", "b")
     alerts.close()
-    assert [code for *_, code in server.asked][:3] == (answers * 3)[:3]
-    assert {path for path, *_ in server.asked} == {f"/services/{TOKEN}"}
+    assert [code for *_, code in server.asked if code][:3] == (answers * 3)[:3]
     out = capsys.readouterr().out
     assert out.count("--alert_webhook") == bool(said) and said in out and TOKEN not in out
 
@@ -133,9 +132,9 @@ def test_frequent_events_are_told_now_and_then():
     alerts = alerts_to(server.url)
     for step in range(5):
         alerts.on_event("bad", step, "not finite")
-        alerts.on_log(step, {"peak_memory_gib": 1e9})
+        alerts.on_event("regression", step, "all has fallen")
     alerts.close()
-    assert server.events == ["bad", "memory"]
+    assert server.events == ["bad", *["regression"] * 5]
 
 
 @pytest.mark.parametrize(
