@@ -27,8 +27,8 @@ class Tracker:
         self.accelerator, self.args = accelerator, args
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        """Start the tracker, or continue its run: entries after the checkpoint's step will be logged again. wandb and swanlab
-        ignore those that they have."""
+        """Start the tracker, or continue its run: entries after the checkpoint's step will be logged again. wandb
+        and swanlab ignore those that they have."""
         args = self.args
         config: Any = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in vars(args).items()}
         if step and args.report_to == "tensorboard":

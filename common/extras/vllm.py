@@ -13,12 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import hashlib
 import http.client
 import json
-import math
 import os
 from pathlib import Path
-import re
 import shutil
-import ssl
 import time
 from typing import Any
 import urllib.error
@@ -54,7 +51,7 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers
 
 
 class ServerFault(UserError):
-    """No answer, an internal error, or an answer that cannot be right: another server may do better."""
+    """No answer, an error, or an answer that cannot be right: another server may do better."""
 
 
 def request_seed(key: Sequence[int]) -> int:
@@ -63,45 +60,25 @@ def request_seed(key: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS, tries: int = 3) -> dict[str, Any]:
-    """The JSON object that a server answers. body: of a POST. Raises ServerFault if there is no answer in time, UserError if
-    the request is refused."""
+def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+    """The JSON object that a server answers. body: of a POST. Raises ServerFault if there is none, or not in time."""
     headers, key = {"Content-Type": "application/json"}, os.environ.get("VLLM_API_KEY", "").strip()
     if key:
         headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url + path, None if body is None else json.dumps(body).encode(), headers)
-    for pause in PAUSES[:tries]:
+    problem = ""
+    for pause in PAUSES:
         time.sleep(pause)
         try:
+            request = urllib.request.Request(url + path, None if body is None else json.dumps(body).encode(), headers)
             with OPENER.open(request, timeout=seconds) as answer:
-                found = json.loads(read_body(answer, seconds) or b"{}")
-            return found if isinstance(found, dict) else {}
+                return json.loads(answer.read() or b"{}")
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read(2000).decode(errors="replace").split())[:400]
-            said = said.replace(key, "(key)") if key else said
-            problem = f"HTTP {error.code} to {path.split('?')[0]}: {said}"
-            if error.code in (401, 403):
-                problem += "; VLLM_API_KEY has to be the key that it was started with"
-            if error.code < 500 and "not JSON compliant" not in said:  # that is how it says NaN
-                raise UserError(f"--rollout_server {url}: {problem}") from None
-        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-            reason = getattr(error, "reason", error)
-            problem = " ".join(str(reason).split()) or type(reason).__name__
-            if isinstance(reason, TimeoutError):
-                problem = f"no answer to {path.split('?')[0]} in {seconds:.0f} s"
-            if isinstance(reason, TimeoutError | ssl.SSLError):
-                break  # which another try would not change
+            problem = f"HTTP {error.code} to {path.split('?')[0]}: {error.read(400).decode(errors='replace')}"
+        except TimeoutError:  # another try would take as long
+            raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            problem = quoted(error, 400, str)
     raise ServerFault(problem)
-
-
-def read_body(answer: Any, seconds: float) -> bytes:
-    """The body of an HTTP answer. Raises TimeoutError if it takes longer, even if it keeps dripping."""
-    limit, parts = time.monotonic() + seconds, []
-    while part := answer.read1(1 << 16):
-        parts.append(part)
-        if time.monotonic() > limit:
-            raise TimeoutError
-    return b"".join(parts)
 
 
 class RolloutServers:
@@ -128,8 +105,6 @@ class RolloutServers:
             f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {lm.config._name_or_path or 'MODEL'} --host 127.0.0.1"
         )
         self.start += f" --port 8000 --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
-        if not os.environ.get("VLLM_API_KEY", "").strip().isprintable():
-            raise UserError("VLLM_API_KEY has characters that a header cannot have")
         self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
         self.failed: dict[str, str] = {}  # {url: why} of those that are left out, until the next push
         self.background, self.running = ThreadPoolExecutor(1), []  # one rollout after another
@@ -143,23 +118,19 @@ class RolloutServers:
 
     def _check(self, url: str) -> str:
         """The dtype of a server's weights. Raises UserError if it does not fit."""
-        if not re.fullmatch(r"https?://[\w.:\[\]-]+", url):  # which may hold a password, and is not printed
-            raise UserError("--rollout_server: expected addresses as http://127.0.0.1:8000; the key is VLLM_API_KEY")
         try:
-            ask(url, "/health", seconds=10.0, tries=1)
             model = ask(url, "/server_info?config_format=json")["vllm_config"]["model_config"]
+            if ask(url, "/is_paused").get("is_paused"):  # by a run that was killed
+                ask(url, "/resume", {})
+            self._complete(url, [self.vocabulary - 1], 0, 1, {})  # it takes our key, and all our tokens
             mode, generation = model["logprobs_mode"], model.get("generation_config", "vllm")
             dtype, room = str(model["dtype"]).removeprefix("torch."), int(model["max_model_len"])
-        except ServerFault as fault:
-            raise UserError(f"{url} does not answer ({fault}): {self.start}") from None
-        except (UserError, KeyError, TypeError, ValueError):
-            raise UserError(f"{url} is no server of vLLM 0.32 or newer in development mode: {self.start}") from None
+        except (ServerFault, KeyError, TypeError, ValueError) as error:
+            wanted = "does not answer as vLLM 0.32 in development mode does"
+            raise UserError(f"--rollout_server {url} {wanted} ({error}): {self.start}") from None
         if room < self.longest or mode not in self.modes or generation != "vllm":
             found = f"--max-model-len {room} --generation-config {generation} --logprobs-mode {mode}"
-            raise UserError(f"{url} was started with {found}: {self.start}")
-        if ask(url, "/is_paused").get("is_paused"):  # by a run that was killed
-            ask(url, "/resume", {})
-        self._complete(url, [self.vocabulary - 1], 0, 1, {})  # it takes our key, and all our tokens
+            raise UserError(f"--rollout_server {url} was started with {found}: {self.start}")
         return dtype
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -207,13 +178,13 @@ class RolloutServers:
             self._check(url)  # it may have been restarted with other settings
             ask(url, "/pause?mode=wait", {}, PATIENCE)
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-            ask(url, "/collective_rpc", call, PATIENCE, tries=1)  # an engine that fails here dies at its next request
+            ask(url, "/collective_rpc", call, PATIENCE)
             ask(url, "/reset_prefix_cache", {})
             ask(url, "/update_weight_version", {"new_version": self.version})
             ask(url, "/resume", {})
             return self._complete(url, prompt, request_seed((0,)), PROBE_TOKENS, {"temperature": self.how["temperature"]})
         except UserError as problem:
-            return str(problem).removeprefix(f"--rollout_server {url}: ")
+            return str(problem)
 
     def _score(self, prompt: list[int], ids: list[int]) -> np.ndarray:
         """The trained model's log-probabilities of the tokens after a prompt. Called on every process."""
@@ -311,15 +282,10 @@ class RolloutServers:
         try:
             [choice] = answer["choices"]
             ids, logps, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-            num_read = answer["usage"]["prompt_tokens"]
-            fits = 0 < len(ids) == len(logps) <= limit and all(math.isfinite(logp) for logp in logps)
-            fits = fits and all(type(i) is int and 0 <= i < self.vocabulary for i in ids)
-            fits = fits and (reason == "length" or reason == "stop" and ids[-1] in stops)
+            is_whole = answer["usage"]["prompt_tokens"] == len(prompt) and len(ids) == len(logps)  # it cuts without a word
+            fits = is_whole and ids and (reason == "stop" or reason == "length" and len(ids) == limit)
         except (KeyError, TypeError, ValueError):
             fits = False
         if not fits:
-            raise ServerFault(f"an answer that is no completion: {quoted(answer)}")
-        if num_read != len(prompt) or reason == "length" and len(ids) != limit:
-            found = f"{num_read} of {len(prompt)} tokens of the prompt, {len(ids)} of {limit} of the completion"
-            raise UserError(f"--rollout_server {url} has cut a sequence without a word: {found}: {self.start}")
+            raise ServerFault(f"an answer that is no completion of {limit} tokens: {quoted(answer)}")
         return Sampled(ids, logps, reason == "stop")

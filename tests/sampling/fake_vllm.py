@@ -2,14 +2,12 @@
 
 Plays: "slow", "dies in a rollout", "hangs", "500", "500 twice" (for each completion), "aborts", "refuses a reload", "old
 weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed with the weights of before),
-"restarts" (other weights in the middle of a rollout), "no development mode", "unknown token", "NaN", "drips" (a byte now and
-then).
+"restarts" (other weights in the middle of a rollout), "no development mode".
 """
 
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import json
-import math
 from pathlib import Path
 import threading
 import time
@@ -92,15 +90,11 @@ class FakeVLLM:
                 except ConnectionAbortedError:  # it is dead: nothing more is said
                     self.close_connection = True
                     return
-                text = b"" if answer is None else json.dumps(answer).encode()
+                text = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                drips = fake.play == "drips" and body is not None and fake.counts(body)
-                for at in range(len(text) if drips else 0):
-                    self.wfile.write(text[at : at + 1])
-                    time.sleep(0.1)
-                self.wfile.write(b"" if drips else text)
+                self.wfile.write(text)
 
         class Quiet(ThreadingHTTPServer):
             daemon_threads, request_queue_size = True, 256
@@ -134,8 +128,6 @@ class FakeVLLM:
         if self.is_dead:
             raise ConnectionAbortedError
         self.asked.append(path)
-        if path == "/health":
-            return 200, None
         if path == "/v1/completions":
             return self._complete(body)
         if self.play == "no development mode":
@@ -165,7 +157,6 @@ class FakeVLLM:
     def _reload(self, folder: Path) -> tuple[int, Any]:
         self.reloads += 1
         if self.play == "refuses a reload" or not folder.is_dir():
-            self.play = "500"  # the engine is dead from here on
             return 500, error("Call to collective_rpc method failed: Worker failed with error 'Repo id must …'")
         weights = {}
         for file in sorted(folder.glob("*.safetensors")):
@@ -211,14 +202,9 @@ class FakeVLLM:
                 if asked.done is None:
                     self._sample_waiting()
         logps, ids, finished = asked.done
-        if any(not math.isfinite(logp) for logp in logps):
-            return 400, error("Out of range float values are not JSON compliant")
         reason = "stop" if finished else "length"
         if self.play == "aborts" and is_of_rollout:
             ids, logps, reason = ids[:1], logps[:1], "abort"
-        if is_of_rollout:
-            ids = [self.V, *ids[1:]] if self.play == "unknown token" else ids
-            logps = [math.nan, *logps[1:]] if self.play == "NaN" else logps
         choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logps}, "finish_reason": reason, "token_ids": ids}
         return 200, {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
 
