@@ -57,7 +57,7 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
 def _build(source: Source, job: Job, folder: Path) -> None:
     """Tokenise a source into a folder. Raises UserError if the rows cannot be used."""
     facts: dict[str, Any] = {"tokens": 0, "trained_tokens": 0, "dtype": "uint16"}
-    account, columns, read, code = Account(), [], set(), {}
+    account, columns, read = Account(), [], set()
     layout: Layout | None = None
     with ExitStack() as stack:
         bar = tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2)
@@ -77,7 +77,6 @@ def _build(source: Source, job: Job, folder: Path) -> None:
             facts["dtype"] = str(encoded.ids.dtype)
             account.merge(encoded.account)
             read |= encoded.read
-            code |= encoded.code
             bar.update(count)
             if account.rows >= ENOUGH and not account.examples:
                 break
@@ -90,7 +89,6 @@ def _build(source: Source, job: Job, folder: Path) -> None:
     facts["per_example"], facts["fields"] = (layout.per_example, layout.fields) if layout else (1, {})
     facts |= account.facts()
     facts["args"] = {name: digest([getattr(job.args, name)]) for name in sorted(read)}
-    facts["code"] = code | loaded_code(inspect.getsourcefile(job.encode))
     names = ["ids.bin", "mask.bin", *(f"{name}.npy" for name in ARRAYS)]
     names += [f"field-{number}.bin" for number in range(len(facts["fields"]))]
     hashes = "".join(file_hash(folder / name) for name in names if (folder / name).exists())
@@ -207,11 +205,9 @@ def _values(table: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _fits(folder: Path, args: CommonArgs) -> bool:
-    """Whether `encode` would read and import the same as when the folder was written."""
+    """Whether the arguments that `encode` read have the values that they had when the folder was written."""
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    return all(digest([getattr(args, name)]) == found for name, found in facts["args"].items()) and all(
-        file_hash(Path(path)) == found for path, found in facts["code"].items()
-    )
+    return all(digest([getattr(args, name)]) == found for name, found in facts["args"].items())
 
 
 def digest(parts: list[Any]) -> str:

@@ -212,15 +212,17 @@ def _tools(columns: Columns) -> list[Any] | None:
 
 def _conversation(columns: Columns) -> list[Message]:
     """The messages or conversations column (as JSON text, too) as messages, after the system turn."""
-    turns = columns.get("messages") or columns.get("conversations")
-    messages = _messages(turns)
-    return messages if messages[0]["role"] == "system" else _system(columns) + messages
+    return _after_system(columns, columns.get("messages") or columns.get("conversations"))
 
 
 def _prompt_turns(columns: Columns) -> list[Message]:
     """The prompt column, a string or messages, as messages, after the system turn."""
     prompt = columns["prompt"]
-    messages = _messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    return _after_system(columns, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
+
+def _after_system(columns: Columns, turns: Any) -> list[Message]:
+    messages = _messages(turns)
     return messages if messages[0]["role"] == "system" else _system(columns) + messages
 
 

@@ -264,25 +264,6 @@ def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     return [encoding.ids for encoding in encodings]
 
 
-def _ids_and_characters(
-    text: str, tokenizer: Tokenizer, literal: bool, direct: bool
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """A text as ids and the characters [start, end) of each. Raises UserError for a tokenizer without offsets."""
-    if direct:
-        encoding = _engine(tokenizer, literal).encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
-    if not tokenizer.is_fast:
-        raise UserError(f"{type(tokenizer).__name__}: chats need a tokenizer with a fast form (a tokenizer.json)")
-    encoding = tokenizer(
-        text,
-        add_special_tokens=False,
-        split_special_tokens=literal,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-    )
-    return encoding["input_ids"], encoding["offset_mapping"]
-
-
 def encode_text(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tuple[list[int], np.ndarray]:
     """Text of `render` as ids and their characters [start, end); no token crosses a cut. Placeholders become text."""
     traits = _traits(tokenizer)
@@ -309,16 +290,20 @@ def encode_text(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tu
 def _piece(
     text: str, tokenizer: Tokenizer, traits: _Traits, first: bool, literal: bool = False
 ) -> tuple[list[int], np.ndarray]:
-    """A piece of a longer text as ids and their characters; literal: spelled special tokens stay characters."""
+    """A piece of a longer text as ids and their characters; literal: spelled special tokens stay characters.
+
+    Raises UserError for a tokenizer without a fast form.
+    """
+    if not traits.direct:
+        raise UserError(f"{type(tokenizer).__name__}: chats need a tokenizer with a fast form (a tokenizer.json)")
     # Some tokenizers add a space before a text. Within a longer one there is none: encode the piece after a line break.
     lead = None if first else traits.line_break
+    encoding = _engine(tokenizer, literal).encode(text if lead is None else "\n" + text, add_special_tokens=False)
+    ids, characters = encoding.ids, encoding.offsets
     if lead is not None:
-        ids, characters = _ids_and_characters("\n" + text, tokenizer, literal, traits.direct)
         if ids[: len(lead)] != lead:
             raise BadRow("the tokenizer cannot split the text at the border of an answer")
         ids, characters = ids[len(lead) :], [(start - 1, end - 1) for start, end in characters[len(lead) :]]
-    else:
-        ids, characters = _ids_and_characters(text, tokenizer, literal, traits.direct)
     for i, token in enumerate(ids):
         if token in traits.special:
             if literal:

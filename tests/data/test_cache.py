@@ -259,10 +259,8 @@ class Settings(Base):
 @decorated
 def encode(row, tokenizer, args):
     """The text."""
-    import my_late
-
     CALLS.append(1)
-    return f"{row['text']} {scale(1)} {TABLE[0]} {TENSOR[0]} {Settings().times(2)} {MODE} {sorted(WORDS)} {args.half} {my_late.X}"
+    return f"{row['text']} {scale(1)} {TABLE[0]} {TENSOR[0]} {Settings().times(2)} {MODE} {sorted(WORDS)} {args.half}"
 
 
 CALLS = []
@@ -275,14 +273,14 @@ def main(args):
 FILES = {
     "my_helper.py": "from my_other import OFFSET\n\nclass Base:\n    depth = 1\n\ndef scale(x):\n    return x + OFFSET\n"
 }
-FILES |= {"my_other.py": "OFFSET = 1\n", "my_late.py": "X = 1\n", "script.py": SCRIPT}
+FILES |= {"my_other.py": "OFFSET = 1\n", "script.py": SCRIPT}
 
 
 def run_script_once(folder, tmp_path, monkeypatch, **settings):
     """Import the script as a new process would, and load its data: how many rows it tokenised."""
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.chdir(folder)
-    for name in ("script", "my_helper", "my_other", "my_late"):
+    for name in ("script", "my_helper", "my_other"):
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
     for pyc in folder.rglob("*.pyc"):
@@ -315,7 +313,6 @@ def run_script_once(folder, tmp_path, monkeypatch, **settings):
         ("my_helper.py", "x + OFFSET", "x - OFFSET", 3),
         ("my_helper.py", "depth = 1", "depth = 2", 3),
         ("my_other.py", "OFFSET = 1", "OFFSET = 2", 3),
-        ("my_late.py", "X = 1", "X = 2", 3),
         ("table.npy", None, None, 3),
         ("MY_MODE", None, None, 3),
     ],
