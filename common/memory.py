@@ -6,7 +6,6 @@ import gc
 import math
 from pathlib import Path
 import platform
-import re
 from typing import Any, NamedTuple
 
 from accelerate.utils import DistributedType
@@ -117,30 +116,3 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-# Dense bfloat16 operations per second (T4, V100: float16) from the data sheets, matched by words of the device name.
-PEAK_FLOPS = {
-    ("B200",): 2250e12,
-    ("H200",): 989e12,
-    ("H100", "PCIE"): 756e12,
-    ("H100", "NVL"): 835e12,
-    ("H100",): 989e12,
-    ("A100",): 312e12,
-    ("A10",): 125e12,
-    ("L40S",): 362e12,
-    ("L40",): 181e12,
-    ("L4",): 121e12,
-    ("T4",): 65e12,
-    ("V100",): 125e12,
-    ("4090",): 165e12,
-    ("3090",): 71e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Peak operations per second of the GPU, from the table, or None."""
-    if device.type != "cuda":
-        return None
-    words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
-    return next((value for name, value in PEAK_FLOPS.items() if words.issuperset(name)), None)

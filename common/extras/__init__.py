@@ -17,6 +17,7 @@ EXTRAS: dict[str, str] = {
     "fused_layers": "norms and MLPs of Llama's form, GELUs of GPT-2's",
     "hybrids": "recurrent layers, positions that depend on the length",
     "merge": "--merge_lora",
+    "mfu": "training on a CUDA device",
     "muon": "--optim muon",
     "other_names": "an unknown flag",
     "padded": "models whose attention cannot be replaced; sampling where layers keep a state",

@@ -360,7 +360,8 @@ def as_typed(value: Any) -> str:
 
 def about(begun: Row, data: Row) -> list[list[str]]:
     """[label, text] pairs: the model, the machine, the versions."""
-    model, counts = dict(data.get("model") or {}), data.get("parameters") or {}
+    model = dict(data.get("model") or {})
+    counts = model.pop("parameters", {})
     found = {"model": model.pop("class", None)}
     found["parameters"] = " of ".join(f"{counts[name]:,}" for name in ("trained", "all") if name in counts)
     found |= model | {name: begun.get(name) for name in OF_THE_MACHINE} | (begun.get("versions") or {})

@@ -333,32 +333,3 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def sizes(parameters: Iterable[nn.Parameter]) -> list[int]:
     """The number of elements of each parameter; two in 4 bits share a byte."""
     return [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
-
-
-def flops_per_token(model: FlatModel, T: int) -> float:
-    """Floating-point operations to train on one token: `6 · N + 6 · L · H · Dh · T`.
-
-    N: parameters in matrix products (all but the input embedding, including the LM head; of experts, those that a token
-    uses); L layers, H heads of size Dh, T the length of a sequence. With causal attention a token attends to T/2 others on
-    average.
-    """
-    config = model.config.get_text_config()
-    embedding = lm_head.weight_of(base_lm(model.lm).get_input_embeddings())
-    tied = embedding is lm_head.weight_of(base_lm(model.lm).get_output_embeddings())
-    N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel())
-    if routes_tokens(model.lm):
-        N -= extra("experts").idle_parameters(base_lm(model.lm))
-    heads, head_dim, hidden, layers = (
-        size_of_all_layers(config, name) for name in ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")
-    )
-    width = heads * (head_dim or hidden // max(heads, 1))  # a state-space model has no heads
-    return 6.0 * N + 6.0 * layers * width * T
-
-
-def size_of_all_layers(config: "PreTrainedConfig", name: str) -> int:
-    """A size in a configuration, or 0 if it is missing or differs between layers (Gemma 4)."""
-    try:
-        value = getattr(config, name, 0)
-    except Exception:  # its own exception class, for a size that differs between layers
-        return 0
-    return value if isinstance(value, int) else 0

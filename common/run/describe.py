@@ -16,7 +16,6 @@ from common.model.flat_model import FlatModel, base_lm, check_positions, count_p
 from common.model.save import base_dtype, final_dtype
 from common.sampling import why_no_cache
 import numpy as np
-import torch
 
 BINS = 8  # of the length histogram
 SHOWN = 3000  # characters shown of an example
@@ -52,7 +51,6 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
         "example": example_name,
         "batched_as": example_name if packs is data else "row",
         "plan": plan,
-        "parameters": about_model["parameters"],
         "model": about_model,
     }
     if getattr(packs, "max_length", 0):
@@ -84,7 +82,6 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
     return {
         "class": type(lm).__name__,
         "parameters": {"trained": trained, "all": parameters},
-        "quantised": sum(sizes(p for p in lm.parameters() if p.dtype in (torch.uint8, torch.int8))),
         "dtype": {
             "base": base_dtype(model),
             "weights": args.dtype,
@@ -95,7 +92,6 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
         "adapted_layers": sorted({name.split(".")[-1] for name, m in model.lm.named_modules() if hasattr(m, "lora_A")}),
         "frozen_beside_text": beside if lm.config.get_text_config() is not lm.config else 0,
         "left_out": getattr(lm, "left_out", ""),
-        "embedding_rows": lm.get_input_embeddings().weight.shape[0],
         "chat_template": args.chat_template or ("the tokenizer's" if template else None),
         "chat_template_hash": hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else None,
         "stop_tokens": [str(token or i) for i, token in zip(model.stop_ids, names, strict=True)],

@@ -43,10 +43,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # one process may prepare data for long
         )
     except (ValueError, RuntimeError, KeyError, ImportError) as error:  # an unusable environment variable or config
-        raise UserError(
-            f"Accelerate does not start as it is configured ({type(error).__name__}: {error}): run accelerate config, or "
-            "look for ACCELERATE_*, WORLD_SIZE, RANK and MASTER_ADDR in the environment"
-        ) from None
+        raise UserError(f"Accelerate does not start as it is configured ({type(error).__name__}: {error})") from None
     refuse_launch(accelerator)
     if args.load_in_4bit or args.load_in_8bit:
         extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
@@ -57,8 +54,6 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
     if checkpoint is not None or (accelerator.distributed_type in SHARDED and not args.dry_run):
         check_shared_disk(accelerator, checkpoint or Path(args.output_dir, ".lock"))
     set_seed(args.seed)
-    if args.dtype == "bfloat16":
-        say("dtype: bfloat16 weights: half the memory, but small updates are lost to rounding (float32 keeps them)")
     threads = f" ({torch.get_num_threads()} CPU threads each)" if accelerator.device.type == "cpu" else ""
     say(
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}{threads}, "

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import hidden, say
 from common.files import replace_text
-from common.memory import finest_dtype, memory, peak_flops, relieve
+from common.memory import finest_dtype, memory, relieve
 from common.processes import gather_lists, whole
 from common.run.folder import LINES, is_held, writing
 import torch
@@ -37,9 +37,9 @@ class Metrics:
     that each token (or pair, or completion) counts once. One whose name ends in _max is the largest value.
     """
 
-    def __init__(self, accelerator: Accelerator, args: CommonArgs, flops_per_token: float | None = None):
-        """flops_per_token: gives `mfu` = tokens per second · flops_per_token / (peak · processes) if the GPU is known."""
-        self.accelerator, self.args, self.flops_per_token = accelerator, args, flops_per_token
+    def __init__(self, accelerator: Accelerator, args: CommonArgs, mfu_per_token: float | None = None):
+        """mfu_per_token: gives `mfu` = tokens per second · mfu_per_token."""
+        self.accelerator, self.args, self.mfu_per_token = accelerator, args, mfu_per_token
         self.output_dir = Path(args.output_dir)
         # {name: [total, weight]} of finished windows, and of the current one; of a maximum [value, 1].
         self.sums: dict[str, Tensor] = {}
@@ -161,9 +161,8 @@ class Metrics:
         values |= {name: whole(v) for name, v in now.items() if v is not None}  # DeepSpeed does not return the norm
         values["num_tokens"] = self.num_tokens
         values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
-        peak = peak_flops(self.accelerator.device)
-        if self.flops_per_token and peak:
-            values["mfu"] = values["tokens_per_second"] * self.flops_per_token / (peak * self.accelerator.num_processes)
+        if self.mfu_per_token:
+            values["mfu"] = values["tokens_per_second"] * self.mfu_per_token
         relieve(self.accelerator.device, self.args.empty_cache_above)
         values["memory_gib"], values["peak_memory_gib"], _ = memory(self.accelerator.device)
         if self.bad_steps:

@@ -31,7 +31,6 @@ from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printab
 from common.extras import extra
 from common.files import loaded_code
 from common.model import FlatModel
-from common.model.flat_model import flops_per_token
 from common.model.save import base_dtype, final_dtype
 from common.run.checkpoint import check_modules, export, load_extra, load_kept, resume, save_checkpoint
 from common.run.describe import describe
@@ -109,7 +108,8 @@ class Run:
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         check_modules(model, optimizer)
-        flops = flops_per_token(model, windows.typical_length)
+        on_gpu = accelerator.device.type == "cuda"
+        mfu = extra("mfu").mfu_per_token(model, windows.typical_length, accelerator) if on_gpu else None
         load_extra(model, self.resume_from, args.model_name_or_path)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         state = resume(accelerator, self.resume_from, self.optimizer, self.model)
@@ -117,7 +117,7 @@ class Run:
         self.first_step = self.saved_step = self.step = state["step"]
         # Evaluations and saves done up to here are not repeated.
         self.resumed_at = self.first_step if self.resume_from else -1
-        self.metrics = Metrics(accelerator, args, flops)
+        self.metrics = Metrics(accelerator, args, mfu)
         self.metrics.tell = self._each
         self.nonfinite = NonFinite(self.metrics, self.tokenizer, self.optimizer)
         self.retry = Retry(args, accelerator, self.model, self.metrics)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from accelerate.utils import DistributedType
 from common.collators import flat_batch
 from common.errors import UserError
+from common.extras.mfu import peak_flops
 from common.extras.varlen import Ragged
-from common.memory import peak_flops
 from common.model import attention
 from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap

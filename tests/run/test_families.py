@@ -1,7 +1,7 @@
 """What a family has of its own does not end a run: sizes by layer, shared weights."""
 
 from common.errors import UserError
-from common.model.flat_model import flops_per_token
+from common.extras.mfu import flops_per_token
 from common.model.wrap import wrap
 import pytest
 import torch

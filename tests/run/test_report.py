@@ -65,7 +65,7 @@ def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
     tokens = first["tokens"] + second["tokens"]
     assert packing["utilisation"] == pytest.approx(tokens / (packing["rows"] * 128)) and packing["utilisation"] > 0.7
     assert lengths["mean"] == pytest.approx(tokens / 42) and sum(count for *_, count in lengths["histogram"]) == 42
-    assert facts["plan"]["steps"] == 2 and facts["parameters"] == {"trained": 381600, "all": 381600}
+    assert facts["plan"]["steps"] == 2 and facts["model"]["parameters"] == {"trained": 381600, "all": 381600}
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])

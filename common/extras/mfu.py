@@ -1,0 +1,71 @@
+"""The metric `mfu` of a run on a CUDA device: the share of the peak throughput that it reaches."""
+
+import re
+
+from accelerate import Accelerator
+from common.extras import extra
+from common.model.flat_model import FlatModel, base_lm, routes_tokens, sizes
+from common.model.lm_head import weight_of
+import torch
+from transformers import PreTrainedConfig
+
+# Dense bfloat16 operations per second (T4, V100: float16) from the data sheets, matched by words of the device name.
+PEAK_FLOPS = {
+    ("B200",): 2250e12,
+    ("H200",): 989e12,
+    ("H100", "PCIE"): 756e12,
+    ("H100", "NVL"): 835e12,
+    ("H100",): 989e12,
+    ("A100",): 312e12,
+    ("A10",): 125e12,
+    ("L40S",): 362e12,
+    ("L40",): 181e12,
+    ("L4",): 121e12,
+    ("T4",): 65e12,
+    ("V100",): 125e12,
+    ("4090",): 165e12,
+    ("3090",): 71e12,
+}
+
+
+def mfu_per_token(model: FlatModel, T: int, accelerator: Accelerator) -> float | None:
+    """What each token per second, over all processes, adds to `mfu`; None for an unknown GPU. T: as for flops_per_token."""
+    peak = peak_flops(accelerator.device)
+    return flops_per_token(model, T) / (peak * accelerator.num_processes) if peak else None
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak operations per second of the GPU, from the table, or None."""
+    if device.type != "cuda":
+        return None
+    words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
+    return next((value for name, value in PEAK_FLOPS.items() if words.issuperset(name)), None)
+
+
+def flops_per_token(model: FlatModel, T: int) -> float:
+    """Floating-point operations to train on one token: `6 · N + 6 · L · H · Dh · T`.
+
+    N: parameters in matrix products (all but the input embedding, including the LM head; of experts, those that a token
+    uses); L layers, H heads of size Dh, T the length of a sequence. With causal attention a token attends to T/2 others on
+    average.
+    """
+    config = model.config.get_text_config()
+    embedding = weight_of(base_lm(model.lm).get_input_embeddings())
+    tied = embedding is weight_of(base_lm(model.lm).get_output_embeddings())
+    N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel())
+    if routes_tokens(model.lm):
+        N -= extra("experts").idle_parameters(base_lm(model.lm))
+    heads, head_dim, hidden, layers = (
+        size_of_all_layers(config, name) for name in ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")
+    )
+    width = heads * (head_dim or hidden // max(heads, 1))  # a state-space model has no heads
+    return 6.0 * N + 6.0 * layers * width * T
+
+
+def size_of_all_layers(config: PreTrainedConfig, name: str) -> int:
+    """A size in a configuration, or 0 if it is missing or differs between layers (Gemma 4)."""
+    try:
+        value = getattr(config, name, 0)
+    except Exception:  # its own exception class, for a size that differs between layers
+        return 0
+    return value if isinstance(value, int) else 0
