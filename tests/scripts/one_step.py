@@ -35,6 +35,22 @@ def ids_of(text: str) -> list[int]:
     return tokenizer()(text, add_special_tokens=False).input_ids
 
 
+END = "<|im_end|>"  # of a turn, in its template
+
+
+def chat(*texts: str, system: str = "") -> list[dict[str, str]]:
+    """Turns of a user and an assistant."""
+    before = [{"role": "system", "content": system}] if system else []
+    return before + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def prompt_ids(prompt: str | list[dict[str, str]]) -> list[int]:
+    """A text, or a chat up to where the assistant answers."""
+    if isinstance(prompt, str):
+        return ids_of(prompt)
+    return ids_of(tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -188,6 +204,22 @@ def nll_window(lm: Any, sequences: list[tuple[list[int], list[int]]]) -> tuple[t
     loss, entropy, accuracy = -sums[0] / count, sums[1] / count, sums[2] / count
     values = {"loss": loss.item(), "entropy": entropy.item(), "mean_token_accuracy": accuracy.item()}
     return loss, values
+
+
+def assert_nll_step(run: Run, lm: Any, sequences: list[tuple[list[int], list[int]]], **more: float) -> None:
+    """The first step is that of the trained tokens of these sequences: metrics (and more of them) and gradient."""
+    loss, values = nll_window(lm, sequences)
+    assert_metrics(run.rows[0], values | more)
+    assert_gradient(run.grads[0], gradient_of(lm, loss))
+
+
+def assert_nll_evaluations(run: Run, lm: Any, sequences: list[tuple[list[int], list[int]]]) -> None:
+    """The evaluations of a run of two steps are means over the trained tokens of these sequences."""
+    assert [row["step"] for row in run.evals] == [0, 1, 2]
+    for row, policy in zip(run.evals, (lm, run.policy(1)), strict=False):
+        values = nll_window(policy, sequences)[1]
+        assert 0.02 < values["mean_token_accuracy"] < 0.98
+        assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
 
 
 def gradient_of(lm: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:

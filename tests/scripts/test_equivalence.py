@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.conftest import assert_same, demo, losses, run_script, teacher, torchrun, words_of
+from tests.run.test_fit import limit_memory
 
 COMMON = "--eval_steps 0 --logging_steps 1 --save_steps 0 --max_grad_norm 1.0 --lr_scheduler_type constant"
 COMMON = [*COMMON.split(), "--eval_prompts", ""]
@@ -59,6 +60,14 @@ def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stag
     for batch, accumulation in ((2, 4), (1, 8)):
         split = losses(launch(script, *arguments(stage, batch, accumulation), output=f"{batch}x{accumulation}"))
         assert_same(whole, split)
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_a_window_that_is_cut_when_memory_runs_out_keeps_pairs_together(stage, launch, monkeypatch):
+    words = [*arguments(stage, 3, 1), "--max_steps", "2"]
+    whole = losses(launch(stage, *words, output="whole"))
+    limit_memory(monkeypatch, 2)
+    assert_same(whole, losses(launch(stage, *words, output="cut")))
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from tests.scripts.one_step import (
     BASE,
     assert_gradient,
     assert_metrics,
+    assert_nll_evaluations,
+    assert_nll_step,
     exact,
     gradient_of,
     ids_of,
@@ -70,10 +72,7 @@ def test_every_token_that_follows_another_is_trained(packing, launch, data, base
     run = pretrain(launch, data, "--packing_strategy", packing, "--num_train_epochs", 1)
     sequences = rows_of(DOCUMENTS, packing)
     assert len(run.rows) == 1
-    loss, values = nll_window(base, sequences)
-    assert 0.02 < values["mean_token_accuracy"] < 0.98
-    assert_metrics(run.rows[0], values | {"num_tokens": sum(len(ids) for ids, _ in sequences)})
-    assert_gradient(run.grads[0], gradient_of(base, loss))
+    assert_nll_step(run, base, sequences, num_tokens=sum(len(ids) for ids, _ in sequences))
 
 
 @pytest.mark.parametrize(("packing", "size"), [("wrapped", 2), ("bfd", 1)])
@@ -82,12 +81,7 @@ def test_the_evaluation_is_the_mean_over_all_held_out_tokens(packing, size, laun
     flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
     flags += ["--packing_strategy", packing, "--max_steps", 2, "--learning_rate", "1e-2"]
     run = pretrain(launch, data, *flags)
-    sequences = rows_of(HELD_OUT, packing)
-    before, after = nll_window(base, sequences)[1], nll_window(run.policy(1), sequences)[1]
-    assert [row["step"] for row in run.evals] == [0, 1, 2]
-    for row, values in zip(run.evals, (before, after), strict=False):
-        assert 0.02 < values["mean_token_accuracy"] < 0.98
-        assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
+    assert_nll_evaluations(run, base, rows_of(HELD_OUT, packing))
 
 
 def test_dropout_is_on_in_training(launch, data, tmp_path):
@@ -124,7 +118,7 @@ def test_documents_are_those_of_the_column_that_is_named(launch, data, base, tmp
     rows = [{"text": "zzzz", "story": text} for text in DOCUMENTS]
     flags = ["--dataset_name", write_rows(tmp_path / "rows.jsonl", rows), "--dataset_text_field", "story"]
     run = pretrain(launch, data, *flags, "--num_train_epochs", 1, "--eval_steps", 1, "--num_samples", 1)
-    assert_metrics(run.rows[0], nll_window(base, rows_of(DOCUMENTS, "wrapped"))[1])
+    assert_nll_step(run, base, rows_of(DOCUMENTS, "wrapped"))
     assert read_rows(run.output / "samples.jsonl")[0]["prompt"] == " ".join(DOCUMENTS[0].split())
     flags += "--vocab_size 300 --hidden_size 32 --num_layers 1 --num_heads 2 --max_length 32 --eval_steps 0".split()
     new = launch("pretrain", *flags, "--max_steps", 1, "--save_steps", 1, output="new")

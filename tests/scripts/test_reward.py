@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from experiments.classifier import score_head
 from experiments.scored import up_to_the_score
 from tests.conftest import train_metrics
-from tests.scripts.one_step import PLAIN, exact, make_model, tokenizer, write_rows
+from tests.scripts.one_step import PLAIN, chat, exact, make_model, tokenizer, write_rows
 from tests.tiny import tiny_hybrid, tiny_lm
 
 PAIRS = [
@@ -24,14 +24,12 @@ PAIRS = [
     ("How much is 15-6-4?", "15-6=9. 9-4=5. So it is 5. Answer: 5", "No.", 0.0),
 ]
 HELD_OUT = [("What is 3+4?", "Sure! 3+4=7.", "8", 1.0), ("Max has 9 cards.", "14", "9+5=13. Answer: 13", None)]
-THREE = ["--per_device_train_batch_size", 3, "--max_steps", 2, "--eval_steps", 0]
 FLAGS = ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--center_rewards_coefficient", "0.05"]
 
 
 def as_rows(pairs):
-    turn = lambda role, text: [{"role": role, "content": text}]  # noqa: E731
     return [
-        {"prompt": turn("user", p), "chosen": turn("assistant", c), "rejected": turn("assistant", r), "margin": margin}
+        {"prompt": chat(p), "chosen": chat(p, c)[1:], "rejected": chat(p, r)[1:], "margin": margin}
         for p, c, r, margin in pairs
     ]
 
@@ -119,19 +117,6 @@ def test_a_regression_on_a_number_also_of_plain_text(launch, model, tmp_path):
     columns = {f"{name}s": [row[name] for row in rows] for name in ("prompt", "completion")}
     errors = [(score - row["score"]) ** 2 for score, row in zip(function.function(**columns), rows, strict=True)]
     assert last["eval_loss"] == pytest.approx(np.mean(errors), rel=1e-4) and last["eval_loss"] < first["eval_loss"]
-
-
-def test_a_window_that_is_cut_keeps_pairs_together(launch, model, tmp_path, monkeypatch):
-    whole, forward = train_metrics(reward(launch, model, tmp_path, *THREE, output="whole")), FlatModel.forward
-
-    def limited(self, batch, **options):
-        if torch.is_grad_enabled() and len(batch["lengths"]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, batch, **options)
-
-    monkeypatch.setattr(FlatModel, "forward", limited)
-    cut = train_metrics(reward(launch, model, tmp_path, *THREE, output="cut"))
-    assert [row["loss"] for row in cut] == pytest.approx([row["loss"] for row in whole], rel=1e-4)
 
 
 def test_bad_rows_and_settings_are_one_line(launch, model, tmp_path, capsys):

@@ -10,6 +10,9 @@ from tests.scripts.one_step import (
     apart,
     assert_gradient,
     assert_metrics,
+    assert_nll_evaluations,
+    assert_nll_step,
+    chat,
     exact,
     gradient_of,
     make_model,
@@ -19,28 +22,22 @@ from tests.scripts.one_step import (
     write_rows,
 )
 
-
-def chat(*turns):
-    """("system" or "", question, answer, question, answer, ...)"""
-    system = [{"role": "system", "content": turns[0]}] if turns[0] else []
-    roles = itertools.cycle(["user", "assistant"])
-    return [*system, *({"role": role, "content": text} for role, text in zip(roles, turns[1:], strict=False))]
-
-
 CHATS = [
-    chat("", "What is 3+4?", "3+4=7. Answer: 7"),
-    chat("Be short.", "Eva has 10 figs. She loses 4. How many figs now?", "Answer: 6", "What is 14-7+3?", "Answer: 10"),
-    chat("", "Hi", "Hello!", "Which number comes before 14?", "13 comes before 14.", "And before 9?", "8 comes before 9."),
-    chat("Show your working.", "How much is 15-6-4?", "15-6=9. 9-4=5. Answer: 5"),
-    chat("", "Today is Monday. What comes next?", "Tuesday", "And then?", "Then comes Wednesday. Then Thursday."),
-    chat("", "Max has 9 cards. He buys 5. How many cards now?", "9+5=14."),
+    chat("What is 3+4?", "3+4=7. Answer: 7"),
+    chat(
+        "Eva has 10 figs. She loses 4. How many figs now?", "Answer: 6", "What is 14-7+3?", "Answer: 10", system="Be short."
+    ),
+    chat("Hi", "Hello!", "Which number comes before 14?", "13 comes before 14.", "And before 9?", "8 comes before 9."),
+    chat("How much is 15-6-4?", "15-6=9. 9-4=5. Answer: 5", system="Show your working."),
+    chat("Today is Monday. What comes next?", "Tuesday", "And then?", "Then comes Wednesday. Then Thursday."),
+    chat("Max has 9 cards. He buys 5. How many cards now?", "9+5=14."),
 ]
 HELD_OUT = [
-    chat("", "What is 8-5?", "8-5=3. Answer: 3"),
-    chat("", "A pond has 3 ducks. 7 come. How many now? And who counts them, and why, and for how long?", "Answer: 10"),
-    chat("Be short.", "What is 1+1?", "2", "What is 6+6?", "6+6 is 12. 8-6 is 2. 12+3 is 15. Answer: 12"),
-    chat("", "Hi", "Hello!"),
-    chat("", "Mia sees Zoe. Who sees Mia?", "Tomorrow is Tuesday. Then Zoe sees Mia."),
+    chat("What is 8-5?", "8-5=3. Answer: 3"),
+    chat("A pond has 3 ducks. 7 come. How many now? And who counts them, and why, and for how long?", "Answer: 10"),
+    chat("What is 1+1?", "2", "What is 6+6?", "6+6 is 12. 8-6 is 2. 12+3 is 15. Answer: 12", system="Be short."),
+    chat("Hi", "Hello!"),
+    chat("Mia sees Zoe. Who sees Mia?", "Tomorrow is Tuesday. Then Zoe sees Mia."),
 ]
 
 
@@ -79,45 +76,41 @@ def sft(launch, data, *flags, model=BASE, batch=6, output="out"):
     return watched(launch, "sft", model, *names, *flags, output=output)
 
 
-@pytest.mark.parametrize("train_on", ["all_turns", "last_turn", "everything"])
-def test_the_answers_are_trained_and_nothing_else(train_on, launch, data, base):
-    """Loss, accuracy, entropy and gradient are those of the tokens that --train_on names, each with the same weight."""
-    run = sft(launch, data, "--train_on", train_on, "--max_steps", 2)
-    sequences = [encoded(messages, train_on) for messages in CHATS]
-    loss, values = nll_window(base, sequences)
-    assert 0.02 < values["mean_token_accuracy"] < 0.98
-    assert_metrics(run.rows[0], values | {"num_tokens": sum(len(ids) for ids, _ in sequences)})
-    assert_gradient(run.grads[0], gradient_of(base, loss))
-    assert_metrics(run.rows[1], nll_window(run.policy(1), sequences)[1])
+ONE = "--max_steps 1"
+STEPS = {  # flags, conversations of a micro-batch, what is trained, tokens of a conversation, model
+    "all turns": (ONE, 6, "all_turns", 999, None),
+    "the last turn": (f"{ONE} --train_on last_turn", 6, "last_turn", 999, None),
+    "everything": (f"{ONE} --train_on everything", 6, "everything", 999, None),
+    "micro-batches of different numbers of trained tokens": (
+        f"{ONE} --gradient_accumulation_steps 3",
+        2,
+        "all_turns",
+        999,
+        None,
+    ),
+    "packed, none of which sees another": ("--packing --max_length 128", 50, "all_turns", 999, None),
+    "too long, what is left of them": ("--max_length 36", 50, "all_turns", 36, None),
+    "grouped heads": (ONE, 6, "all_turns", 999, "llama"),
+    "norms of queries and keys": (ONE, 6, "all_turns", 999, "qwen3"),
+    "a sliding window": (ONE, 6, "all_turns", 999, "mistral"),
+}
 
 
-def test_a_token_weighs_the_same_in_every_micro_batch(launch, data, base):
-    """Three micro-batches of different numbers of trained tokens make the loss and the gradient of one."""
-    run = sft(launch, data, "--max_steps", 1, "--gradient_accumulation_steps", 3, batch=2)
-    loss, values = nll_window(base, [encoded(messages) for messages in CHATS])
-    assert_metrics(run.rows[0], values)
-    assert_gradient(run.grads[0], gradient_of(base, loss))
+@pytest.mark.parametrize("name", STEPS)
+def test_the_answers_are_trained_and_nothing_else(name, launch, data, base, tmp_path):
+    """All conversations as one step: each trained token has the same weight; what has no trained token left is not there."""
+    flags, batch, train_on, longest, kind = STEPS[name]
+    model = make_model(tmp_path / "model", kind) if kind else BASE
+    run = sft(launch, data, *flags.split(), model=model, batch=batch)
+    sequences = [(ids[:longest], mask[:longest]) for ids, mask in (encoded(messages, train_on) for messages in CHATS)]
+    sequences = [(ids, mask) for ids, mask in sequences if any(mask)]
+    assert len(run.rows) == 1 and (1 < len(sequences) < len(CHATS) if longest < 999 else len(sequences) == len(CHATS))
+    assert_nll_step(run, exact(model) if kind else base, sequences, num_tokens=sum(len(ids) for ids, _ in sequences))
 
 
-def test_packed_conversations_do_not_see_each_other(launch, data, base):
-    """With --packing the whole set is a few rows, and the loss of a step on them is that of each conversation by itself."""
-    rows = sft(launch, data, "--packing", "--max_length", 128, batch=1, output="rows").rows
+def test_packed_rows_are_full(launch, data):
+    rows = sft(launch, data, "--packing", "--max_length", 128, batch=1).rows
     assert rows[-1]["num_tokens"] / 128 <= len(rows) < len(CHATS)
-    run = sft(launch, data, "--packing", "--max_length", 128, batch=50)
-    assert len(run.rows) == 1
-    loss, values = nll_window(base, [encoded(messages) for messages in CHATS])
-    assert_metrics(run.rows[0], values)
-    assert_gradient(run.grads[0], gradient_of(base, loss))
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
-def test_a_step_of_another_architecture(kind, launch, data, tmp_path):
-    """Grouped heads, norms of queries and keys, a sliding window: the gradient is the one that transformers has."""
-    model = make_model(tmp_path / "model", kind)
-    run = sft(launch, data, "--max_steps", 1, model=model)
-    loss, values = nll_window(lm := exact(model), [encoded(messages) for messages in CHATS])
-    assert_metrics(run.rows[0], values)
-    assert_gradient(run.grads[0], gradient_of(lm, loss))
 
 
 @pytest.mark.parametrize("more", [-2, -1, 0])
@@ -127,20 +120,7 @@ def test_a_sliding_window_of_about_the_length_of_a_row(more, launch, tmp_path):
     model = make_model(tmp_path / "model", "mistral", sliding_window=len(ids) + more)
     one_row = write_rows(tmp_path / "one.jsonl", [{"messages": CHATS[0]}])
     flags = ["--dataset_name", one_row, "--train_on", "everything", "--per_device_train_batch_size", 1, "--max_steps", 1]
-    run = watched(launch, "sft", model, *flags)
-    loss, _ = nll_window(lm := exact(model), [(ids, mask)])
-    assert_gradient(run.grads[0], gradient_of(lm, loss))
-
-
-def test_a_conversation_that_is_too_long_keeps_its_start(launch, data, base):
-    """max_length cuts the end off; what has no trained token left is not there at all."""
-    cut = [(ids[:36], mask[:36]) for ids, mask in map(encoded, CHATS)]
-    cut = [(ids, mask) for ids, mask in cut if any(mask)]
-    assert 1 < len(cut) < len(CHATS)
-    run = sft(launch, data, "--max_length", 36, batch=50)
-    loss, values = nll_window(base, cut)
-    assert_metrics(run.rows[0], values)
-    assert_gradient(run.grads[0], gradient_of(base, loss))
+    assert_nll_step(watched(launch, "sft", model, *flags), exact(model), [(ids, mask)])
 
 
 def test_an_epoch_trains_each_conversation_once(launch, data, base):
@@ -164,12 +144,7 @@ def test_the_evaluation_is_the_mean_over_all_held_out_tokens(size, launch, data,
     """Rows of different length in batches of any size, before and after a step."""
     flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
     run = sft(launch, data, *flags, "--max_steps", 2, "--learning_rate", "1e-2")
-    sequences = [encoded(messages) for messages in HELD_OUT]
-    before, after = nll_window(base, sequences)[1], nll_window(run.policy(1), sequences)[1]
-    assert [row["step"] for row in run.evals] == [0, 1, 2]
-    for row, values in zip(run.evals, (before, after), strict=False):
-        assert 0.02 < values["mean_token_accuracy"] < 0.98
-        assert_metrics(row, {f"eval_{name}": value for name, value in values.items()})
+    assert_nll_evaluations(run, base, [encoded(messages) for messages in HELD_OUT])
 
 
 def test_a_token_weighs_the_same_in_every_held_out_source(launch, data, base, tmp_path):

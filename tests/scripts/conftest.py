@@ -1,0 +1,11 @@
+"""The model that most tests of the scripts train."""
+
+import pytest
+
+from tests.scripts.one_step import make_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The folder of a tiny random model that often samples the end of a turn."""
+    return make_model(tmp_path_factory.mktemp("model") / "llama", stops=5.0)
