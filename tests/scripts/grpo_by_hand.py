@@ -14,9 +14,10 @@ import torch
 from tests.scripts.one_step import (
     assert_gradient,
     assert_metrics,
+    chat,
     exact,
     gradient_of,
-    ids_of,
+    prompt_ids,
     read_rows,
     token_scores,
     tokenizer,
@@ -64,7 +65,7 @@ TEXTS = ["Question: What is 8-5?\n", "12-5+6+4: ", "Today is Monday. ", "A pond 
 
 
 def chat_rows(kinds=("any", "any", "any", "any")):
-    return [{"prompt": [{"role": "user", "content": text}], "kind": kind} for text, kind in zip(CHATS, kinds, strict=True)]
+    return [{"prompt": chat(text), "kind": kind} for text, kind in zip(CHATS, kinds, strict=True)]
 
 
 def text_rows():
@@ -84,12 +85,6 @@ class Completion:
     @property
     def finished(self):
         return self.ids[-1] in STOPS
-
-
-def prompt_ids(prompt):
-    if isinstance(prompt, str):
-        return ids_of(prompt)
-    return ids_of(tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
 
 def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out", rollouts_of=None):

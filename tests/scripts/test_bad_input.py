@@ -6,9 +6,12 @@ import json
 from common.errors import UserError
 import pytest
 
-from tests.conftest import read_metrics
+from tests.conftest import read_metrics, teacher
 
 CHAT = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+LABELLED = {"prompt": "1+1=", "completion": "2", "label": True}
+LONG = {"messages": [{"role": "user", "content": "1+1=2. " * 200}, CHAT["messages"][1]]}
 MODEL = "--model_name_or_path data/base_model --eval_steps 0"
 SFT = (
     f"--config data/configs/sft.yaml {MODEL} --max_steps 2 --per_device_train_batch_size 2 --save_steps 0 --logging_steps 1"
@@ -16,6 +19,7 @@ SFT = (
 DPO = f"{MODEL} --dataset_name data/dpo --max_steps 2"
 GRPO = f"--config data/configs/grpo.yaml {MODEL} --max_steps 1 --per_device_train_batch_size 8"
 ONE = f"{GRPO} --reward_weights 1 --reward_funcs"
+DISTILL = f"{MODEL} --max_steps 1 --lmbda 0.5 --teacher_model_name_or_path {teacher()}"
 REWARDS = """
 def fails(completions, **kw): return [1 / 0 for _ in completions]
 def short(completions, **kw): return [1.0]
@@ -58,6 +62,21 @@ TABLE = [
     ("grpo", f"{ONE} rewards.py:nan", "nan"),
     ("grpo", f"{ONE} rewards.py:none", "None"),
     ("grpo", f"{ONE} rewards.py:absent", "absent"),
+    ("online_dpo", "--num_generations 4", "--num_generations"),
+    ("online_dpo", "--beta 0", "--beta"),
+    ("online_dpo", "--per_device_train_batch_size 3", "even batches"),
+    ("kto", f"{MODEL} --dataset_name pairs.jsonl", "label"),
+    ("kto", f"{MODEL} --per_device_train_batch_size 1", "--per_device_train_batch_size"),
+    ("kto", f"{MODEL} --dataset_name labelled.jsonl --eval_fraction 0", "more rows"),  # it would be its own mismatched pair
+    ("reward", f"{MODEL} --dataset_name pairs.jsonl --objective regression", "messages"),
+    ("reward", f"{MODEL} --dataset_name labelled.jsonl", "prompt + chosen + rejected"),
+    ("reward", f"{MODEL} --dataset_name pairs.jsonl --use_peft", "--merge_lora"),
+    ("distill", f"{MODEL} --dataset_name data/sft", "--teacher_model_name_or_path"),
+    ("distill", f"{DISTILL} --teacher_model_name_or_path nowhere --lmbda 1", "nowhere"),
+    ("distill", f"{DISTILL} --dataset_name data/grpo", "'prompt'"),
+    ("distill", f"{DISTILL} --dataset_name data/sft --system_prompt Short", "--system_prompt"),
+    ("distill", f"{DISTILL} --dataset_name data/sft --beta 1.5", "--beta"),
+    ("rft", f"{MODEL} --max_completion_length 4 --max_train_samples 4 --reward_threshold 9", "--reward_threshold"),
 ]
 
 
@@ -73,6 +92,8 @@ def files(tmp_path):
     (tmp_path / "rewards.py").write_text(REWARDS)
     write(tmp_path / "columns.jsonl", [{"question": "1+1?", "solution": "2"}])
     write(tmp_path / "questions.jsonl", [{"messages": CHAT["messages"][:1]}])
+    write(tmp_path / "pairs.jsonl", [PAIR] * 4)
+    write(tmp_path / "labelled.jsonl", [LABELLED])
     write(tmp_path / "texts.jsonl", [{"text": "one two three " * 30}] * 8)
 
     def words(text):
@@ -106,11 +127,23 @@ def test_a_launch_that_is_not_what_it_seems_is_refused(named, launch, monkeypatc
         launch("sft", *SFT.split())
 
 
-def test_rows_without_a_trained_token_are_left_out_and_counted(launch, tmp_path, capsys):
-    long = {"messages": [{"role": "user", "content": "1+1=2. " * 200}, CHAT["messages"][1]]}
-    data = write(tmp_path / "some.jsonl", [CHAT, {"messages": CHAT["messages"][:1]}, long])
-    output = launch("sft", *SFT.split(), "--dataset_name", data)
-    assert capsys.readouterr().out.count("1 of 3 rows of some left out") == 2
-    (source,) = json.loads((output / "dataset.json").read_text())["sources"]
-    assert source["examples"] == 1 and sum(found["count"] for found in source["dropped"].values()) == 2
+UNUSABLE = {  # flags, a good row, and bad ones
+    "sft": (SFT, CHAT, [{"messages": CHAT["messages"][:1]}, LONG]),
+    "kto": ("--loss_type apo_zero_unpaired", LABELLED, [LABELLED | {"label": "good"}, LABELLED | {"completion": ""}]),
+    "reward": ("--max_length 100", PAIR, [PAIR | {"margin": "wide"}, PAIR | {"chosen": "2 " * 99}]),
+    "distill": (f"{DISTILL} --max_completion_length 4", CHAT, [{"messages": CHAT["messages"][:1]}]),
+}
+
+
+@pytest.mark.parametrize("stage", UNUSABLE)
+def test_rows_that_cannot_be_used_are_left_out_and_counted(stage, launch, tmp_path, capsys):
+    flags, good, bad = UNUSABLE[stage]
+    data = write(tmp_path / "some.jsonl", [good, *bad, good])
+    words = f"{MODEL} {flags} --max_steps 2 --per_device_train_batch_size 2 --save_steps 0 --logging_steps 1".split()
+    output = launch(stage, *words, "--dataset_name", data)
+    said, size = capsys.readouterr().out, 2 + len(bad)
+    assert sum(said.count(f"1 of {size} {what} left out") for what in ("rows of some", "prompts")) == len(bad)
     assert len([row for row in read_metrics(output) if "loss" in row]) == 2
+    if stage != "distill":
+        (source,) = json.loads((output / "dataset.json").read_text())["sources"]
+        assert source["examples"] == 2 and sum(found["count"] for found in source["dropped"].values()) == len(bad)

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.scripts.grpo_by_hand import Settings, chat_rows, check, run_grpo
-from tests.scripts.one_step import make_model
 
 G = 4
 CASES = {
@@ -12,11 +11,6 @@ CASES = {
     "not full": {"loss_type": "grpo", "beta": 0.1},
 }
 KINDS = {"not full": ("flat", "any", "flat", "flat")}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "llama", stops=5.0)
 
 
 @pytest.mark.parametrize("name", CASES)

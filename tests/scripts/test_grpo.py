@@ -19,25 +19,21 @@ from tests.scripts.grpo_by_hand import (
     check_rollouts,
     combined,
     is_trained,
-    prompt_ids,
     run_grpo,
     text_rows,
 )
 from tests.scripts.one_step import (
     DROPOUT,
     assert_metrics,
+    chat,
     exact,
     logits_of,
     make_model,
+    prompt_ids,
     read_rows,
     watched,
     write_rows,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "llama", stops=5.0)
 
 
 @pytest.fixture
@@ -229,17 +225,13 @@ def test_sampling_has_the_temperature(grpo, model):
         assert error < 0.15
 
 
-def turns(system, text):
-    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
-
-
 def test_prompts_are_what_the_template_makes_of_them(grpo, model):
     """A system prompt makes a chat of a prompt that is a string; one that is too long is left out."""
     system = "Be short."
-    longest = sorted(len(prompt_ids([*turns(system, row["prompt"])])) for row in text_rows())
+    longest = sorted(len(prompt_ids(chat(row["prompt"], system=system))) for row in text_rows())
     flags = ["--system_prompt", system, "--max_prompt_length", longest[2], "--per_device_train_batch_size", 12]
     run = grpo(model, *flags, "--max_steps", 1, rows=text_rows())
-    chats = [turns(system, row["prompt"]) for row in text_rows()]
+    chats = [chat(row["prompt"], system=system) for row in text_rows()]
     wanted = sorted(prompt_ids(chat) for chat in chats if len(prompt_ids(chat)) <= longest[2])
     assert len(wanted) == 3 and sorted(c.prompt_ids for c in run.rollouts[0][::4]) == wanted
     check(run, Settings(per_device_train_batch_size=12))
@@ -271,7 +263,7 @@ def test_evaluation_completes_held_out_prompts(launch, model, tmp_path):
 @pytest.mark.parametrize("stage", ["grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distill"))])
 def test_prompts_of_a_file_are_made_as_those_of_training(stage, launch, model, tmp_path):
     """Of --eval_prompts, with the system prompt, and within the length."""
-    rows = [{"prompt": "Hi"}, {"prompt": turns("Sing.", "Hi")}, {"prompt": "word " * 99}]
+    rows = [{"prompt": "Hi"}, {"prompt": chat("Hi", system="Sing.")}, {"prompt": "word " * 99}]
     words = ["--dataset_name", write_rows(tmp_path / "train.jsonl", text_rows()), "--max_prompt_length", 60]
     words += ["--eval_prompts", write_rows(tmp_path / "prompts.jsonl", rows), "--system_prompt", "Be short."]
     words += ["--reward_funcs", "length:4"] if stage != "distill" else ["--teacher_model_name_or_path", model]
@@ -279,7 +271,11 @@ def test_prompts_of_a_file_are_made_as_those_of_training(stage, launch, model, t
     words += ["--max_completion_length", 2, "--max_steps", 1, "--eval_max_new_tokens", 2, "--eval_steps", 1]
     run = watched(launch, stage, model, *words, extra=4 * (stage == "ppo"))
     seen = [row["prompt"] for row in read_rows(run.output / "samples.jsonl")]
-    assert len(seen) % 2 == 0 and seen[:2] == [turns("Be short.", "Hi"), turns("Sing.", "Hi")] and "word" not in str(seen)
+    assert (
+        len(seen) % 2 == 0
+        and seen[:2] == [chat("Hi", system="Be short."), chat("Hi", system="Sing.")]
+        and "word" not in str(seen)
+    )
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from tests.scripts.grpo_by_hand import Settings, chat_rows, check_rollouts, moved, run_grpo
-from tests.scripts.one_step import make_model
 
 TWICE = {"steps_per_generation": 2, "num_iterations": 2, "temperature": 0.7}
 MASK = {"importance_correction": "sequence_mask", "off": 0.5}
@@ -23,11 +22,6 @@ LOSSES = {
     "two ahead": {"rollout_ahead": 2, "num_iterations": 2, "loss_type": "grpo"},
 }
 LONG = ("left out, by window", "left out, each", "not corrected", "two ahead", "high entropy, kl")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "llama", stops=5.0)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in LOSSES])

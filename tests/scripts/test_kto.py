@@ -1,20 +1,21 @@
 """experiments/train_kto.py against float64: which answer is good, what the KL term is made of, and what the reference is."""
 
 from common.data.order import Order
-from common.errors import UserError
 from common.extras import stream
 import pytest
 import torch
 
 from tests.scripts.one_step import (
+    END,
     assert_gradient,
     assert_metrics,
+    chat,
     exact,
     gradient_of,
     ids_of,
     make_model,
+    prompt_ids,
     token_scores,
-    tokenizer,
     watched,
     write_rows,
 )
@@ -30,14 +31,12 @@ HELD_OUT = [("What is 3+4?", "Sure! 3+4=7.", True), ("Max has 9 cards. He buys 5
 
 
 def as_rows(rows):
-    sides = [({"role": "user", "content": p}, {"role": "assistant", "content": a}, label) for p, a, label in rows]
-    return [{"prompt": [prompt], "completion": [answer], "label": label} for prompt, answer, label in sides]
+    return [{"prompt": chat(p), "completion": chat(p, a)[1:], "label": label} for p, a, label in rows]
 
 
 def parts_of(rows):
     """(ids of the prompt, ids of the answer and its end of turn, label)."""
-    chats = [tokenizer().apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True) for r in as_rows(rows)]
-    return [(ids_of(chat), ids_of(a + "<|im_end|>"), label) for chat, (_, a, label) in zip(chats, rows, strict=True)]
+    return [(prompt_ids(chat(p)), ids_of(a + END), label) for p, a, label in rows]
 
 
 def answer_logp(lm, before, answer):
@@ -138,20 +137,3 @@ def test_an_evaluation_has_the_kl_of_the_held_out_rows(launch, data, model):
     assert run.evals[1]["eval_loss"] == pytest.approx(loss.item(), rel=2e-4)
     accuracy = logged["rewards/accuracies"]
     assert run.evals[1]["eval_rewards/accuracies"] == pytest.approx(accuracy)
-
-
-def test_rows_of_another_kind_are_one_line(launch, data, model, tmp_path, capsys):
-    pairs = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
-    one = write_rows(tmp_path / "one.jsonl", as_rows(ROWS[:1]))  # it would be its own mismatched pair
-    for named, path, *flags in (
-        ("of a pair, make two rows", pairs),
-        ("two rows", data / "rows.jsonl", "--per_device_train_batch_size", 1),
-        ("more rows", one, "--eval_fraction", 0),
-    ):
-        with pytest.raises(UserError, match=named) as error:
-            launch("kto", "--model_name_or_path", model, "--dataset_name", path, *flags)
-        assert "\n" not in str(error.value)
-    some = as_rows(ROWS) + [{**as_rows(ROWS)[0], "label": "good"}, {**as_rows(ROWS)[0], "completion": ""}]
-    kto(launch, tmp_path, model, "--max_steps", 1, "--dataset_name", write_rows(tmp_path / "some.jsonl", some))
-    said = capsys.readouterr().out
-    assert "1 of 7 rows of some left out: label is 'good'; expected true or false" in said and "some.jsonl:6" in said

@@ -1,19 +1,13 @@
 """experiments/train_online_dpo.py against float64: DPO's loss on pairs of sampled completions, ranked by their rewards."""
 
-from common.errors import UserError
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
 from tests.scripts.grpo_by_hand import Settings, answer_scores, chat_rows, check, run_grpo
-from tests.scripts.one_step import assert_gradient, assert_metrics, exact, gradient_of, make_model
+from tests.scripts.one_step import assert_gradient, assert_metrics, exact, gradient_of
 
 TWICE = {"steps_per_generation": 2, "num_iterations": 2, "temperature": 0.7}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "llama", stops=5.0)
 
 
 def margin(policy, reference, chosen, rejected, temperature):
@@ -52,9 +46,3 @@ def test_a_step_is_that_of_the_formula(rewards, launch, tmp_path, model):
 def test_the_other_objective_is_that_of_the_parent(launch, tmp_path, model):
     flags, settings = Settings.flags(beta=0.1)
     check(run_grpo(launch, tmp_path, "online_dpo", model, "--objective", "grpo", *flags, "--max_steps", 2), settings)
-
-
-@pytest.mark.parametrize("flags", [["--num_generations", 4], ["--beta", 0], ["--per_device_train_batch_size", 3]], ids=str)
-def test_pairs_that_cannot_be_are_refused(flags, launch):
-    with pytest.raises(UserError, match="--objective dpo"):
-        launch("online_dpo", *flags)

@@ -5,23 +5,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.scripts.grpo_by_hand import LONGEST, REWARDS, STOPS, chat_rows, prompt_ids
+from tests.scripts.grpo_by_hand import LONGEST, REWARDS, STOPS, chat_rows
 from tests.scripts.one_step import (
     assert_gradient,
     assert_metrics,
     exact,
-    make_model,
+    prompt_ids,
     read_rows,
     token_scores,
     tokenizer,
     watched,
     write_rows,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "llama", stops=5.0)
 
 
 @dataclass

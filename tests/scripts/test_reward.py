@@ -119,24 +119,6 @@ def test_a_regression_on_a_number_also_of_plain_text(launch, model, tmp_path):
     assert last["eval_loss"] == pytest.approx(np.mean(errors), rel=1e-4) and last["eval_loss"] < first["eval_loss"]
 
 
-def test_bad_rows_and_settings_are_one_line(launch, model, tmp_path, capsys):
-    rows = as_rows(PAIRS) + [{**as_rows(PAIRS)[0], "margin": "wide"}]
-    long = {**as_rows(PAIRS)[0], "chosen": [{"role": "assistant", "content": "1+1=2. " * 99}]}
-    words = ["--model_name_or_path", model, *"--save_steps 0 --max_steps 1 --max_length 100".split()]
-    launch("reward", *words, "--dataset_name", write_rows(tmp_path / "some.jsonl", [*rows, long]))
-    said = capsys.readouterr().out
-    assert "1 of 6 rows of some left out: margin is 'wide'; expected a number" in said
-    assert "1 of 6 rows of some left out: more than max_length 100 tokens" in said
-    for flags, expected in (
-        (["--dataset_name", tmp_path / "some.jsonl", "--objective", "regression"], "needed: messages"),
-        (["--dataset_name", "experiments/data/kto"], "needed: prompt + chosen + rejected"),
-        (["--dataset_name", tmp_path / "some.jsonl", "--use_peft"], "add --merge_lora"),
-    ):
-        with pytest.raises(UserError) as error:
-            launch("reward", *words, *flags, output="refused")
-        assert expected in str(error.value) and "\n" not in str(error.value)
-
-
 def test_the_last_token_without_padding_is_scored():
     class Marks:
         pad_token_id, eos_token_id = 7, 9

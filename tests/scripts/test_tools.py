@@ -2,30 +2,27 @@
 
 import importlib
 import random
-import sys
 
 from common.sampling import sample
 import pytest
 import torch
 
 from experiments.environments import Calculator, HigherOrLower
-from tests.conftest import assert_same, losses, run_script, train_metrics
+from tests.scripts.grpo_by_hand import CHATS
 from tests.scripts.one_step import (
     assert_gradient,
+    chat,
     gradient_of,
-    ids_of,
-    make_model,
+    prompt_ids,
     read_rows,
     token_scores,
     tokenizer,
     watched,
     write_rows,
 )
-from tests.scripts.test_equivalence import COMMON, two_processes
 
 script = importlib.import_module("experiments.train_tools")
 END = 2  # <|im_end|>
-CHATS = ["What is 3+4?", "Hi", "Eva has 10 figs. She loses 4. How many figs now?", "Which number comes before 14?"]
 ENVIRONMENTS = '''
 import json, random
 from pathlib import Path
@@ -65,11 +62,6 @@ def rating(environments, completions, completion_ids, **columns):
 '''
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model") / "llama", stops=5.0)
-
-
 @pytest.fixture
 def calling(monkeypatch):
     """A random model writes no call: here each turn that ends as turns do is one, or three of four are."""
@@ -84,10 +76,11 @@ def calling(monkeypatch):
 def flags(tmp_path, monkeypatch):
     """Of a run over four chats with Counter: two of them are told where it starts."""
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
-    rows = [{"prompt": [{"role": "user", "content": text}], "kind": ("told", "any")[i % 2]} for i, text in enumerate(CHATS)]
+    rows = [{"prompt": chat(text), "kind": ("told", "any")[i % 2]} for i, text in enumerate(CHATS)]
     found = ["--dataset_name", write_rows(tmp_path / "prompts.jsonl", rows), "--num_generations", 4]
     found += ["--environment_factory", f"{tmp_path}/environments.py:Counter", "--max_completion_length", 64]
-    return [*found, "--per_device_train_batch_size", 16, "--learning_rate", "5e-4", "--max_tool_calling_iterations", 3]
+    found += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 4]
+    return [*found, "--learning_rate", "5e-4", "--max_tool_calling_iterations", 3]
 
 
 @pytest.fixture
@@ -101,10 +94,6 @@ def completions(monkeypatch):
 
     monkeypatch.setattr(script, "make_windows", keep)
     return kept
-
-
-def chat_ids(messages):
-    return ids_of(tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def turns_of(c):
@@ -127,7 +116,7 @@ def test_a_step_is_that_of_the_formula_over_the_sampled_tokens(launch, model, fl
     loss, count = 0.0, sum(sum(c.sampled) for c in completions)
     for at, (c, s) in enumerate(zip(completions, seen, strict=True)):
         # The prompt, with what reset has added, which is the same for the completions of a prompt.
-        assert c.prompt["prompt_ids"] == chat_ids(c.prompt["prompt"])
+        assert c.prompt["prompt_ids"] == prompt_ids(c.prompt["prompt"])
         start = c.prompt["prompt"][0]["content"].partition(" Start: ")[2]
         assert bool(start) == (c.prompt["kind"] == "told")
         assert c.prompt["prompt"] == completions[at - at % 4].prompt["prompt"]
@@ -221,29 +210,3 @@ def test_the_environments_of_the_demo():
     assert game.guess(str(hidden)) == "yes" and game.get_reward() == pytest.approx(5 / 6)
     with pytest.raises(ValueError, match="over"):
         game.guess("1")
-
-
-@pytest.fixture(scope="module")
-def asking(tmp_path_factory):
-    """A model that asks the calculator now and then: the demo's."""
-    output = tmp_path_factory.mktemp("asking") / "sft"
-    words = "--config experiments/configs/tools_sft.yaml --model_name_or_path data/base_model --eval_steps 0"
-    folders = ["--output_dir", str(output), "--dataset_cache_dir", str(output.parent / "cache")]
-    run = run_script([sys.executable, "train_sft.py", *words.split(), *folders])
-    assert run.returncode == 0, run.stderr[-3000:]
-    return ["--config", "experiments/configs/tools.yaml", "--model_name_or_path", str(output)]
-
-
-@pytest.mark.slow
-def test_a_window_of_episodes_split_anyhow_gives_the_same_loss_and_gradient(asking, launch, tmp_path):
-    words = [*asking, *COMMON, "--max_steps", "2", "--num_generations", "4", "--beta", "0.02", "--num_iterations", "2"]
-    sizes = lambda batch, steps: ["--per_device_train_batch_size", batch, "--gradient_accumulation_steps", steps]  # noqa: E731
-    one = launch("tools", *words, *sizes(32, 1), output="32x1")
-    assert train_metrics(one)[0]["tools/call_frequency"] > 0.03
-    whole = losses(one)
-    for batch, steps in ((8, 4), (3, 11), (1, 32)):
-        if batch * steps == 32:
-            assert_same(whole, losses(launch("tools", *words, *sizes(batch, steps), output=f"{batch}x{steps}")))
-    assert_same(whole, losses(two_processes("tools", tmp_path / "two", *words, *sizes(8, 2))))
-    lines = [(folder / "completions.jsonl").read_text() for folder in (one, tmp_path / "two")]
-    assert lines[0] == lines[1]
