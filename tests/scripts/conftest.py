@@ -2,10 +2,16 @@
 
 import pytest
 
-from tests.scripts.one_step import make_model
+from tests.scripts.one_step import BASE, exact, make_model
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """The folder of a tiny random model that often samples the end of a turn."""
     return make_model(tmp_path_factory.mktemp("model") / "llama", stops=5.0)
+
+
+@pytest.fixture(scope="session")
+def base():
+    """The model of data/base_model in float64."""
+    return exact(BASE)

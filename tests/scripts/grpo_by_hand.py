@@ -80,14 +80,14 @@ class Completion:
     ids: list[int]
     rewards: list[float | None]
     reward: float | None
-    advantage: float
+    advantage: float | None  # of each token in PPO
 
     @property
     def finished(self):
         return self.ids[-1] in STOPS
 
 
-def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out", rollouts_of=None):
+def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out", rollouts_of=None, extra=0):
     """Run a script of GRPO's; run.rollouts are its rollouts, each a list of Completion.
 
     rollouts_of: makes rollouts of what the reward functions were given at each call, (prompt, completion, ids) of each
@@ -97,9 +97,10 @@ def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",
     folder.mkdir()
     (folder / "rewards.py").write_text(REWARDS)
     names = ["--dataset_name", write_rows(folder / "prompts.jsonl", rows or chat_rows())]
-    names += ["--reward_funcs", *(f"{folder / 'rewards.py'}:{name}" for name in rewards), "--num_generations", 4]
+    names += ["--reward_funcs", *(f"{folder / 'rewards.py'}:{name}" for name in rewards)]
+    names += ["--num_generations", 4] if stage != "ppo" else []
     names += ["--max_completion_length", LONGEST, "--per_device_train_batch_size", 8, "--learning_rate", "5e-4"]
-    run = watched(launch, stage, model, *names, *flags, output=output)
+    run = watched(launch, stage, model, *names, *flags, output=output, extra=extra)
     longest = int(dict(zip(flags, flags[1:], strict=False)).get("--max_completion_length", LONGEST))
     calls, lines = read_rows(folder / "calls.jsonl"), read_rows(run.output / "completions.jsonl")
     calls = [list(zip(call["prompts"], call["completions"], call["ids"], strict=True)) for call in calls]
@@ -116,7 +117,7 @@ def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",
             assert line["finished"] == (ids[-1] in STOPS)
             scores = list(line["rewards"].values())
             assert list(line["rewards"]) == list(rewards)
-            rollout.append(Completion(prompt_ids(prompt), ids, scores, line["reward"], line["advantage"]))
+            rollout.append(Completion(prompt_ids(prompt), ids, scores, line["reward"], line.get("advantage")))
         run.rollouts.append(rollout)
         run.starts.append(line["step"] - 1)  # the first step that the rollout serves
     assert at == len(lines)

@@ -79,6 +79,14 @@ KINDS = {
     # Each token sees itself and the five before it.
     "mistral": lambda: transformers.MistralConfig(**LLAMA, head_dim=8, sliding_window=6),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=12, tie_word_embeddings=True),
+    # A mixture of experts.
+    "moe": lambda: transformers.Qwen3MoeConfig(
+        **LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    # No attention: it is called on padded batches, and sampled without a cache.
+    "rwkv": lambda: transformers.RwkvConfig(**SMALL, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2),
+    # Layers that carry a state along a sequence, beside attention.
+    "lfm2": lambda: transformers.Lfm2Config(**LLAMA, layer_types=["conv", "full_attention"]),
 }
 DROPOUT = ("gpt2", "llama_attention", "opt")
 
@@ -206,13 +214,6 @@ def nll_window(lm: Any, sequences: list[tuple[list[int], list[int]]]) -> tuple[t
     return loss, values
 
 
-def assert_nll_step(run: Run, lm: Any, sequences: list[tuple[list[int], list[int]]], **more: float) -> None:
-    """The first step is that of the trained tokens of these sequences: metrics (and more of them) and gradient."""
-    loss, values = nll_window(lm, sequences)
-    assert_metrics(run.rows[0], values | more)
-    assert_gradient(run.grads[0], gradient_of(lm, loss))
-
-
 def assert_nll_evaluations(run: Run, lm: Any, sequences: list[tuple[list[int], list[int]]]) -> None:
     """The evaluations of a run of two steps are means over the trained tokens of these sequences."""
     assert [row["step"] for row in run.evals] == [0, 1, 2]
@@ -253,6 +254,18 @@ def assert_gradient(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tens
 
 def assert_metrics(row: dict[str, Any], wanted: dict[str, float], rel: float = 1e-4, abs: float = 1e-5) -> None:
     assert {name: row.get(name) for name in wanted} == pytest.approx(wanted, rel=rel, abs=abs)
+
+
+def assert_step(run: Run, step: int, lm: Any, loss: torch.Tensor, logged: dict[str, float], **tolerance: float) -> None:
+    """A step (from 0) has these metrics and the gradient of this loss. lm: the model before it, in float64."""
+    assert_metrics(run.rows[step], logged, **tolerance)
+    assert_gradient(run.grads[step], gradient_of(lm, loss))
+
+
+def assert_nll_step(run: Run, lm: Any, sequences: list[tuple[list[int], list[int]]], **more: float) -> None:
+    """The first step is that of the trained tokens of these sequences. more: metrics beside those of its loss."""
+    loss, values = nll_window(lm, sequences)
+    assert_step(run, 0, lm, loss, values | more)
 
 
 def adamw_update(

@@ -9,11 +9,10 @@ import experiments.train_distill as script
 from tests.scripts.grpo_by_hand import CHATS, STOPS, chat_rows
 from tests.scripts.one_step import (
     END,
-    assert_gradient,
     assert_metrics,
+    assert_step,
     chat,
     exact,
-    gradient_of,
     ids_of,
     logits_of,
     make_model,
@@ -111,11 +110,10 @@ def test_a_step_is_that_of_the_paper(beta, lmbda, distill, models):
         data[tuple(prompt_ids(chat(question)))] = ids_of(answer + END)
     lines, sampled = read_rows(run.output / "completions.jsonl"), 0
     for step, rollout in enumerate(run.rollouts):
-        loss, logged = window_loss(run.policy(step), teacher, rollout, beta, 0.7)
-        assert_metrics(run.rows[step], {"loss": loss.item()} | logged, rel=3e-4)
-        assert not {"loss/sampled", "loss/data"} & run.rows[step].keys() - logged.keys()
         policy = run.policy(step)
-        assert_gradient(run.grads[step], gradient_of(policy, window_loss(policy, teacher, rollout, beta, 0.7)[0]))
+        loss, logged = window_loss(policy, teacher, rollout, beta, 0.7)
+        assert_step(run, step, policy, loss, {"loss": loss.item()} | logged, rel=3e-4)
+        assert not {"loss/sampled", "loss/data"} & run.rows[step].keys() - logged.keys()
         for (prompt, ids, finished, is_sampled), line in zip(rollout, lines[step * 8 : step * 8 + 8], strict=True):
             assert (line["finished"], line["sampled"]) == (finished, is_sampled)
             assert line["completion"] == tokenizer().decode(ids, skip_special_tokens=True)

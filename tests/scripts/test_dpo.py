@@ -8,11 +8,10 @@ import torch
 from tests.scripts.one_step import (
     DROPOUT,
     END,
-    assert_gradient,
     assert_metrics,
+    assert_step,
     chat,
     exact,
-    gradient_of,
     ids_of,
     make_model,
     prompt_ids,
@@ -134,8 +133,7 @@ def check(run, pairs, *, steps=(0, 2), **settings):
     for step in steps:
         policy = start if step == 0 else run.policy(step)
         loss, logged, _ = window(policy, start, pairs, **settings)
-        assert_metrics(run.rows[step], logged, rel=2e-4, abs=3e-5)
-        assert_gradient(run.grads[step], gradient_of(policy, loss))
+        assert_step(run, step, policy, loss, logged, rel=2e-4, abs=3e-5)
 
 
 LOSSES = {
@@ -170,8 +168,7 @@ def test_several_losses_are_added_up_by_their_weights(launch, data, model):
         terms = [window(policy, start, PAIRS, loss_type=name, beta=0.3) for name in weights]
         loss = sum(weight * term[0] for weight, term in zip(weights.values(), terms, strict=True))
         loss = loss + 0.7 * (window(policy, start, PAIRS, sft_weight=1.0)[0] - window(policy, start, PAIRS)[0])
-        assert_metrics(run.rows[step], terms[0][1] | {"loss": loss.item()}, rel=2e-4, abs=3e-5)
-        assert_gradient(run.grads[step], gradient_of(policy, loss))
+        assert_step(run, step, policy, loss, terms[0][1] | {"loss": loss.item()}, rel=2e-4, abs=3e-5)
 
 
 @pytest.mark.parametrize("way", ["accumulated", "packed", "precomputed"])

@@ -8,28 +8,15 @@ from experiments.labelled import as_labelled, mismatched
 from experiments.scored import number_of
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-        {"prompt": "q", "completion": "a"},
-        {"text": "t", "label": True},
-    ],
-)
-def test_columns_of_no_format_are_named(row):
-    with pytest.raises(BadRow, match=", ".join(row)):
-        as_labelled(row)
-
-
-@pytest.mark.parametrize("label, good", [("True", True), ("false", False), (" 1", True), ("0", False), (1.0, True)])
-def test_a_label_may_be_written_as_text_as_tables_have_it(label, good):
-    assert as_labelled({"prompt": "q", "completion": "a", "label": label})["label"] is good
-
-
-@pytest.mark.parametrize("label", ["good", "", "10", 2, -1.0])
-def test_a_label_that_is_neither_true_nor_false_leaves_the_row_out(label):
-    with pytest.raises(BadRow, match="expected true or false"):
-        as_labelled({"prompt": "q", "completion": "a", "label": label})
+def test_a_label_may_be_written_as_text_as_tables_have_it():
+    for label, good in (("True", True), ("false", False), (" 1", True), ("0", False), (1.0, True)):
+        assert as_labelled({"prompt": "q", "completion": "a", "label": label})["label"] is good
+    for label in ("good", "", "10", 2, -1.0):
+        with pytest.raises(BadRow, match="label"):
+            as_labelled({"prompt": "q", "completion": "a", "label": label})
+    for columns in ({"prompt": "q", "completion": "a"}, {"text": "t", "label": True}):
+        with pytest.raises(BadRow, match=", ".join(columns)):
+            as_labelled(columns)
 
 
 def test_answers_after_the_prompts_of_others():

@@ -9,7 +9,8 @@ import sys
 import pytest
 import yaml
 
-from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, teacher, train_metrics, words_of
+from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, words_of
+from tests.scripts.test_scripts import MORE
 
 FOLDER = ROOT / "experiments"
 GALLERY = (FOLDER / "README.md").read_text()
@@ -17,7 +18,6 @@ GALLERY = (FOLDER / "README.md").read_text()
 ENTRY = re.compile(r"^\| `train_(\w+)\.py` \|.*\| `(train_\w+)\.py` \| \+(\d+) −(\d+) \|", re.M)
 ENTRIES = {name: (parent, int(added), int(removed)) for name, parent, added, removed in ENTRY.findall(GALLERY)}
 LARGEST = {"train_grpo": 380}  # lines that an experiment may add and remove, by its parent; 185 of the others
-WORDS = {"distill": ["--teacher_model_name_or_path", teacher()]}  # what a demo has from an earlier run
 
 
 def changed_lines(parent, experiment):
@@ -65,7 +65,7 @@ def test_the_demo_data_is_what_its_scripts_write(tmp_path):
 def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatch):
     """Copied to another place with the root on the path, which is what a copy in the root has."""
     words = f"--config {demo(name)} --model_name_or_path data/base_model --dry_run --output_dir {tmp_path}/out".split()
-    words += WORDS.get(name, [])
+    words += MORE.get(name, "").split()
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
     copy = tmp_path / f"train_{name}.py"
     copy.write_text((FOLDER / copy.name).read_text())
@@ -74,29 +74,3 @@ def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatc
         run = run_script([*command, *words, "--dataset_cache_dir", str(tmp_path / "cache")])
         assert run.returncode == 0, run.stderr[-3000:]
         assert "parameters trained" in run.stdout
-
-
-# So that the base model gets rewards that differ.
-SOMETHING_TO_LEARN = {
-    "rft": ["--reward_threshold", "0"],
-    "tools": ["--reward_funcs", "length:4", "--num_generations", "4", "--max_completion_length", "16"],
-    "grpo_ahead": ["--reward_funcs", "length:4", "--reward_weights", "1", "--num_generations", "4"],
-    "dynamic_sampling": ["--reward_funcs", "length:4", "--reward_weights", "1", "--num_generations", "4"],
-    "online_dpo": ["--reward_funcs", "length:4", "--reward_weights", "1"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_adapters_are_trained(name, launch):
-    """Where there is a reference, it is the model without them: the first KTO loss is 1/2."""
-    pytest.importorskip("peft")
-    words = (
-        f"--config {demo(name)} --model_name_or_path data/base_model --use_peft --merge_lora --max_steps 4 --save_steps 2"
-    )
-    words += " --max_train_samples 16 --per_device_train_batch_size 4 --eval_steps 0 --logging_steps 1 --learning_rate 1e-2"
-    words = [*words.split(), "--warmup_steps", "0", *WORDS.get(name, [])]
-    rows = train_metrics(launch(name, *words, *SOMETHING_TO_LEARN.get(name, [])))
-    assert rows[-1]["grad_norm"] > 0 and rows[-1]["loss"] != rows[0]["loss"]
-    if name == "kto":
-        assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-6)

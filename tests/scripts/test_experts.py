@@ -4,11 +4,11 @@ from common.model import FlatModel
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.conftest import assert_same, losses, train_metrics
 from tests.run.test_fsdp import sharded  # noqa: F401
-from tests.scripts.one_step import LLAMA, assert_gradient, gradient_of, nll_window, tokenizer, watched, write_rows
+from tests.scripts.one_step import assert_gradient, gradient_of, make_model, nll_window, watched, write_rows
 from tests.scripts.test_equivalence import arguments, two_processes
 from tests.scripts.test_sft import CHATS, encoded
 
@@ -17,29 +17,8 @@ ROUTERS = ("moe/aux_loss", "moe/max_load", "moe/unused_experts")
 
 
 @pytest.fixture(scope="module")
-def upcycled(tmp_path_factory):
-    """data/base_model with each MLP six times, which differ a little (Komatsuzaki et al. 2022, arXiv 2212.05055)."""
-    folder, base = tmp_path_factory.mktemp("upcycled"), AutoModelForCausalLM.from_pretrained("data/base_model")
-    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    same += ("num_key_value_heads", "max_position_embeddings", "rope_parameters", "rms_norm_eps", "tie_word_embeddings")
-    config = {name: getattr(base.config, name) for name in same}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        lm = AutoModelForCausalLM.from_config(transformers.MixtralConfig(**config, num_local_experts=6))
-        lm.load_state_dict(base.state_dict(), strict=False)
-        with torch.no_grad():
-            for layer, dense in zip(lm.model.layers, base.model.layers, strict=True):
-                up = torch.cat([dense.mlp.gate_proj.weight, dense.mlp.up_proj.weight])
-                for weight, mlp in (
-                    (layer.mlp.experts.gate_up_proj, up),
-                    (layer.mlp.experts.down_proj, dense.mlp.down_proj.weight),
-                ):
-                    weight.copy_(mlp * (1 + 0.02 * torch.randn_like(weight)))
-                layer.mlp.gate.weight.normal_(std=0.1)
-    lm.generation_config = base.generation_config
-    lm.save_pretrained(folder)
-    AutoTokenizer.from_pretrained("data/base_model").save_pretrained(folder)
-    return ["--model_name_or_path", str(folder)]
+def moe(tmp_path_factory):
+    return ["--model_name_or_path", make_model(tmp_path_factory.mktemp("moe") / "moe", "moe", max_position_embeddings=1024)]
 
 
 def assert_same_routing(one, other):
@@ -53,11 +32,11 @@ SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("pretrain", "d
 
 
 @pytest.mark.parametrize("stage", ["sft", *SLOW])
-def test_micro_batches_change_nothing(stage, launch, upcycled):
-    words = [*upcycled, *LOSSES]
+def test_micro_batches_change_nothing(stage, launch, moe):
+    words = [*moe, *LOSSES]
     whole = launch(stage, *arguments(stage, 8, 1), *words, output="whole")
     norms = [norm for *_, norm in losses(whole)]
-    plain = [norm for *_, norm in losses(launch(stage, *arguments(stage, 8, 1), *upcycled, output="plain"))]
+    plain = [norm for *_, norm in losses(launch(stage, *arguments(stage, 8, 1), *moe, output="plain"))]
     assert all(abs(a - b) > 1e-2 * b for a, b in zip(norms, plain, strict=True))  # the losses make a difference
     for batch, accumulation in ((2, 4), (1, 8)) if stage != "sft" else ((2, 4),):
         split = launch(stage, *arguments(stage, batch, accumulation), *words, output=f"{batch}x{accumulation}")
@@ -66,8 +45,8 @@ def test_micro_batches_change_nothing(stage, launch, upcycled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "grpo"])
-def test_two_processes_change_nothing(stage, launch, upcycled, tmp_path):
-    words = [*upcycled, *LOSSES]
+def test_two_processes_change_nothing(stage, launch, moe, tmp_path):
+    words = [*moe, *LOSSES]
     whole = launch(stage, *arguments(stage, 8, 1), *words)
     assert_same_routing(whole, two_processes(stage, tmp_path / "2", *arguments(stage, 2, 2), *words))
     if stage == "sft":  # one micro-batch on each: no pass of its own counts
@@ -77,28 +56,20 @@ def test_two_processes_change_nothing(stage, launch, upcycled, tmp_path):
 
 
 @pytest.mark.slow
-def test_sharded_weights_give_the_same(launch, upcycled, sharded):  # noqa: F811
-    words = [*arguments("sft", 8, 1), *upcycled, *LOSSES, "--gradient_checkpointing"]
+def test_sharded_weights_give_the_same(launch, moe, sharded):  # noqa: F811
+    words = [*arguments("sft", 8, 1), *moe, *LOSSES, "--gradient_checkpointing"]
     assert_same_routing(launch("sft", *words), sharded("sft", *words))
 
 
 def test_the_gradient_has_transformers_own_term(launch, tmp_path):
     """In float64, of four conversations in two micro-batches; the sequences one by one, so without padding."""
-    torch.manual_seed(5)
-    config = transformers.Qwen3MoeConfig(**LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    config.output_router_logits, config.router_aux_loss_coef = True, 0.3
-    lm = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for p in lm.parameters():
-            p += 0.1 * torch.randn(p.shape)  # no two are alike
-    lm.save_pretrained(tmp_path / "moe")
-    tokenizer().save_pretrained(tmp_path / "moe")
+    model = make_model(tmp_path / "moe", "moe", output_router_logits=True, router_aux_loss_coef=0.3)
     rows = write_rows(tmp_path / "chats.jsonl", [{"messages": messages} for messages in CHATS[:4]])
     flags = ["--dataset_name", rows, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2]
-    run = watched(launch, "sft", str(tmp_path / "moe"), *flags, "--max_steps", 1)
+    run = watched(launch, "sft", model, *flags, "--max_steps", 1)
 
     exact = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "moe", dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        model, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     sequences = [encoded(messages) for messages in CHATS[:4]]
     loss, wanted = nll_window(exact, sequences)
@@ -111,8 +82,8 @@ def test_the_gradient_has_transformers_own_term(launch, tmp_path):
     assert run.rows[0]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)  # without the term, as an evaluation's
 
 
-def test_a_restarted_window_is_the_same(launch, upcycled, monkeypatch, capsys):
-    words = [*arguments("sft", 8, 1), *upcycled, *LOSSES, "--max_steps", "1"]
+def test_a_restarted_window_is_the_same(launch, moe, monkeypatch, capsys):
+    words = [*arguments("sft", 8, 1), *moe, *LOSSES, "--max_steps", "1"]
     whole = launch("sft", *words, output="whole")
     forward = FlatModel.forward
 

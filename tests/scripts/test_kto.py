@@ -1,17 +1,14 @@
 """experiments/train_kto.py against float64: which answer is good, what the KL term is made of, and what the reference is."""
 
 from common.data.order import Order
-from common.extras import stream
 import pytest
 import torch
 
 from tests.scripts.one_step import (
     END,
-    assert_gradient,
-    assert_metrics,
+    assert_step,
     chat,
     exact,
-    gradient_of,
     ids_of,
     make_model,
     prompt_ids,
@@ -107,26 +104,10 @@ def test_a_loss_is_that_of_its_paper(name, launch, data, model):
         policy = start if step == 0 else run.policy(step)
         loss, logged = window(policy, start, rows, **settings)
         kls.append(logged["kl"])
-        assert_metrics(run.rows[step], logged, rel=2e-4, abs=3e-5)
-        assert_gradient(run.grads[step], gradient_of(policy, loss))
+        assert_step(run, step, policy, loss, logged, rel=2e-4, abs=3e-5)
     if name == "less likely":  # the mean is below 0, and counts as 0
         assert kls == [0.0] * 3
     assert name in ("apo", "less likely") or max(kls) > 0.01, "the KL term was never seen at work"
-
-
-@pytest.mark.parametrize("way", ["packed", pytest.param("streamed", marks=pytest.mark.slow)])
-def test_rows_may_be_packed_or_streamed(way, launch, data, model, monkeypatch):
-    """All rows are one window: packed into one micro-batch, or in the stream's order."""
-    monkeypatch.setattr(stream, "BLOCK_ROWS", 5)
-    flags = {
-        "packed": ["--packing", "--per_device_train_batch_size", 1],
-        "streamed": ["--dataset_streaming"],
-    }[way]
-    run = kto(launch, data, model, "--per_device_train_batch_size", 5, "--max_steps", 1, *flags)
-    start = exact(run.model)
-    loss, logged = window(start, start, parts_of(ROWS), beta=0.1)
-    assert_metrics(run.rows[0], logged, rel=2e-4, abs=3e-5)
-    assert_gradient(run.grads[0], gradient_of(start, loss))
 
 
 def test_an_evaluation_has_the_kl_of_the_held_out_rows(launch, data, model):

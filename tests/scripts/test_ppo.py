@@ -1,65 +1,24 @@
 """experiments/train_ppo.py against float64: what each token earns, what the critic is told, and what both weigh."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.scripts.grpo_by_hand import LONGEST, REWARDS, STOPS, chat_rows
-from tests.scripts.one_step import (
-    assert_gradient,
-    assert_metrics,
-    exact,
-    prompt_ids,
-    read_rows,
-    token_scores,
-    tokenizer,
-    watched,
-    write_rows,
-)
+from tests.scripts.grpo_by_hand import LONGEST, chat_rows, run_grpo
+from tests.scripts.one_step import assert_gradient, assert_metrics, exact, token_scores
 
-
-@dataclass
-class Settings:
-    """What a run was told, with values none of which is a default."""
-
-    gamma: float = 0.9
-    lam: float = 0.7
-    vf_coef: float = 0.6
-    cliprange_value: float = 0.03
-    beta: float = 0.3
-    epsilon: float = 0.1
-    epsilon_high: float = 0.15
-    entropy_coef: float = 0.02
-    temperature: float = 0.7
-    num_iterations: int = 2
-    steps_per_generation: int = 2
-    use_kl_in_reward: bool = True
-    mask_truncated_completions: bool = False
-
-    @property
-    def flags(self):
-        return [word for name, value in vars(self).items() for word in (f"--{name}", str(value).lower())]
-
-
-def ppo(launch, folder, model, *flags):
-    """The run; run.rollouts: of each the (ids of the prompt, ids of the completion, reward or None)."""
-    (folder / "rewards.py").write_text(REWARDS)
-    rows = write_rows(folder / "prompts.jsonl", chat_rows(("any", "any", "any", "flat")))
-    words = ["--dataset_name", rows, "--reward_funcs", f"{folder / 'rewards.py'}:picky"]
-    words += ["--max_completion_length", LONGEST, "--per_device_train_batch_size", 4, "--learning_rate", "2e-3"]
-    run = watched(launch, "ppo", model, *words, "--gradient_accumulation_steps", 2, *flags, extra=4)
-    calls, lines = read_rows(folder / "calls.jsonl"), iter(read_rows(run.output / "completions.jsonl"))
-    run.rollouts = []
-    for call in calls:
-        rollout = []
-        for prompt, ids in zip(call["prompts"], call["ids"], strict=True):
-            line = next(lines)
-            assert line["prompt"] == prompt and line["completion"] == tokenizer().decode(ids, skip_special_tokens=True)
-            rollout.append((prompt_ids(prompt), ids, line["reward"]))
-        run.rollouts.append(rollout)
-    assert next(lines, None) is None
-    return run
+# None of them is a default.
+SETTINGS = {
+    "gamma": 0.9,
+    "lam": 0.7,
+    "vf_coef": 0.6,
+    "cliprange_value": 0.03,
+    "beta": 0.3,
+    "epsilon": 0.1,
+    "epsilon_high": 0.15,
+}
+SETTINGS |= {"entropy_coef": 0.02, "temperature": 0.7, "num_iterations": 2, "steps_per_generation": 2}
 
 
 # --- the same by hand -----------------------------------------------------------------------------------------------
@@ -93,7 +52,8 @@ def window_loss(run, s, step):
     size = 8
     start = step % s.steps_per_generation * size
     part = run.rollouts[step // cycle][start : start + size]
-    counted = [(p, ids, r) for p, ids, r in part if r is not None and (ids[-1] in STOPS or not s.mask_truncated_completions)]
+    part = [c for c in part if c.reward is not None and (c.finished or not s.mask_truncated_completions)]
+    counted = [(c.prompt_ids, c.ids, c.reward) for c in part]
     assert len(counted) > 1
     lm, old, reference = run.policy(step), run.policy(first), exact(run.model)
     head, old_head = head_of(run.weights[step]), head_of(run.weights[first])
@@ -134,8 +94,12 @@ def window_loss(run, s, step):
 def test_a_step_is_that_of_the_papers(in_reward, launch, model, tmp_path):
     """Two rollouts of two minibatches in two epochs: at first, where the critic says 0 and all ratios are 1, and later. Of
     some completions nobody says what they are worth, or those that were cut do not count."""
-    s = Settings(use_kl_in_reward=in_reward, mask_truncated_completions=not in_reward)
-    run = ppo(launch, tmp_path, model, *s.flags, "--max_steps", 6, *([] if in_reward else ["--max_completion_length", 5]))
+    settings = SETTINGS | {"use_kl_in_reward": in_reward, "mask_truncated_completions": not in_reward}
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
+    flags += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2, "--learning_rate", "2e-3"]
+    flags += ["--max_steps", 6, "--max_completion_length", LONGEST if in_reward else 5]
+    rows, s = chat_rows(("any", "any", "any", "flat")), SimpleNamespace(**settings)
+    run = run_grpo(launch, tmp_path, "ppo", model, *flags, rows=rows, rewards=("picky",), extra=4)
     seen, explained, numbers = [], [], []
     for step in range(6):
         loss, trained, logged, share, counted = window_loss(run, s, step)

@@ -13,7 +13,6 @@ from tests.scripts.one_step import (
     assert_metrics,
     assert_nll_evaluations,
     assert_nll_step,
-    exact,
     gradient_of,
     ids_of,
     make_model,
@@ -46,11 +45,6 @@ def rows_of(texts, packing, length=L):
     streams = documents(texts) if packing == "bfd" else [sum(documents(texts), [])]
     pieces = [stream[at : at + length] for stream in streams for at in range(0, len(stream), length)]
     return [(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
-
-
-@pytest.fixture(scope="module")
-def base():
-    return exact(BASE)
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,17 @@
 """Each script, launched as a user launches it, learns on the embedded demo and leaves behind what the README says."""
 
 import json
+import math
 import sys
 
 import pytest
 from safetensors.torch import load_file
 import torch
-from transformers import AutoTokenizer, RwkvConfig, RwkvForCausalLM
+from transformers import AutoConfig
 import yaml
 
 from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script, teacher, torchrun, train_metrics
-from tests.scripts.one_step import ADAMW, assert_adamw, assert_clipped, watched
+from tests.scripts.one_step import ADAMW, assert_adamw, assert_clipped, make_model, watched
 from tests.scripts.one_step import BASE as BASE_MODEL
 
 # script -> (flags that make the demo short, what must have happened between the first and the last evaluation)
@@ -65,17 +66,12 @@ def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
         assert {"step", "prompt", "completion", "rewards", "advantage"} <= row.keys()
 
 
-# What a demo lacks, or what makes it short.
-SHORT = "--max_completion_length 4 --num_generations 2"
-MORE = {
-    "grpo": SHORT,
-    "grpo_ahead": SHORT,
-    "dynamic_sampling": SHORT,
-    "tools": SHORT,
-    "ppo": "--max_completion_length 4",
-    "rft": "--reward_threshold 0",
-}
+# What a demo lacks, what makes it short, and what gives the base model rewards that differ.
+SAMPLED = "--reward_funcs length:4 --reward_weights 1 --max_completion_length 8"
+MORE = {stage: f"{SAMPLED} --num_generations 4" for stage in ("grpo", "grpo_ahead", "dynamic_sampling", "tools")}
+MORE |= {"online_dpo": SAMPLED, "ppo": SAMPLED, "rft": "--reward_threshold 0 --max_completion_length 8"}
 MORE["distill"] = f"--max_completion_length 4 --teacher_model_name_or_path {teacher()}"
+MORE["dpo"] = "--sft_weight 0 --precompute_ref_log_probs false"
 
 
 @pytest.mark.parametrize("stage", [*RUNS, *EXPERIMENTS])
@@ -175,21 +171,27 @@ def test_two_processes_take_the_steps_of_one(stage, launch, on_two_processes):
         torch.testing.assert_close(two[name], value, rtol=0, atol=0.02 * moved.item())
 
 
-def test_lora_and_recomputation_run_in_every_stage(launch):
-    """The adapter is what is saved; DPO's reference is the model without it (ln 2 at the first step)."""
+FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}  # where the reference is the model without its adapter
+
+
+@pytest.mark.parametrize(
+    "stage", ["sft", "dpo", "grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERIMENTS)]
+)
+def test_adapters_are_trained_with_recomputation(stage, launch):
+    """The adapter is what is saved in checkpoints, and at the end where it is not merged."""
     pytest.importorskip("peft")
-    words = f"{BASE} --max_steps 2 --save_steps 1 --use_peft --lora_r 4 --gradient_checkpointing --max_train_samples 16"
-    more = {
-        "sft": "",
-        "dpo": "--beta 0.1 --sft_weight 0 --precompute_ref_log_probs false",
-        "grpo": "--beta 0.1 --max_completion_length 8",
-    }
-    for stage, flags in more.items():
-        batch = f"--config data/configs/{stage}.yaml --per_device_train_batch_size 8 {words} {flags}"
-        output = launch(stage, *batch.split(), output=stage)
-        assert (output / "adapter_model.safetensors").exists() and not (output / "model.safetensors").exists()
-        if stage == "dpo":
-            assert train_metrics(output)[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    words = f"--config {demo(stage)} {BASE} --max_steps 4 --save_steps 2 --warmup_steps 0 --learning_rate 1e-2 --use_peft"
+    words += (
+        f" --lora_r 4 --gradient_checkpointing --max_train_samples 16 --per_device_train_batch_size 4 {MORE.get(stage, '')}"
+    )
+    merged = ["--merge_lora"] if stage in EXPERIMENTS else []
+    output = launch(stage, *words.split(), *merged)
+    rows = train_metrics(output)
+    assert rows[-1]["grad_norm"] > 0 and rows[-1]["loss"] != rows[0]["loss"]
+    assert rows[0]["loss"] == pytest.approx(FIRST_LOSS.get(stage, rows[0]["loss"]), abs=1e-5)
+    for folder, whole in ((output / "checkpoint-4", False), (output, bool(merged))):
+        assert (folder / "model.safetensors").exists() == whole
+        assert (folder / "adapter_model.safetensors").exists() != whole
 
 
 QUESTION = "What is 1+1?"
@@ -213,15 +215,18 @@ def test_without_prompts_the_first_rows_are_completed(stage, launch, tmp_path):
     assert [sample["step"] for sample in samples] == [0, 0, 2, 2] and samples[0]["prompt"] == prompt
 
 
-def test_an_architecture_without_packing_and_cache_trains(launch, tmp_path):
-    torch.manual_seed(0)
-    config = RwkvConfig(vocab_size=512, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=512)
-    RwkvForCausalLM(config).save_pretrained(tmp_path / "rwkv")
-    AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "rwkv")
-    words = (
-        "--dataset_name data/sft --max_steps 3 --max_train_samples 12 --eval_steps 3 --max_eval_samples 2 --logging_steps 1"
+@pytest.mark.parametrize("kind, stages", [("rwkv", ["sft"]), pytest.param("lfm2", [*RUNS], marks=pytest.mark.slow)])
+def test_a_model_with_a_state_trains_and_is_sampled(kind, stages, launch, tmp_path):
+    """One stage after the other, from the model that the last one saved."""
+    model = make_model(tmp_path / kind, kind, **{"lfm2": {"max_position_embeddings": 1024}}.get(kind, {}))
+    few = (
+        "--max_steps 3 --eval_steps 3 --eval_max_new_tokens 2 --max_train_samples 16 --max_eval_samples 2 --logging_steps 1"
     )
-    words += " --eval_max_new_tokens 2 --learning_rate 1e-2 --per_device_train_batch_size 4 --max_length 32"
-    output = launch("sft", *words.split(), "--model_name_or_path", tmp_path / "rwkv")
-    losses = [row["loss"] for row in train_metrics(output)]
-    assert losses[-1] < losses[0] and (output / "samples.jsonl").exists()
+    few += " --save_steps 0 --learning_rate 1e-2 --per_device_train_batch_size 4"
+    for stage in stages:
+        more = {"pretrain": "--max_length 64", "grpo": "--max_completion_length 8 --num_generations 4"}.get(stage, "")
+        words = ["--dataset_name", "data/pretrain/train.txt" if stage == "pretrain" else f"data/{stage}", *more.split()]
+        output = launch(stage, "--model_name_or_path", model, *few.split(), *words, output=stage)
+        assert len(train_metrics(output)) == 3 and (output / "samples.jsonl").read_text()
+        assert AutoConfig.from_pretrained(output).architectures == AutoConfig.from_pretrained(model).architectures
+        model = output

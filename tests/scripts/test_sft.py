@@ -59,11 +59,6 @@ def encoded(messages, train_on="all_turns"):
 
 
 @pytest.fixture(scope="module")
-def base():
-    return exact(BASE)
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chats")
     for name, chats in (("chats", CHATS), ("held_out", HELD_OUT)):

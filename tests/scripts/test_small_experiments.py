@@ -2,7 +2,6 @@
 
 import json
 
-from common.errors import UserError
 from common.model.wrap import wrap
 from common.sampling import sample
 import pytest
@@ -12,14 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.conftest import ROOT
 from tests.scripts.one_step import (
-    assert_gradient,
-    assert_metrics,
+    END,
+    assert_step,
+    chat,
     exact,
-    gradient_of,
     ids_of,
     logits_of,
-    make_model,
     nll_window,
+    prompt_ids,
     read_rows,
     tokenizer,
     watched,
@@ -31,27 +30,20 @@ CHATS = [("What is 2+3?", "2+3=5. Answer: 5"), ("Hi", "Hello! How are you?"), ("
 
 
 def chats(folder):
-    rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS]
-    return write_rows(folder / "rows.jsonl", [{"messages": row} for row in rows])
+    return write_rows(folder / "rows.jsonl", [{"messages": chat(*turns)} for turns in CHATS])
 
 
 def sequences():
     """(ids, mask) of each chat: the answer and its end of turn are trained."""
-    found = []
-    for question, answer in CHATS:
-        prompt = [{"role": "user", "content": question}]
-        before = ids_of(tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-        after = ids_of(answer + "<|im_end|>")
-        found.append((before + after, [0] * len(before) + [1] * len(after)))
-    return found
+    found = [(prompt_ids(chat(question)), ids_of(answer + END)) for question, answer in CHATS]
+    return [(before + after, [0] * len(before) + [1] * len(after)) for before, after in found]
 
 
 def trained_logits(policy):
     """Of all trained tokens: logits (N, V) and the tokens (N,)."""
-    parts = [
-        (logits_of(policy, ids)[:-1], torch.tensor(ids[1:]), torch.tensor(mask[1:]).bool()) for ids, mask in sequences()
-    ]
-    return torch.cat([logits[keep] for logits, _, keep in parts]), torch.cat([ids[keep] for _, ids, keep in parts])
+    keeps = [(ids, mask.index(1)) for ids, mask in sequences()]  # the first that is trained
+    logits = torch.cat([logits_of(policy, ids)[start - 1 : -1] for ids, start in keeps])
+    return logits, torch.tensor([token for ids, start in keeps for token in ids[start:]])
 
 
 def dft(logps, count):
@@ -77,23 +69,28 @@ def loss_of(name, policy):
 
 
 @pytest.mark.parametrize("name", ["dft", "label_smoothing"])
-def test_a_step_is_that_of_the_paper(name, launch, tmp_path):
+def test_a_step_is_that_of_the_paper(name, launch, model, tmp_path):
     """The loss that is logged stays the cross-entropy, which compares with that of train_sft.py."""
-    model = make_model(tmp_path / "model")
-    data = chats(tmp_path)
     script, flags = {"dft": ("sft", ["--loss_type", "dft"]), "label_smoothing": (name, ["--label_smoothing", "0.2"])}[name]
-    words = ["--dataset_name", data, "--per_device_train_batch_size", 3, "--max_steps", 2, "--learning_rate", "3e-3"]
+    words = [
+        "--dataset_name",
+        chats(tmp_path),
+        "--per_device_train_batch_size",
+        3,
+        "--max_steps",
+        2,
+        "--learning_rate",
+        "3e-3",
+    ]
     run = watched(launch, script, model, *words, *flags)
     for step in range(2):
         policy = run.policy(step)
-        assert_metrics(run.rows[step], nll_window(policy, sequences())[1])
-        assert_gradient(run.grads[step], gradient_of(policy, loss_of(name, policy)))
+        assert_step(run, step, policy, loss_of(name, policy), nll_window(policy, sequences())[1])
 
 
 @pytest.mark.parametrize("best", [[], ["--save_best", "max:eval_loss"]], ids=["last", "best"])
-def test_the_average_is_evaluated_and_exported(best, launch, tmp_path):
+def test_the_average_is_evaluated_and_exported(best, launch, model, tmp_path):
     """What is trained are the weights of train_sft.py, bit for bit; their average, in float64, is what the rest of the run sees."""
-    model = make_model(tmp_path / "model")
     data = chats(tmp_path)
     words = ["--dataset_name", data, "--per_device_train_batch_size", 2, "--max_steps", 5, "--learning_rate", "3e-2"]
     words += ["--eval_dataset_name", data, "--eval_steps", 2]
@@ -111,10 +108,9 @@ def test_the_average_is_evaluated_and_exported(best, launch, tmp_path):
         torch.testing.assert_close(w.double(), averages[step][name], rtol=1e-5, atol=1e-6)
 
 
-def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, tmp_path, capsys):
+def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, model, tmp_path, capsys):
     """Each once, finished, in the order of the prompts; a run that goes on does not sample again."""
-    model = make_model(tmp_path / "model", stops=5.0)
-    rows = [{"prompt": [{"role": "user", "content": q}], "kind": q[0]} for q, _ in CHATS]
+    rows = [{"prompt": chat(q), "kind": q[0]} for q, _ in CHATS]
     rows[1]["tools"] = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
     code = "def short(completion_ids, kind, **_):\n    return [None if k == 'W' else len(ids) / 9 for k, ids in zip(kind, completion_ids)]"
     (tmp_path / "rewards.py").write_text(code)
@@ -130,13 +126,9 @@ def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, tmp_
     assert f"{len(accepted)} distinct answers to 2 of 3 prompts are accepted" in capsys.readouterr().out
     launch("rft", *words, "--max_steps", 3)
     assert "are accepted" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="no answer has at most 20 tokens and a reward of 9 or more"):
-        launch("rft", *words, "--reward_threshold", "9", output="none")
     # The same draws by the sampler: what it gives for these keys is tested in tests/sampling.
     lm = wrap(AutoModelForCausalLM.from_pretrained(model))
-    prompts = [
-        ids_of(tokenizer().apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)) for row in rows
-    ]
+    prompts = [prompt_ids(row["prompt"]) for row in rows]
     keys = [(5, i) for i in range(120)]
     found = sample(lm, [prompts[i // 40] for _, i in keys], keys, stop_ids=[0, 2], max_new_tokens=20)
     wanted = [
