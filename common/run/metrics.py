@@ -229,6 +229,7 @@ class Metrics:
         try:
             if not is_held(self.output_dir):
                 raise FileNotFoundError(errno.ENOENT, "the folder was deleted")
+            path.parent.mkdir(exist_ok=True)
             with open(path, "ab") as out:
                 size = out.tell()
                 out.write("".join(lines).encode("utf-8", "backslashreplace"))

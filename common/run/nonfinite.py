@@ -1,7 +1,7 @@
 """Non-finite numbers: a step with a NaN or an infinity is skipped, and its batch is kept for inspection."""
 
-import json
 import math
+from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from common.collators import Window
@@ -46,20 +46,15 @@ class NonFinite:
         metrics.bad_steps.append(step + 1)
         what = f"{'a finite' if math.isfinite(loss) else 'a NaN or infinite'} loss, gradient norm {norm:g}"
         metrics.event("bad", step + 1, what)
-        path = metrics.output_dir / "bad_batches" / f"step-{step + 1}.jsonl"
-        if metrics.accelerator.is_main_process:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(self._as_text(window), encoding="utf-8")
-            except OSError as error:
-                say(f"{path} cannot be written ({error.strerror}): training goes on")
+        file = f"bad_batches/step-{step + 1}.jsonl"
+        metrics.append(file, self._rows(window))
         in_a_row = sum(later in metrics.bad_steps for later in range(step + 2 - MOST_BAD, step + 2))
         if in_a_row < MOST_BAD:
-            say(f"step {step + 1}: {what}; its batch is in {path}")
+            say(f"step {step + 1}: {what}; its batch is in {metrics.output_dir / file}")
             return
         raise UserError(
-            f"step {step + 1}: {what}, {in_a_row} in a row; {self._last_good()}; the batches are in {path.parent}; "
-            "try a lower --learning_rate, or look for broken rows"
+            f"step {step + 1}: {what}, {in_a_row} in a row; {self._last_good()}; the batches are in "
+            f"{metrics.output_dir}/bad_batches; try a lower --learning_rate, or look for broken rows"
         )
 
     def check_weights(self, model: nn.Module, step: int) -> None:
@@ -94,13 +89,13 @@ class NonFinite:
         saved = checkpoints(str(self.metrics.output_dir))
         return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"
 
-    def _as_text(self, window: Window) -> str:
-        """The sequences of a window as JSON lines."""
-        lines = []
+    def _rows(self, window: Window) -> list[dict[str, Any]]:
+        """The sequences of a window as text."""
+        rows = []
         origins = window.origins() if window.origins else [""] * len(window.examples)
         for example, where in zip(window.examples, origins, strict=True):
             for sequence in example:
                 ids, trained = sequence["input_ids"], sequence["loss_mask"].astype(bool)
                 texts = {"text": self.tokenizer.decode(ids), "trained": self.tokenizer.decode(ids[trained])}
-                lines.append({"where": where, "tokens": len(ids)} | texts)
-        return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                rows.append({"where": where, "tokens": len(ids)} | texts)
+        return rows
