@@ -25,20 +25,8 @@ from common.run.metrics import Metrics
 from common.run.retry import Retry
 import torch
 
-for module in (
-    "train_pretrain",
-    "train_sft",
-    "train_dpo",
-    "train_grpo",
-    "experiments.train_grpo_ahead",
-    "transformers",
-    "peft",
-    "torch.distributed.fsdp",
-):
-    try:
-        importlib.import_module(module)  # for the processes that are forked
-    except ImportError:
-        pass
+for module in (*map(module_of, ("pretrain", "sft", "dpo", "grpo", "grpo_ahead")), "transformers", "torch.distributed.fsdp"):
+    importlib.import_module(module)  # for the processes that are forked
 
 
 class Moments:

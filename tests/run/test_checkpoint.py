@@ -1,7 +1,6 @@
 """Checkpoints against what happens to them: full disks, kills, damaged files; the best one is kept."""
 
 import errno
-import importlib
 import json
 import os
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors.torch import load_file
 import torch
 import yaml
 
-from tests.conftest import ROOT, SFT, demo, read_metrics
+from tests.conftest import ROOT, SFT, read_metrics
 from tests.run.kills import Kill, killed_at
 from tests.run.test_folder import claim
 from tests.tiny import tiny_pair
@@ -206,48 +205,18 @@ def test_a_pickled_optimizer_is_not_run(tiny, tmp_path):
         assert not trace.exists() and "\n" not in str(refused.value)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, token_cache):
-    """The folder of a run of two steps, each saved."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from common.command_line import parse_args
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    script, output = importlib.import_module("train_sft"), tmp_path_factory.mktemp("finished") / "out"
-    words = [
-        *SFT,
-        "--max_steps",
-        "2",
-        "--save_steps",
-        "1",
-        "--output_dir",
-        str(output),
-        "--dataset_cache_dir",
-        str(token_cache),
-    ]
-    script.main(parse_args(script.Args, demo("sft"), None, words))
-    return output
-
-
 def damaged(content, rng):
     """The content cut off somewhere, or with one bit turned over."""
     at = rng.randrange(len(content))
-    return (
-        content[:at]
-        if rng.random() < 0.5
-        else content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
-    )
+    rest = b"" if rng.random() < 0.5 else bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    return content[:at] + rest
 
 
-def test_damaged_files_are_never_trusted(finished, tmp_path):
+def test_damaged_files_are_never_trusted(launch):
     """200 cases. What is in a checkpoint is passed over; lines of metrics are left out; arguments are compared."""
-    output, rng = tmp_path / "out", random.Random(0)
-    shutil.copytree(finished, output)
+    output, rng = launch("sft", *SFT, "--max_steps", "2", "--save_steps", "1"), random.Random(0)
     (output / "summary.json").unlink()
-    args = yaml.safe_load((output / "args.yaml").read_text())
-    args["output_dir"] = str(output)
-    accelerator = Accelerator(cpu=True)
+    args, accelerator = yaml.safe_load((output / "args.yaml").read_text()), Accelerator(cpu=True)
     inside = ["manifest.json", "trainer_state.json", "model.safetensors", "optimizer.pt", "args.yaml"]
     lines = (output / "metrics.jsonl").read_text().splitlines()
     for name in [*(f"checkpoint-2/{name}" for name in inside), "metrics.jsonl", "args.yaml"]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils import DistributedType, ParallelismConfig
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from common.errors import UserError
 from common.run.launch import check_shared_disk, refuse_launch
@@ -50,32 +50,10 @@ def test_every_key_of_a_config_is_one_that_the_launcher_reads(path):
         assert (args.machine_rank, args.main_process_port, args.rdzv_backend) == (0, 29500, "static")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "hsdp"])
-def test_fsdp_is_set_up_as_its_config_says(name, monkeypatch):
-    for key, value in launched(FOLDER / f"{name}.yaml")[1].items():
-        if key.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_")):
-            monkeypatch.setenv(key, value)
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
-    assert plugin.cpu_ram_efficient_loading is False
-    assert (
-        not plugin.activation_checkpointing and type(plugin.cpu_offload).__name__ == "OffloadPolicy"
-    )  # not CPUOffloadPolicy
-    if name == "hsdp":
-        sizes = ParallelismConfig()
-        assert (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.total_size) == (2, 8, 16)
-        assert sizes.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
-
-
 def started(**settings):
     """What `refuse_launch` looks at of an Accelerator."""
-    plain = {
-        "num_processes": 1,
-        "distributed_type": DistributedType.NO,
-        "mixed_precision": "no",
-        "device": torch.device("cpu"),
-    }
-    return SimpleNamespace(**(plain | settings))
+    plain = {"num_processes": 1, "distributed_type": DistributedType.NO, "mixed_precision": "no"}
+    return SimpleNamespace(**(plain | {"device": torch.device("cpu")} | settings))
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

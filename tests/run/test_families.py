@@ -56,23 +56,3 @@ def test_rows_of_new_tokens_are_trained_where_the_base_has_no_tokenizer(base, la
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     launch(*words, "--use_peft", "--tokenizer_name", str(tmp_path / "tokenizer"))
     assert "rows of new tokens are trained: <|newer|>, <|new|>" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", ["opt", "xglm"])
-def test_layers_that_are_dropped_at_random_are_no_hindrance(kind, base, launch):
-    """OPT and XGLM leave out whole layers while they train: what measures memory passes all of them."""
-    configs = {
-        "opt": lambda: transformers.OPTConfig(
-            vocab_size=512,
-            hidden_size=32,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            word_embed_proj_dim=32,
-            layerdrop=0.5,
-        ),
-        "xglm": lambda: transformers.XGLMConfig(
-            vocab_size=512, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, layerdrop=0.5
-        ),
-    }
-    assert launch(*base(configs[kind]()))

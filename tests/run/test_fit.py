@@ -73,11 +73,8 @@ def test_a_resumed_run_rounds_as_the_first_one_did(launch, monkeypatch):
 
 def test_what_cannot_be_split_ends_the_run_with_what_would_help(launch, monkeypatch):
     limit_memory(monkeypatch, 0)
-    with pytest.raises(
-        UserError, match=r"out of memory with micro-batches of 1 sequence\(s\).*what helps: .*--max_length"
-    ) as error:
+    with pytest.raises(UserError, match=r"out of memory with micro-batches of 1 .*--max_length"):
         launch("sft", *STAGES["sft"], *ONE)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("stage", [s if s in ("sft", "dpo") else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
@@ -174,27 +171,18 @@ def test_a_backward_pass_without_the_factor_of_the_window_is_refused(accelerator
         )
 
 
-def test_parts_have_about_equal_tokens_and_all_sequences(accelerator):
-    window = two_micro_batches(accelerator)
-    assert [batch["lengths"] for batch in window] == [[100, 10, 10, 10], [50, 20]] and window.num_micro_batches == 2
-    assert [batch["lengths"] for batch in window.split(2)] == [[100], [10, 10, 10], [50], [20]]
-    assert window.num_micro_batches == 4
-    assert accelerator.gradient_accumulation_steps == 4
-    assert window.most_parts == 4
-    assert sum(len(batch["lengths"]) for batch in window.split(8)) == 6
-
-
 @pytest.mark.parametrize("parts, tokens, lengths", [
     (1, 1000, [[100, 10, 10, 10], [50, 20]]),
     (1, 66, [[100, 10, 10, 10], [50, 20]]),
     (1, 65, [[100], [10, 10, 10], [50, 20]]),
+    (2, 1000, [[100], [10, 10, 10], [50], [20]]),
     (2, 70, [[100], [10, 10, 10], [50], [20]]),
     (1, 20, [[100], [10], [10, 10], [50], [20]]),
 ])  # fmt: skip
 def test_a_window_is_split_into_parts_of_so_many_tokens(accelerator, parts, tokens, lengths):
     window = two_micro_batches(accelerator)
     assert [batch["lengths"] for batch in window.split(parts, tokens)] == lengths
-    assert window.num_micro_batches == len(lengths)
+    assert window.num_micro_batches == accelerator.gradient_accumulation_steps == len(lengths) and window.most_parts == 4
 
 
 def test_packs_are_split_between_sequences_and_pairs_stay_together(accelerator):

@@ -149,32 +149,6 @@ def test_two_copies_on_two_processes_each_are_one_process(launch, sharded, words
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-WHOLE = """
-import json
-from accelerate import Accelerator
-from torch.distributed.fsdp import FSDPModule
-original = Accelerator.backward
-held = []
-def watch(self, loss, **options):
-    original(self, loss, **options)
-    params = [p for part in self._models[0].modules() if isinstance(part, FSDPModule)
-              for group in [part._get_fsdp_state()._fsdp_param_group] if group for p in group.fsdp_params]
-    grads = [g for p in params for g in (p.unsharded_accumulated_grad, getattr(getattr(p, "_unsharded_param", None), "grad", None)) if g is not None]
-    held.append(sum(g.numel() * g.element_size() for g in grads))
-    open(os.environ["SEEN"], "w").write(json.dumps([held, sum(p.numel() for p in self._models[0].parameters())]))
-Accelerator.backward = watch
-"""
-
-
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_whole_gradients_are_held_until_the_last_micro_batch(mixed_precision, sharded, words, tmp_path, monkeypatch):
-    """4 bytes for each parameter on each process."""
-    monkeypatch.setenv("SEEN", str(tmp_path / "held"))
-    sharded("sft", *words("sft"), mixed_precision=mixed_precision, first=WHOLE)
-    held, numbers = json.loads((tmp_path / "held").read_text())
-    assert held[0] == 4 * numbers and held[1] == 0 and held[:2] * 3 == held  # two micro-batches in each window
-
-
 def test_a_reward_model_is_that_of_one_process(launch, sharded):
     words = ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20", *COMMON.split()]
     one = launch("reward", *words, "--per_device_train_batch_size", "8", output="one")

@@ -61,19 +61,10 @@ def test_a_run_and_its_second_half_without_what_only_unix_has(stage, tmp_path):
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_files_of_windows_are_read(ending, launch, tmp_path):
     """Byte order marks, carriage returns, letters beyond ASCII."""
-    rows = [
-        {"messages": [{"role": "user", "content": f"Grüße {i}"}, {"role": "assistant", "content": "你好"}]}
-        for i in range(12)
-    ]
-    text = ending.join(json.dumps(row, ensure_ascii=False) for row in rows)
+    row = {"messages": [{"role": "user", "content": "Grüße"}, {"role": "assistant", "content": "你好"}]}
+    text = ending.join([json.dumps(row, ensure_ascii=False)] * 12)
     (tmp_path / "daten ö.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    settings = [
-        f"dataset_name: {tmp_path}/daten ö.jsonl",
-        "max_steps: 1",
-        "eval_steps: 0",
-        "logging_steps: 1",
-        "per_device_train_batch_size: 4",
-    ]
+    settings = [f"dataset_name: {tmp_path}/daten ö.jsonl", "max_steps: 1", "eval_steps: 0"]
     (tmp_path / "set.yaml").write_bytes(b"\xef\xbb\xbf" + ending.join(settings).encode())
     output = launch("sft", "--config", tmp_path / "set.yaml", "--model_name_or_path", "data/base_model")
     assert json.loads((output / "dataset.json").read_text(encoding="utf-8"))["sources"][0]["rows"] == 12

@@ -99,27 +99,9 @@ def test_three_rows_on_two_processes_are_trained_as_on_one(two, launch, tmp_path
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     (tmp_path / "one.jsonl").write_text(json.dumps({"messages": rows[0]}) + "\n")
-    words = [
-        *SFT,
-        "--dataset_name",
-        tmp_path / "rows.jsonl",
-        "--eval_dataset_name",
-        tmp_path / "one.jsonl",
-        "--max_steps",
-        -1,
-    ]
-    words += [
-        "--num_train_epochs",
-        3,
-        "--eval_prompts",
-        "",
-        "--eval_reward_funcs",
-        "length:8",
-        "--eval_steps",
-        1,
-        "--max_grad_norm",
-        0,
-    ]
+    words = f"--dataset_name {tmp_path}/rows.jsonl --eval_dataset_name {tmp_path}/one.jsonl --max_steps -1 --eval_steps 1"
+    words = [*SFT, *words.split(), *"--num_train_epochs 3 --eval_reward_funcs length:8 --max_grad_norm 0".split()]
+    words += ["--eval_prompts", ""]
     one = launch("sft", *words, "--per_device_train_batch_size", "4")
     run, both, _ = two("sft", words)
     assert run.returncode == 0, run.stderr[-4000:]
