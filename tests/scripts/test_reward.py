@@ -1,7 +1,5 @@
 """experiments/train_reward.py against float64, and its classifier against transformers and as a reward of GRPO."""
 
-import json
-
 from common.data import BadRow
 from common.errors import UserError
 from common.model import FlatModel
@@ -13,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from experiments.classifier import score_head
 from experiments.scored import up_to_the_score
-from tests.conftest import train_metrics
+from tests.conftest import read_metrics, train_metrics
 from tests.scripts.one_step import PLAIN, chat, exact, make_model, tokenizer, write_rows
 from tests.tiny import tiny_hybrid, tiny_lm
 
@@ -63,7 +61,7 @@ def reward(launch, model, folder, *flags, output="out"):
 
 
 def evals_of(output):
-    return [row for row in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()) if "eval_loss" in row]
+    return [row for row in read_metrics(output) if "eval_loss" in row]
 
 
 def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
