@@ -60,6 +60,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+# Chosen and rejected differ in length, now the one is longer and now the other; prompts of one turn and of several.
+PAIRS = [  # turns of the prompt, chosen answer, rejected one
+    (["What is 11-9+2?"], "Sure! 11-9=2. 2+2=4. Answer: 4", "Answer: 4"),
+    (["Zoe has 4 figs. She finds 6. She eats 3. So how many figs?"], "Answer: 7", "4+6=12. 12-3=9. I think. Answer: 9"),
+    (["Hi", "Hello!", "What is 5+5?"], "Sure! Answer: 10", "People ask me so much. That is fun. Answer: 11"),
+    (["How much is 15-6-4?"], "15-6=9. 9-4=5. So it is 5, as you can see. Answer: 5", "No."),
+]
+HELD_OUT_PAIRS = [
+    (["What is 3+4?"], "Sure! 3+4=7. Answer: 7", "8"),
+    (["Max has 9 cards. He buys 5. How many cards now?"], "14", "9+5=13. Then he sells some of them. Answer: 13"),
+    (["Hi"], "Hello! How are you?", "What?"),
+]
+
+
+def pair_rows(pairs: list[tuple[list[str], str, str]]) -> list[dict[str, Any]]:
+    return [{"prompt": chat(*p), "chosen": chat("", c)[1:], "rejected": chat("", r)[1:]} for p, c, r in pairs]
+
+
 # --- models ---------------------------------------------------------------------------------------------------------
 
 SMALL = {"vocab_size": 512, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}

@@ -8,12 +8,15 @@ import torch
 from tests.scripts.one_step import (
     DROPOUT,
     END,
+    HELD_OUT_PAIRS,
+    PAIRS,
     assert_metrics,
     assert_step,
     chat,
     exact,
     ids_of,
     make_model,
+    pair_rows,
     prompt_ids,
     token_scores,
     tokenizer,
@@ -21,31 +24,10 @@ from tests.scripts.one_step import (
     write_rows,
 )
 
-# Chosen and rejected differ in length, now the one is longer and now the other; prompts of one turn and of several.
-CHATS = [
-    (["What is 11-9+2?"], "Sure! 11-9=2. 2+2=4. Answer: 4", "Answer: 4"),
-    (["Zoe has 4 figs. She finds 6. She eats 3. So how many figs?"], "Answer: 7", "4+6=12. 12-3=9. I think. Answer: 9"),
-    (["Hi", "Hello!", "What is 5+5?"], "Sure! Answer: 10", "People ask me so much. That is fun. Answer: 11"),
-    (["How much is 15-6-4?"], "15-6=9. 9-4=5. So it is 5, as you can see. Answer: 5", "No."),
-]
 TEXTS = [
     ("Question: What is 8-5?\n", "Answer: 3", "I do not know, and nobody does."),
     ("Today is Monday. ", "Tomorrow is Tuesday. Then comes Wednesday.", "Mia."),
 ]
-HELD_OUT = [
-    (["What is 3+4?"], "Sure! 3+4=7. Answer: 7", "8"),
-    (["Max has 9 cards. He buys 5. How many cards now?"], "14", "9+5=13. Then he sells some of them. Answer: 13"),
-    (["Hi"], "Hello! How are you?", "What?"),
-]
-
-
-def chat_rows(chats):
-    sides = ("chosen", "rejected")
-    return [
-        {"prompt": chat(*turns)}
-        | {side: [{"role": "assistant", "content": text}] for side, text in zip(sides, answers, strict=True)}
-        for turns, *answers in chats
-    ]
 
 
 def chat_pairs(chats):
@@ -62,14 +44,14 @@ def text_pairs():
     return [[(before + answer, len(before), len(answer)) for answer in answers] for before, answers in found]
 
 
-PAIRS = chat_pairs(CHATS)
+LAID_OUT = chat_pairs(PAIRS)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
-    write_rows(folder / "chats.jsonl", chat_rows(CHATS))
-    write_rows(folder / "held_out.jsonl", chat_rows(HELD_OUT))
+    write_rows(folder / "chats.jsonl", pair_rows(PAIRS))
+    write_rows(folder / "held_out.jsonl", pair_rows(HELD_OUT_PAIRS))
     write_rows(folder / "texts.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in TEXTS])
     return folder
 
@@ -154,7 +136,7 @@ def test_a_loss_is_that_of_its_paper(name, launch, data, model):
     given = {k: v for k, v in settings.items() if name != "orpo" or k != "sft_weight"}
     flags = [word for key, value in given.items() for word in (f"--{key}", value)]
     run = dpo(launch, data, model, "--loss_type", loss_type, *flags, "--max_steps", 3)
-    check(run, PAIRS, loss_type=loss_type, **settings)
+    check(run, LAID_OUT, loss_type=loss_type, **settings)
 
 
 def test_several_losses_are_added_up_by_their_weights(launch, data, model):
@@ -165,9 +147,9 @@ def test_several_losses_are_added_up_by_their_weights(launch, data, model):
     start = exact(run.model)
     for step in (0, 2):
         policy = start if step == 0 else run.policy(step)
-        terms = [window(policy, start, PAIRS, loss_type=name, beta=0.3) for name in weights]
+        terms = [window(policy, start, LAID_OUT, loss_type=name, beta=0.3) for name in weights]
         loss = sum(weight * term[0] for weight, term in zip(weights.values(), terms, strict=True))
-        loss = loss + 0.7 * (window(policy, start, PAIRS, sft_weight=1.0)[0] - window(policy, start, PAIRS)[0])
+        loss = loss + 0.7 * (window(policy, start, LAID_OUT, sft_weight=1.0)[0] - window(policy, start, LAID_OUT)[0])
         assert_step(run, step, policy, loss, terms[0][1] | {"loss": loss.item()}, rel=2e-4, abs=3e-5)
 
 
@@ -181,7 +163,7 @@ def test_a_step_is_the_same_however_its_pairs_are_laid_out(way, launch, data, mo
     }[way]
     run = dpo(launch, data, model, *flags, "--sft_weight", 0.5, "--beta", 0.4, batch=batch)
     assert len(run.rows) == steps[-1] + 1
-    check(run, PAIRS, steps=steps, sft_weight=0.5, beta=0.4)
+    check(run, LAID_OUT, steps=steps, sft_weight=0.5, beta=0.4)
 
 
 def test_plain_text_ends_on_the_end_of_text(launch, data, model):
@@ -194,10 +176,10 @@ def test_an_answer_that_is_too_long_keeps_its_start(launch, data, model):
     """max_length counts the tokens of prompt and answer, and what is cut off is neither trained nor counted; nor is the end of
     an answer, the last of its n tokens, if the other one has lost its own."""
     longest, pairs = 40, []
-    for pair in PAIRS:
+    for pair in LAID_OUT:
         ends = all(start + n <= longest for _, start, n in pair)
         pairs.append([(ids[:longest], start, min(n - (not ends), longest - start)) for ids, start, n in pair])
-    assert all(n > 0 for pair in pairs for *_, n in pair) and pairs != PAIRS
+    assert all(n > 0 for pair in pairs for *_, n in pair) and pairs != LAID_OUT
     run = dpo(launch, data, model, "--loss_type", "ipo", "--max_length", longest, "--max_steps", 3)
     check(run, pairs, loss_type="ipo")
 
@@ -207,7 +189,7 @@ def test_the_evaluation_is_the_mean_over_all_held_out_pairs(size, launch, data, 
     """Loss (of the SFT term the mean over pairs), rewards, log-probabilities, in batches of any size, before and after steps."""
     flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
     run = dpo(launch, data, model, *flags, "--max_steps", 3, "--beta", 0.5, "--sft_weight", 0.3, "--label_smoothing", 0.1)
-    pairs, start = chat_pairs(HELD_OUT), exact(model)
+    pairs, start = chat_pairs(HELD_OUT_PAIRS), exact(model)
     for row, policy in zip(run.evals, (start, run.policy(1), run.policy(2)), strict=False):
         with torch.no_grad():
             _, logged, loss = window(policy, start, pairs, beta=0.5, label_smoothing=0.1)
@@ -225,4 +207,4 @@ def test_dropout_is_off(precompute, kind, launch, data, tmp_path):
     run = dpo(launch, data, model, *flags, "--max_steps", 3, "--learning_rate", 0)
     assert [row["loss"] for row in run.rows] == pytest.approx([math.log(2)] * 3, abs=1e-5)
     assert [row["eval_loss"] for row in run.evals] == pytest.approx([math.log(2)] * 4, abs=1e-5)
-    check(run, PAIRS)
+    check(run, LAID_OUT)

@@ -6,6 +6,8 @@ import torch
 
 from tests.scripts.one_step import (
     END,
+    HELD_OUT_PAIRS,
+    PAIRS,
     assert_step,
     chat,
     exact,
@@ -17,23 +19,22 @@ from tests.scripts.one_step import (
     write_rows,
 )
 
-ROWS = [
-    ("What is 11-9+2?", "Sure! 11-9=2. 2+2=4. Answer: 4", True),
-    ("Zoe has 4 figs. She finds 6. She eats 3. So how many figs?", "4+6=12. 12-3=9. I think. Answer: 9", False),
-    ("Hi", "Hello! How are you?", True),
-    ("How much is 15-6-4?", "No.", False),
-    ("What is 5+5?", "Answer: 10", True),
-]
-HELD_OUT = [("What is 3+4?", "Sure! 3+4=7.", True), ("Max has 9 cards. He buys 5.", "14", False), ("Hi", "What?", False)]
+
+def labelled(pairs):
+    """(prompt, answer, whether it is good): in turn the chosen one of a pair and the rejected one of the next."""
+    return [(turns, answers[i % 2], i % 2 == 0) for i, (turns, *answers) in enumerate(pairs)]
+
+
+ROWS, HELD_OUT = labelled(PAIRS), labelled(HELD_OUT_PAIRS)
 
 
 def as_rows(rows):
-    return [{"prompt": chat(p), "completion": chat(p, a)[1:], "label": label} for p, a, label in rows]
+    return [{"prompt": chat(*p), "completion": chat("", a)[1:], "label": label} for p, a, label in rows]
 
 
 def parts_of(rows):
     """(ids of the prompt, ids of the answer and its end of turn, label)."""
-    return [(prompt_ids(chat(p)), ids_of(a + END), label) for p, a, label in rows]
+    return [(prompt_ids(chat(*p)), ids_of(a + END), label) for p, a, label in rows]
 
 
 def answer_logp(lm, before, answer):
@@ -98,7 +99,7 @@ LOSSES = {
 def test_a_loss_is_that_of_its_paper(name, launch, data, model):
     """At the start, where the KL is 0, and later, when the policy is far from the reference."""
     flags, settings = LOSSES[name]
-    run = kto(launch, data, model, "--max_steps", 3, "--per_device_train_batch_size", 5, *flags)
+    run = kto(launch, data, model, "--max_steps", 3, "--per_device_train_batch_size", 4, *flags)
     start, kls = exact(run.model), []
     for step, rows in enumerate(order_of(parts_of(ROWS), 3)):
         policy = start if step == 0 else run.policy(step)
@@ -112,7 +113,7 @@ def test_a_loss_is_that_of_its_paper(name, launch, data, model):
 
 def test_an_evaluation_has_the_kl_of_the_held_out_rows(launch, data, model):
     flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 2, "--max_steps", 3, "--beta", "0.4"]
-    run = kto(launch, data, model, "--per_device_train_batch_size", 5, "--per_device_eval_batch_size", 2, *flags)
+    run = kto(launch, data, model, "--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 2, *flags)
     loss, logged = window(run.policy(2), exact(run.model), parts_of(HELD_OUT), beta=0.4)
     assert run.evals[0]["eval_loss"] == pytest.approx(0.5, abs=1e-5)
     assert run.evals[1]["eval_loss"] == pytest.approx(loss.item(), rel=2e-4)

@@ -12,37 +12,25 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from experiments.classifier import score_head
 from experiments.scored import up_to_the_score
 from tests.conftest import read_metrics, train_metrics
-from tests.scripts.one_step import PLAIN, chat, exact, make_model, tokenizer, write_rows
+from tests.scripts.one_step import HELD_OUT_PAIRS, PAIRS, PLAIN, exact, make_model, pair_rows, tokenizer, write_rows
 from tests.tiny import tiny_hybrid, tiny_lm
 
-PAIRS = [
-    ("What is 11-9+2?", "Sure! 11-9=2. 2+2=4. Answer: 4", "Answer: 4", 0.5),
-    ("Zoe has 4 figs. She finds 6.", "Answer: 7", "4+6=12. 12-3=9. I think. Answer: 9", None),
-    ("Hi", "Hello!", "What?", 2),
-    ("How much is 15-6-4?", "15-6=9. 9-4=5. So it is 5. Answer: 5", "No.", 0.0),
-]
-HELD_OUT = [("What is 3+4?", "Sure! 3+4=7.", "8", 1.0), ("Max has 9 cards.", "14", "9+5=13. Answer: 13", None)]
+ROWS = [row | {"margin": m} for row, m in zip(pair_rows(PAIRS), (0.5, None, 2, 0.0), strict=True)]
+HELD_OUT = [row | {"margin": m} for row, m in zip(pair_rows(HELD_OUT_PAIRS), (1.0, None, 0.5), strict=True)]
 FLAGS = ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--center_rewards_coefficient", "0.05"]
-
-
-def as_rows(pairs):
-    return [
-        {"prompt": chat(p), "chosen": chat(p, c)[1:], "rejected": chat(p, r)[1:], "margin": margin}
-        for p, c, r, margin in pairs
-    ]
 
 
 def text_ids(messages):
     return tokenizer()(tokenizer().apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
 
 
-def ids_of_pairs(pairs):
-    return [[text_ids(row["prompt"] + row[side]) for side in ("chosen", "rejected")] for row in as_rows(pairs)]
+def ids_of_pairs(rows):
+    return [[text_ids(row["prompt"] + row[side]) for side in ("chosen", "rejected")] for row in rows]
 
 
-def loss_of(scores, pairs, centre=0.05):
+def loss_of(scores, rows, centre=0.05):
     """2203.02155, eq. 1, with Llama 2's margin and the centring term: scores (B, 2)."""
-    margin = torch.tensor([row[3] or 0.0 for row in pairs]).double()
+    margin = torch.tensor([row["margin"] or 0.0 for row in rows]).double()
     losses = torch.log1p(torch.exp(margin - scores[:, 0] + scores[:, 1])) + centre * scores.sum(1) ** 2
     return losses.mean()
 
@@ -54,8 +42,8 @@ def model(tmp_path_factory):
 
 
 def reward(launch, model, folder, *flags, output="out"):
-    rows = write_rows(folder / "rows.jsonl", as_rows(PAIRS))
-    held_out = write_rows(folder / "held_out.jsonl", as_rows(HELD_OUT))
+    rows = write_rows(folder / "rows.jsonl", ROWS)
+    held_out = write_rows(folder / "held_out.jsonl", HELD_OUT)
     words = ["--model_name_or_path", model, "--dataset_name", rows, "--eval_dataset_name", held_out, *FLAGS]
     return launch("reward", *words, *PLAIN, "--eval_steps", 4, *flags, output=output)
 
@@ -70,10 +58,10 @@ def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
     body = exact(model).model
     with torch.no_grad():
         states = [
-            [body(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in pair] for pair in ids_of_pairs(PAIRS)
+            [body(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in pair] for pair in ids_of_pairs(ROWS)
         ]
     head = torch.zeros(states[0][0].shape, dtype=torch.float64, requires_grad=True)
-    loss = loss_of(torch.stack([torch.stack([state @ head for state in pair]) for pair in states]), PAIRS)
+    loss = loss_of(torch.stack([torch.stack([state @ head for state in pair]) for pair in states]), ROWS)
     loss.backward()
     first = train_metrics(output)[0]
     assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -97,7 +85,7 @@ def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
     assert margins.abs().min() > 0.01, "it has learned nothing"
     # And so does the reward function that GRPO makes of it.
     (function,) = load_rewards([str(output / "classifier")], torch.device("cpu"))
-    rows = as_rows(HELD_OUT)
+    rows = HELD_OUT
     found = function.function(prompts=[row["prompt"] for row in rows], completions=[row["chosen"] for row in rows])
     assert found == pytest.approx(scores[:, 0].tolist(), rel=1e-4, abs=1e-5)
 
