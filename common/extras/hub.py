@@ -27,11 +27,13 @@ METRICS = re.compile(
 ADAPTER = "adapter_config.json"
 TIMEOUT = 300  # seconds without an answer from the Hub
 SEAL = "<!-- written by Plainloop; a card that was edited stays as it is: {} -->\n"
-TEXT = """# A language model{after}
+TEXT = """# A language model, {after}
 
-Trained from {base}{how}. Nothing else was measured than what is written here: no truthfulness, safety or bias. The license
+Trained from {base}. Nothing else was measured than what is written here: no truthfulness, safety or bias. The license
 follows from those of the data and of the model that it was made of.
+
 {training}
+
 ## Use
 
 ```python
@@ -49,23 +51,17 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))"""
 SCORE = f"""from transformers import AutoModelForSequenceClassification
 
 model = AutoModelForSequenceClassification.from_pretrained("...", subfolder="{CLASSIFIER}")  # higher is better"""
-TRAINING = """
-## Data
-
-{data}
-
-## Results
+TRAINING = """## Results
 
 {results}
 
 ## Settings
 
-Those that are not the default, without local names and other texts; {versions}.
+Those that are not the default, without local names and other texts.
 
 ```yaml
 {settings}
-```
-"""
+```"""
 TOKENS = 'tokenizer("Once upon a time", return_tensors="pt")'
 CHAT = 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True, '
 CHAT += 'return_tensors="pt", return_dict=True)'
@@ -74,57 +70,46 @@ CHAT += 'return_tensors="pt", return_dict=True)'
 # --- the card -------------------------------------------------------------------------------------------------------
 
 
-def write_card(args: CommonArgs, script: str, best_step: int | None, summary: dict[str, Any]) -> None:
+def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
     """Write README.md of the output folder, unless it holds one that no run wrote, or that was edited since.
 
-    best_step: the step of the checkpoint that is exported, if it is not the last one. summary: what summary.json will hold.
+    best_step: the step of the checkpoint that is exported, if it is not the last one.
     """
     folder, stage = Path(args.output_dir), Path(script).stem.removeprefix("train_")
-    sources = read_json(folder / "dataset.json").get("sources", [])
-    datasets = sorted({source["path"] for source in sources if is_on_hub(source["path"], "dataset")})
-    data = []
-    for source in sources:
-        name = source["path"] if source["path"] in datasets else "local"
-        counts = [name for name in ("rows", "examples", "tokens", "trained_tokens") if source.get(name) is not None]
-        data.append(f"- {name}: " + ", ".join(f"{count.replace('_', ' ')} {source[count]:,}" for count in counts))
-    training = TRAINING.format(
-        data="\n".join(data),
-        results=results_of(folder, best_step),
-        settings=yaml.safe_dump(public_settings(args), sort_keys=False).strip(),
-        versions=", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
-    )
+    sources = [source["path"] for source in read_json(folder / "dataset.json").get("sources", [])]
+    datasets = sorted({name for name in sources if is_on_hub(name, "dataset")})
+    settings = yaml.safe_dump(public_settings(args), sort_keys=False).strip()
+    training = TRAINING.format(results=results_of(folder, best_step), settings=settings)
     tags = ["plainloop", stage, *["lora"] * args.use_peft]
-    head = {"base_model": args.model_name_or_path, "tags": tags, "datasets": datasets or None}
-    save_card(folder, head, f", after {stage}", "", training)
+    save_card(folder, args.model_name_or_path, f"after {stage}", training, tags=tags, datasets=datasets or None)
 
 
-def merged_card(adapter: str, folder: Path, base: str | None, dtype: str) -> None:
+def merged_card(adapter: str, folder: Path, base: str | None) -> None:
     """Write the card of a model that an adapter was merged into; base: as the user named it."""
-    config = read_json(Path(adapter, ADAPTER))
-    how = f" by a LoRA adapter (rank {config.get('r')}, alpha {config.get('lora_alpha')}), merged into it in {dtype}"
-    head = {"base_model": base or config.get("base_model_name_or_path"), "tags": ["plainloop", "lora"]}
-    save_card(folder, head, ", with its adapter merged", how, "\nHow it was trained: see its adapter.\n")
+    base = base or read_json(Path(adapter, ADAPTER)).get("base_model_name_or_path")
+    how = "It is a LoRA adapter, merged into its base: how it was trained, see there."
+    save_card(folder, base, "with its adapter merged", how, tags=["plainloop", "lora"])
 
 
-def save_card(folder: Path, head: dict[str, Any], after: str, how: str, training: str) -> None:
-    """head: facts for the Hub, with the name that the base was loaded by. after, how: the ends of two sentences."""
+def save_card(folder: Path, name: str | None, after: str, training: str, **facts: Any) -> None:
+    """name: by which the base was loaded. facts: for the Hub."""
     from huggingface_hub import ModelCardData
 
     if (folder / CARD).exists() and not is_sealed(folder / CARD):
         say(f"{folder / CARD} is not of a run, or was edited: it stays as it is, and no model card is written")
         return
     adapter, scores = (folder / ADAPTER).exists(), (folder / CLASSIFIER).is_dir()
-    base = head["base_model"] if is_on_hub(str(head["base_model"]), "model") else None
-    head |= {"base_model": base, "base_model_relation": ("adapter" if adapter else "finetune") if base else None}
+    base = name if is_on_hub(str(name), "model") else None
+    relation = ("adapter" if adapter else "finetune") if base else None
     library = "peft" if adapter else "transformers"
     cls = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
     inputs = CHAT if (folder / "chat_template.jinja").exists() else TOKENS
     code = SCORE if scores else CODE.format(package=library, cls=cls, inputs=inputs)
     link = f"[{base}](https://huggingface.co/{base})" if base else "a local model, or from random weights"
-    text = TEXT.format(after=after, base=link, how=how, training=training, code=code)
+    text = TEXT.format(after=after, base=link, training=training, code=code)
     task = "text-classification" if scores else "text-generation"
-    data = ModelCardData(library_name=library, pipeline_tag=task, **head)
-    replace_text(folder / CARD, seal(f"---\n{data.to_yaml()}\n---\n\n{text}"))
+    facts |= {"library_name": library, "pipeline_tag": task, "base_model": base, "base_model_relation": relation}
+    replace_text(folder / CARD, seal(f"---\n{ModelCardData(**facts).to_yaml()}\n---\n\n{text}"))
 
 
 def is_on_hub(name: str, kind: str) -> bool:
@@ -216,7 +201,7 @@ def push(folder: Path, repo: str) -> str:
             api.upload_file(path_or_fileobj=text, path_in_repo=ADAPTER, repo_id=repo, commit_message=message)
     except (Exception, KeyboardInterrupt) as error:  # the network, the Hub or the disk
         cause = error.__cause__ or error  # "Error while uploading" alone explains nothing
-        reason = re.sub(r"(https?://[^\s'?]+)\?[^\s']+", r"\1", quoted(cause, 250, str))  # a signed query is a secret
+        reason = quoted(cause, 250, str)
         again = f"python -m tools.push {folder} --hub_model_id {repo}"
         raise UserError(f"the upload to {repo} failed ({type(cause).__name__}: {reason}): {again}") from None
     return f"https://huggingface.co/{repo}"

@@ -52,8 +52,8 @@ def merged_model(
     return lm.requires_grad_(True), tokenizer
 
 
-def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False) -> str:
-    """Write the merged model to a folder, with the adapter's tokenizer and extra modules; returns its dtype."""
+def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False) -> None:
+    """Write the merged model to a folder, with the adapter's tokenizer and extra modules."""
     lm, tokenizer = merged_model(adapter, base, trust_remote_code=trust_remote_code)
     lm.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):  # they are the owner's alone
@@ -62,21 +62,18 @@ def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, 
         tokenizer.save_pretrained(folder)
     if Path(adapter, EXTRA).exists():
         shutil.copyfile(Path(adapter, EXTRA), Path(folder, EXTRA))
-    return str(lm.dtype).removeprefix("torch.")
 
 
-def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False) -> str:
-    """Write the merged model to the folder `out`, with a card, all of it or nothing; returns its dtype."""
-    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False) -> None:
+    """Write the merged model to the folder `out`, with a card, all of it or nothing."""
+    if Path(out).exists():
         raise UserError(f"{out} is there already: name a folder that is not")
     temporary = Path(out).with_name(f".{Path(out).name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        dtype = write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
-        merged_card(adapter, temporary, base, dtype)
-        if Path(out).exists():
-            Path(out).rmdir()
+        write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
+        merged_card(adapter, temporary, base)
         temporary.rename(out)
     except Exception as error:
         if not is_of_the_disk(error):
@@ -84,5 +81,4 @@ def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remo
         raise UserError(f"{out} could not be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    say(f"{adapter}, merged into its base in {dtype}: {out}")
-    return dtype
+    say(f"{adapter}, merged into its base: {out}")

@@ -239,11 +239,9 @@ class Metrics:
                     os.truncate(path, size)
             say(f"{path} cannot be written ({error.strerror}): training goes on, and {len(rows)} lines are lost")
 
-    def finish(
-        self, text: str = "", best: dict[str, Any] | None = None, also: Callable[[dict[str, Any]], None] | None = None
-    ) -> None:
-        """Write what `also` makes of the summary, and summary.json, which marks a complete run. text: of the event
-        "finished". best: facts about the best evaluation."""
+    def finish(self, text: str = "", best: dict[str, Any] | None = None) -> None:
+        """Write summary.json, which marks a complete run. text: of the event "finished". best: facts about the best
+        evaluation."""
         if not self.accelerator.is_main_process:
             return
         self.event("finished", int(self.last.get("step", 0)), text)
@@ -257,8 +255,6 @@ class Metrics:
             "peak_memory_gib": memory(self.accelerator.device).peak,
         } | machine(self.accelerator)
         with writing(self.output_dir):
-            if also is not None:
-                also(summary)
             replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
 
     def _write(self, step: int, values: dict[str, float]) -> dict[str, float]:

@@ -14,7 +14,6 @@ Its parts are in one table, by name. Each has those of these methods that it nee
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 import gc
 import os
 from pathlib import Path
@@ -303,10 +302,12 @@ class Run:
         dtype = final_dtype(args, self.base_dtype)
         best = checkpoint_at(args.output_dir, self.best_step) if self.best_step else None
         export(args, self.accelerator, self.model, self.tokenizer, best, dtype, also)
-        card = partial(extra("hub").write_card, args, self.script, self.best_step)
+        if self.accelerator.is_main_process:
+            with writing(args.output_dir):
+                extra("hub").write_card(args, self.script, self.best_step)
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
-        metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None, also=card)
+        metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None)
         if both:
             say("\nbefore -> after, held out:")
         for name, before, after in both:

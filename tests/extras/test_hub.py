@@ -12,7 +12,6 @@ from common.extras.hub import check_repo, is_sealed, merged_card, write_card
 import huggingface_hub
 from huggingface_hub.utils import filter_repo_objects
 import pytest
-import transformers
 import yaml
 
 from tests.conftest import ROOT, demo, run_script
@@ -77,7 +76,7 @@ def args_of(tmp_path, *words, module=train_sft, stage="sft"):
 
 def card_of(tmp_path, *words, best_step=None, **more):
     """The card of a run in tmp_path with these flags, and with the facts that lie there."""
-    write_card(args_of(tmp_path, *words, **more), f"train_{more.get('stage', 'sft')}.py", best_step, {})
+    write_card(args_of(tmp_path, *words, **more), f"train_{more.get('stage', 'sft')}.py", best_step)
     return (tmp_path / "README.md").read_text()
 
 
@@ -92,7 +91,7 @@ def test_a_run_leaves_a_card(launch):
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     first, last = [line for line in lines if "eval_loss" in line]
     assert f"| loss | {first['eval_loss']:.4g} | {last['eval_loss']:.4g} |" in card
-    assert "max_steps: 2\n" in card and f"transformers {transformers.__version__}" in card and str(output) not in card
+    assert "max_steps: 2\n" in card and str(output) not in card
 
 
 def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
@@ -120,7 +119,7 @@ def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
 
 def test_only_names_loaded_from_the_hub_are_told(cache, tmp_path):
     """Of the settings numbers, choices and names on the Hub."""
-    sources = [{"path": "gone/rows.jsonl"}, {"path": "HuggingFaceTB/smoltalk", "rows": 12345}]
+    sources = [{"path": "gone/rows.jsonl"}, {"path": "HuggingFaceTB/smoltalk"}]
     (tmp_path / "dataset.json").write_text(json.dumps({"sources": sources}))
     (tmp_path / "adapter_config.json").write_text("{}")
     words = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--dataset_name", "gone/rows.jsonl", "HuggingFaceTB/smoltalk"]
@@ -134,7 +133,7 @@ def test_only_names_loaded_from_the_hub_are_told(cache, tmp_path):
         "pipeline_tag": "text-generation",
         "tags": ["plainloop", "grpo", "lora"],
     }
-    assert "12,345" in card and "beta: 0.5" in card and "loss_type: dr_grpo" in card
+    assert "beta: 0.5" in card and "loss_type: dr_grpo" in card
     assert not [word for word in ("gone", "mine", "regex", "reward_funcs", "run_name", "output_dir") if word in card]
 
 
@@ -163,14 +162,13 @@ def test_a_card_of_the_users_is_left_alone(tmp_path, capsys):
 
 
 def test_the_card_of_a_merged_adapter(cache, tmp_path):
-    known = {"base_model_name_or_path": "Qwen/Qwen3-0.6B", "r": 16, "lora_alpha": 32}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(known))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
     for name, base in (("one", None), ("two", str(tmp_path))):
         (tmp_path / name).mkdir()
-        merged_card(str(tmp_path), tmp_path / name, base, "bfloat16")
+        merged_card(str(tmp_path), tmp_path / name, base)
     card = (tmp_path / "one" / "README.md").read_text()
     assert head(card)["base_model"] == "Qwen/Qwen3-0.6B" and head(card)["base_model_relation"] == "finetune"
-    assert "rank 16, alpha 32" in card and "bfloat16" in card and "AutoPeft" not in card
+    assert "LoRA adapter, merged" in card and "AutoPeft" not in card
     assert str(tmp_path) not in (tmp_path / "two" / "README.md").read_text()
 
 
@@ -190,12 +188,12 @@ def test_the_code_of_a_card_uses_the_model(words, launch, tmp_path):
 
 
 def test_trouble_costs_a_line_that_repeats_it(hub, launch, capsys):
-    """The address that a failed upload was signed for is not told. Others' files stay there, other weights do not."""
+    """Others' files stay there, other weights do not."""
     hub.fails = RuntimeError("Error while uploading")
-    hub.fails.__cause__ = OSError("403 for url 'https://s3.example/model?X-Signature=abc&Key=def'\nfull")
+    hub.fails.__cause__ = OSError("403 for url\n'https://s3.example/model'")
     output = launch("sft", *DEMO, "--push_to_hub", "--hub_model_id", NAME)
     line = next(line for line in capsys.readouterr().out.splitlines() if "failed" in line)
-    assert line.endswith(f"python -m tools.push {output} --hub_model_id {NAME}") and "abc" not in line
+    assert line.endswith(f"python -m tools.push {output} --hub_model_id {NAME}") and "403" in line
     assert (output / "summary.json").exists()
     words = line.split("tools.push ")[1].split()
     with pytest.raises(UserError, match=NAME):

@@ -96,7 +96,7 @@ def test_a_full_disk_leaves_nothing(room, adapter, tmp_path, monkeypatch):
 def test_the_command(adapter, tmp_path):
     command = [sys.executable, "-m", "tools.merge_lora", str(adapter), str(tmp_path / "out")]
     run = run_script(command)
-    assert run.returncode == 0 and "merged into its base in bfloat16" in run.stdout, run.stderr[-2000:]
+    assert run.returncode == 0 and "merged into its base" in run.stdout, run.stderr[-2000:]
     again = run_script(command)
     assert again.returncode == 1 and again.stderr.count("\n") == 1 and "is there already" in again.stderr
     assert (ROOT / "tools" / "merge_lora.py").exists()
