@@ -44,36 +44,19 @@ Outcome = dict[str, Any]  # {"groups", "failed", "cases"}, as above
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-class Check(NamedTuple):
-    expected: str  # what its value has to be, in words
-    fits: Callable[[Any], bool]  # whether a value is that
-    passes: Callable[[Any, Completed], bool]  # (value, answer)
-
-
-def _texts(value: Any) -> list[Any]:
+def _texts(value: Any) -> list[str]:
     return value if isinstance(value, list) else [value]
 
 
-def _are_texts(value: Any) -> bool:
-    return bool(value) and all(isinstance(text, str) and text for text in _texts(value))
-
-
-def _is_pattern(value: Any) -> bool:
-    try:
-        return bool(re.compile(value, re.DOTALL).pattern)
-    except (re.error, TypeError, RecursionError, OverflowError):
-        return False
-
-
-TEXTS = "text, or a list of texts, none of them empty"
-CHECKS = {
-    "equals": Check(TEXTS, _are_texts, lambda texts, a: a.text.strip() in [text.strip() for text in _texts(texts)]),
-    "contains": Check(TEXTS, _are_texts, lambda texts, a: all(text in a.text for text in _texts(texts))),
-    "not_contains": Check(TEXTS, _are_texts, lambda texts, a: not any(text in a.text for text in _texts(texts))),
-    "regex": Check("a regular expression", _is_pattern, lambda p, a: re.search(p, a.text, re.DOTALL) is not None),
-    "number": Check("a number", lambda n: type(n) in (int, float), lambda n, a: final_number(a.text) == n),
-    "max_tokens": Check("a whole number from 1 on", lambda n: type(n) is int and n >= 1, lambda n, a: a.finished),
-    "reward": Check("a reward function", lambda name: isinstance(name, str), lambda name, a: True),
+# (value, answer) -> whether the answer passes
+CHECKS: dict[str, Callable[[Any, Completed], bool]] = {
+    "equals": lambda texts, answer: answer.text.strip() in [text.strip() for text in _texts(texts)],
+    "contains": lambda texts, answer: all(text in answer.text for text in _texts(texts)),
+    "not_contains": lambda texts, answer: not any(text in answer.text for text in _texts(texts)),
+    "regex": lambda pattern, answer: re.search(pattern, answer.text, re.DOTALL) is not None,
+    "number": lambda number, answer: final_number(answer.text) == float(number),
+    "max_tokens": lambda most, answer: most > 0 and answer.finished,
+    "reward": lambda spec, answer: True,  # see Suite._judge
 }
 FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 
@@ -129,7 +112,7 @@ class Suite:
             try:
                 self.prompts.append(tokenize_row(case.row, tokenizer)["prompt_ids"])
             except (BadRow, UserError) as error:
-                raise UserError(f"{case.where}: {'messages' if case.row.get('messages') else 'prompt'}: {error}") from None
+                raise UserError(f"{case.where}: {error}") from None
         self.limits = [case.checks.get("max_tokens", max_new_tokens) for case in self.cases]
         longest = max(len(ids) + limit for ids, limit in zip(self.prompts, self.limits, strict=True))
         check_positions(model, longest, "max_tokens or the prompts of the suite, or the limit of its answers")
@@ -151,7 +134,7 @@ class Suite:
                 reward = score([self.rewards[wanted]], [case.row], [answer.text], [answer.ids])[0][0]
                 passes = reward is not None and reward >= PASSES
             else:
-                passes = CHECKS[name].passes(wanted, answer)
+                passes = CHECKS[name](wanted, answer)
             if not passes:
                 return f"{name}: {quoted(wanted)}"
         return ""
@@ -159,32 +142,24 @@ class Suite:
 
 def _case(row: Row) -> Case:
     """A row as a case. Raises UserError with the row and the field."""
-
-    def require(condition: bool, name: str, expected: str) -> None:
-        if not condition:
-            raise UserError(f"{row.where}: {name}: expected {expected}, found {quoted(columns.get(name))}")
-
     columns = {name: value for name, value in row.items() if value is not None}  # a table gives each row all columns
-    for name in columns:  # with a reward, other columns are its arguments
-        require(name in FIELDS or "reward" in columns, name, f"one of the columns {', '.join(FIELDS)}")
-    case_id, group = columns.get("id"), str(columns.get("group", ""))
-    require(isinstance(case_id, str | int) and bool(str(case_id).strip()), "id", "a name")
-    require(bool(re.fullmatch(r"[\w .:/-]{1,100}", group.strip())) and group != ALL, "group", "a name, other than all")
-    require(("prompt" in columns) != ("messages" in columns), "prompt", "prompt (text) or messages (a chat), one of them")
     checks = {name: columns[name] for name in CHECKS if name in columns}
-    require(bool(checks), "checks", f"one or more of {', '.join(CHECKS)}")
-    for name, value in checks.items():
-        require(CHECKS[name].fits(value), name, CHECKS[name].expected)
-    name = "prompt" if "prompt" in columns else "messages"
+    unknown = [name for name in columns if name not in FIELDS and "reward" not in checks]  # which gets other columns
+    if unknown or not checks or str(columns.get("group", "")) in ("", ALL) or "id" not in columns:
+        fields = f"id, group (not {ALL}), prompt or messages, and checks: {', '.join(CHECKS)}"
+        raise UserError(f"{row.where}: {', '.join(unknown) or 'a column'}: expected {fields}; found {', '.join(columns)}")
     try:
-        prompt = as_prompt(Row(columns, row.where, name))
+        prompt = as_prompt(Row(columns, row.where))
     except (BadRow, UserError) as error:
-        raise UserError(f"{row.where}: {name}: {error}") from None
-    if name == "messages" and len(prompt["prompt"]) < len(columns["messages"]):
-        raise UserError(f"{row.where}: messages: the last one is the assistant's, whose answer is asked for: leave it out")
+        raise UserError(f"{row.where}: {error}") from None
+    for name, value in checks.items():
+        try:
+            CHECKS[name](value, Completed([], "", False))
+        except Exception as error:  # a value that its check cannot read
+            raise UserError(f"{row.where}: {name}: {error}") from None
     text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return Case(str(case_id), group, {**row, **prompt}, checks, row.where, digest)
+    return Case(str(columns["id"]), str(columns["group"]), {**row, **prompt}, checks, row.where, digest)
 
 
 # --- counting and comparing -----------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from tests.run.test_resume import Stop, stop_after_save
 from tools import regression as gate
 
 CPU, MODEL = torch.device("cpu"), "data/base_model"
-USER = [{"role": "user", "content": "hi"}]
 GOOD = {"id": "a", "group": "g", "prompt": "x", "contains": "y"}
 
 
@@ -61,24 +60,22 @@ def test_the_p_value_is_that_of_coin_tosses(fell, rose):
 @pytest.mark.parametrize(
     "changed, field",
     [
-        ({"id": None}, "id"),
-        ({"group": "all"}, "group"),
-        ({"messages": USER}, "prompt"),
-        ({"prompt": None, "messages": [{"role": "clown", "content": "x"}]}, "messages"),
-        ({"prompt": None, "messages": [*USER, {"role": "assistant", "content": "x"}]}, "messages"),
-        ({"contains": None}, "checks"),
+        ({"id": None}, "a column"),
+        ({"group": "all"}, "a column"),
+        ({"prompt": None, "messages": [{"role": "clown", "content": "x"}]}, "unknown role 'clown'"),
+        ({"contains": None}, "a column"),
         ({"weather": "x"}, "weather"),
-        ({"contains": ""}, "contains"),
+        ({"contains": 5}, "contains"),
         ({"regex": "("}, "regex"),
-        ({"number": "8"}, "number"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"number": "eight"}, "number"),
+        ({"max_tokens": "3"}, "max_tokens"),
         ({"reward": "nowhere.py:f"}, "reward"),
         ({"id": "a"}, "id"),
     ],
 )
 def test_a_bad_row_is_named_in_one_line(tmp_path, changed, field):
     path = write(tmp_path / "suite.jsonl", GOOD, {**GOOD, "id": "b", **changed})
-    with pytest.raises(UserError, match=f"suite.jsonl:2: {field}: ") as error:
+    with pytest.raises(UserError, match=f"suite.jsonl:2: {field}[:;]") as error:
         Suite(path, CPU)
     assert "\n" not in str(error.value)
 
@@ -96,8 +93,7 @@ def test_a_bad_row_is_named_in_one_line(tmp_path, changed, field):
 def test_a_check_means_what_its_name_says(name, right, wrong):
     answer = Completed([5], " Tom has 1,000 cats.", True)
     answer = answer._replace(text=answer.text.strip() if name == "regex" else answer.text)
-    assert CHECKS[name].fits(right) and CHECKS[name].passes(right, answer)
-    assert CHECKS[name].fits(wrong) and not CHECKS[name].passes(wrong, answer)
+    assert CHECKS[name](right, answer) and not CHECKS[name](wrong, answer)
 
 
 def test_answers_are_judged_by_all_checks(tmp_path):

@@ -53,9 +53,10 @@ def stop_after_save(monkeypatch, at):
     save = module.save_checkpoint
 
     def save_and_stop(*args, **kwargs):
-        save(*args, **kwargs)
+        written = save(*args, **kwargs)
         if args[5] >= at:
             raise Stop
+        return written
 
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
