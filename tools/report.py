@@ -21,7 +21,6 @@ from common.extras.report_data import (
     Metrics,
     Row,
     asked,
-    attempt,
     describe_run,
     frames_of,
     groups,
@@ -104,7 +103,7 @@ def differing(runs: list[Row]) -> list[list[Any]]:
 
 def compare_rates(folders: list[Path]) -> list[Row]:
     """For each score that is pass or fail: the rate of each run with its interval, and tests against the first run."""
-    tables = [attempt(lambda folder=folder: outcomes_of(folder)) or {} for folder in folders]
+    tables = [outcomes_of(folder) for folder in folders]
     found = []
     for name in dict.fromkeys(itertools.chain(*tables)):
         rows: list[Row | None] = []
@@ -172,11 +171,12 @@ def index(folder: Path, below: list[Path]) -> list[str]:
 def brief(folder: Path) -> Row:
     """What the table has of a run."""
     events, metrics = list(lines(folder / "events.jsonl")), Metrics(folder)
-    script = Path(next((str(event["script"]) for event in reversed(events) if event.get("script")), "?")).name
+    begun = next((event for event in reversed(events) if event.get("script")), {"script": "?"})
+    script = Path(str(begun["script"])).name
     state = true_state(state_of(events, read(folder / "summary.json")), folder)
-    settings = attempt(lambda: settings_of(read(folder / "args.yaml"), folder / script)) or []
-    code = attempt(lambda: hashlib.sha256((folder / script).read_bytes()).hexdigest()[:6])
-    settings.append({"rows": [["code", code or "", False]]})
+    copy = folder / script
+    code = hashlib.sha256(copy.read_bytes()).hexdigest()[:6] if copy.is_file() else ""
+    settings = [*settings_of(read(folder / "args.yaml"), begun), {"rows": [["code", code, False]]}]
     return {
         "script": script,
         "settings": settings,

@@ -4,9 +4,9 @@ The files are read anew for each page, line by line, and nothing in them is trus
 """
 
 from array import array
-import ast
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+import contextlib
 import itertools
 import json
 import math
@@ -24,7 +24,6 @@ EVALUATIONS, ROLLOUTS, EVENTS = 16, 24, 64  # of a run that are shown; events: o
 PROMPTS, GROUPS, ANSWERS, FAILED = 400, 3, 16, 80  # of an evaluation, of a rollout, of a group, of a suite
 TEXT, SETTING = 1500, 300  # characters
 SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # bytes
-SECRET = re.compile(r"webhook|secret|password|passwd|api_key|hub_token|hf_token", re.I)  # settings that no page shows
 OF_DATA = ("sources", "eval_sources", "lengths", "packing", "example", "batched_as", "plan", "marked")
 STATES = {"started": "running", "resumed": "running"} | {word: word for word in ("stopped", "died", "finished")}  # by event
 OF_THE_MACHINE = ("device", "processes", "mixed_precision", "distributed", "python")
@@ -41,10 +40,10 @@ Row = dict[str, Any]
 
 def describe_run(folder: Path) -> Row:
     """Everything that a page shows of a run."""
-    data, summary, inputs = (read(folder / f"{name}.json") for name in ("dataset", "summary", "inputs"))
-    settings, metrics, events = read(folder / "args.yaml"), Metrics(folder), list(lines(folder / "events.jsonl"))
+    data, summary, settings = (read(folder / name) for name in ("dataset.json", "summary.json", "args.yaml"))
+    metrics, events = Metrics(folder), list(lines(folder / "events.jsonl"))
     begun = next((event for event in reversed(events) if event.get("kind") in ("started", "resumed")), {})
-    script = str(begun.get("script") or inputs.get("script") or "")
+    script = str(begun.get("script") or "")
     evaluated = {name: points[:, 1] for name, points in metrics.points.items() if name.startswith("eval_")}
     return {
         "name": str(settings.get("run_name") or folder.resolve().name),
@@ -53,45 +52,36 @@ def describe_run(folder: Path) -> Row:
         "state": state_of(events, summary),
         "written": round(time.time()),
         "step": metrics.last("step") or 0,
-        "steps": attempt(lambda: data["plan"]["steps"]),
+        "steps": data.get("plan", {}).get("steps"),
         "seconds": metrics.last("seconds"),
         "tokens": metrics.last("num_tokens"),
         "before": {name: values[0] for name, values in evaluated.items()},
         "after": {name: values[-1] for name, values in evaluated.items()},
         "best": summary.get("best"),
         **curves_of(metrics),
-        "events": attempt(lambda: shown_events(events)) or [],
+        "events": shown_events(events),
         "happened": len(events),
-        "samples": attempt(lambda: samples_of(folder)),
-        "completions": attempt(lambda: completions_of(folder)),
+        "samples": samples_of(folder),
+        "completions": completions_of(folder),
         "data": {name: data.get(name) for name in OF_DATA} if data else None,
-        "memory": attempt(lambda: memory_of(metrics, begun)),
-        "settings": attempt(lambda: settings_of(settings, folder / Path(script).name)) or [],
-        "about": attempt(lambda: about(begun, data)) or [],
-        "command": attempt(lambda: command_of(script, folder, begun)),
-        "regression": attempt(lambda: regression_of(folder)),
+        "memory": memory_of(metrics, begun),
+        "settings": settings_of(settings, begun),
+        "about": about(begun, data),
+        "command": command_of(script, folder, begun) if script else None,
+        "regression": regression_of(folder),
     }
-
-
-def attempt(make: Callable[[], Any]) -> Any:
-    """What `make` returns; None if a file has other contents than a run writes."""
-    try:
-        return make()
-    except (OSError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
-        return None
 
 
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
 def lines(path: Path) -> Iterator[Row]:
-    """The objects with a step in a JSON-lines file; a line that is damaged, or not yet whole, is passed over."""
+    """The objects in a JSON-lines file; a line that is damaged, or not yet whole, is passed over."""
     if path.is_file():
         with open(path, "rb") as file:
             for line in file:
-                row = attempt(lambda line=line: json.loads(line))
-                if isinstance(row, dict) and is_number(row.get("step")):
-                    yield row
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
 
 
 def groups(path: Path) -> Iterator[list[Row]]:
@@ -105,7 +95,7 @@ def read(path: Path) -> Row:
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text) if path.suffix == ".json" else json.loads(json.dumps(yaml.safe_load(text), default=str))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -237,13 +227,15 @@ def shown_events(events: list[Row]) -> list[Row]:
     return [event | {"text": cut(event.get("text"), SETTING)} for event in sorted(shown, key=lambda event: event["time"])]
 
 
-def samples_of(folder: Path) -> Row:
+def samples_of(folder: Path) -> Row | None:
     """{"steps", "names" (of scores), "prompts": [{"prompt", "temperature", "texts", "scores"}], "of": how many there are}.
 
-    A text equal to that of the evaluation before is 0, an unknown one None. As many prompts as fit into the page. Raises
-    LookupError if nothing was sampled.
+    A text equal to that of the evaluation before is 0, an unknown one None. As many prompts as fit into the page. None:
+    nothing was sampled.
     """
     found = spread(((len(rows), rows[:PROMPTS]) for rows in groups(folder / "samples.jsonl")), EVALUATIONS)
+    if not found:
+        return None
     tables = [{asked(row): row for row in rows} for _, rows in found]
     prompts, left = [], SAMPLES_SIZE
     for key, last in tables[-1].items():
@@ -321,30 +313,21 @@ def regression_of(folder: Path) -> list[Row] | None:
     return [*found[:-1], found[-1] | told] if found else None
 
 
-def memory_of(metrics: Metrics, begun: Row) -> Row:
-    """Memory in GiB: the peak that was used, and the total available. Raises LookupError if none was logged."""
+def memory_of(metrics: Metrics, begun: Row) -> Row | None:
+    """Memory in GiB: the peak that was used, and the total available. None: nothing was logged."""
+    if "peak_memory_gib" not in metrics.points:
+        return None
     return {"peak": short(max(metrics.points["peak_memory_gib"][:, 1])), "limit": short(begun.get("memory_limit_gib"))}
 
 
-def settings_of(settings: Row, script: Path) -> list[Row]:
+def settings_of(settings: Row, begun: Row) -> list[Row]:
     """[{"group", "rows": [[name, value, whether it is the default]]}], in the order of --help."""
-    known, shared = defaults_of(script), defaults(CommonArgs)
+    shared, changed = defaults(CommonArgs), begun.get("changed", settings)
     table: dict[str, list[Any]] = {"This script": []} | {str(cls.__doc__): [] for cls in CommonArgs.__mro__[-2:0:-1]}
     for name, value in settings.items():
-        if not SECRET.search(name):
-            group = str(first_definition(CommonArgs, name)[0].__doc__) if name in shared else "This script"
-            table[group].append([name, cut(as_typed(value), SETTING), name in known and known[name] == value])
+        group = str(first_definition(CommonArgs, name)[0].__doc__) if name in shared else "This script"
+        table[group].append([name, cut(as_typed(value), SETTING), name not in changed])
     return [{"group": group, "rows": rows} for group, rows in table.items() if rows]
-
-
-def defaults_of(script: Path) -> Row:
-    """The defaults of the shared arguments, and of the script's own, read from its copy without executing it."""
-    found = defaults(CommonArgs)
-    for node in ast.walk(attempt(lambda: ast.parse(script.read_text(encoding="utf-8"))) or ast.Module()):
-        match node:  # name: type = arg(default, ...)
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(args=given)):
-                found[name] = attempt(lambda given=given: ast.literal_eval(given[0]))
-    return found
 
 
 def as_typed(value: Any) -> str:

@@ -330,7 +330,9 @@ class Run:
 
     def _note_start(self) -> None:
         """Write an event to events.jsonl: the run starts or resumes, and on what machine."""
-        known = {"script": os.path.relpath(self.script)} | machine(self.accelerator)
+        usual = defaults(type(self.args))
+        changed = [name for name, value in vars(self.args).items() if value != usual[name]]
+        known = {"script": os.path.relpath(self.script), "changed": changed} | machine(self.accelerator)
         text = f"from {self.resume_from}" if self.resume_from else "from the beginning"
         self.metrics.event("resumed" if self.resume_from else "started", self.first_step, text, **known)
 
