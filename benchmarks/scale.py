@@ -196,7 +196,7 @@ def over(world: int, train: Shuffled, how: dict[str, Any], squares: np.ndarray) 
     parts = windows.dealt(step)
     for rank in range(world) if world <= 64 else (0, 1, world // 2, world - 1):
         own = windows_of(rank)
-        own._borders = windows._borders
+        own._budget = windows._budget  # what it knows already
         if own[step]._mine != parts[rank::world]:
             raise RuntimeError(f"process {rank} of {world} does not take its part of window {step}")
 

@@ -8,7 +8,6 @@ examples. A *window* is all micro-batches of all processes that make one optimiz
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
-import heapq
 import itertools
 import math
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.data.encode import check_sequence, layout_of
-from common.data.examples import balance
 from common.data.order import Shuffled
 from common.data.types import Example, Sequence
-from common.errors import UserError
+from common.extras import extra
 from common.memory import SHARDED, empty_caches, is_oom, to_device
 import numpy as np
 import torch
@@ -299,17 +297,12 @@ class Windows:
         else:
             self.end = None if max_tokens else args.max_steps * self.size
         self._shift = 0  # for a stream resumed with another number of processes, which continues at its position
-        self._borders = {0: 0}  # with max_tokens: step -> position, as far as known
+        self._budget = extra("token_budget").Budget(train, self._parts, max_tokens, self.end) if max_tokens else None
 
     def __len__(self) -> int:
         if self.max_steps > 0:
             return self.max_steps
-        if not self.max_tokens:
-            return math.ceil(self.end / self.size)
-        last = max(self._borders)
-        while self.start(last) < self.end:
-            last += 1
-        return last
+        return math.ceil(self.end / self.size) if self._budget is None else len(self._budget)
 
     def __getitem__(self, step: int) -> Window:
         positions = range(self.start(step), self.start(step + 1))
@@ -321,10 +314,9 @@ class Windows:
     def dealt(self, step: int) -> list[list[int]]:
         """The examples of each of a window's micro-batches, over all processes: the first is process 0's, the second process
         1's. Planned from lengths alone, the same on every process."""
-        positions = range(self.start(step), self.start(step + 1))
-        if self.max_tokens:
-            return balance([self.train.size(position) for position in positions], self._parts, self.max_tokens)
-        B, n = self._batch_size, len(positions)
+        if self._budget is not None:
+            return self._budget.dealt(step)
+        B, n = self._batch_size, self.start(step + 1) - self.start(step)
         return [list(range(min(i * B, n), min((i + 1) * B, n))) for i in range(self._parts)]
 
     def largest(self) -> Window:
@@ -348,27 +340,9 @@ class Windows:
 
     def start(self, step: int) -> int:
         """The position at which a window starts."""
-        if not self.max_tokens:
-            return min(step * self.size, self.end) + self._shift
-        known = step
-        while known not in self._borders:
-            known -= 1
-        for at in range(known, step):
-            self._borders[at + 1] = self._fill(self._borders[at])
-        return self._borders[step]
-
-    def _fill(self, position: int) -> int:
-        """The end of the window that starts at a position: no micro-batch has room for the next example."""
-        loads = [0] * self._parts  # a heap
-        while self.end is None or position < self.end:
-            size = self.train.size(position)
-            if size > self.max_tokens:
-                raise UserError(f"--max_tokens_per_batch {self.max_tokens}: one example alone has {size} tokens")
-            if loads[0] + size > self.max_tokens:
-                break
-            heapq.heapreplace(loads, loads[0] + size)
-            position += 1
-        return position
+        if self._budget is not None:
+            return self._budget.start(step)
+        return min(step * self.size, self.end) + self._shift
 
     @property
     def typical_length(self) -> float:
@@ -406,8 +380,9 @@ class Windows:
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Resume at a step from the result of `state(step)`."""
         if state:
-            self._borders[step] = state["position"]
             self._shift = state["position"] - step * self.size
+            if self._budget is not None:
+                self._budget.restore(step, state["position"])
             self.train.restore(state)
 
 

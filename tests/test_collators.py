@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import Window, Windows, eval_batches, flat_batch
-from common.data.examples import balance
 from common.data.order import Order, Shuffled
 from common.data.types import whole
 from common.errors import UserError
+from common.extras.token_budget import balance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np

@@ -1,9 +1,6 @@
-"""Examples in memory-mapped files: the form of a tokenised source. Packed into rows, cut into rows, and distributed over
-micro-batches."""
+"""Examples in memory-mapped files: the form of a tokenised source. Packed into rows, or cut into rows."""
 
 import bisect
-from collections.abc import Sequence as SequenceOf
-import heapq
 from typing import Any, NamedTuple, TypeVar
 
 from common.data.encode import Layout, agree
@@ -214,35 +211,3 @@ def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
             bisect.insort(rooms, room)
         by_room[room].append(chosen)
     return packs
-
-
-def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[int]]:
-    """Distribute examples of these sizes (in tokens) over micro-batches of at most max_tokens and about equal cost.
-
-    Largest first, each to the cheapest micro-batch with room. Micro-batches are ordered by cost, so that processes work on
-    equal ones at the same time. Returns the indices of the examples in each part.
-    """
-    # The cost of attention in a sequence of n tokens relative to everything else: n / 12 D, here for D = 1024.
-    costs = [size + size * size / 12288 for size in sizes]
-    dearest_first = sorted(range(len(sizes)), key=lambda i: -costs[i])
-    # If that finds no room: in order, each to the emptiest one, which is how `Windows` made sure that they fit.
-    for order, by in ((dearest_first, costs), (range(len(sizes)), sizes)):
-        members: list[list[int]] = [[] for _ in range(parts)]
-        loads = [0] * parts
-        cheapest = [(0.0, k) for k in range(parts)]  # a heap
-        for i in order:
-            full = []  # cheaper ones without room: few, as cheap ones are mostly empty
-            while cheapest and loads[cheapest[0][1]] + sizes[i] > max_tokens:
-                full.append(heapq.heappop(cheapest))
-            if not cheapest:
-                break
-            total, k = cheapest[0]
-            heapq.heapreplace(cheapest, (total + by[i], k))
-            members[k].append(i)
-            loads[k] += sizes[i]
-            for one in full:
-                heapq.heappush(cheapest, one)
-        else:
-            totals = {k: total for total, k in cheapest}
-            return [sorted(members[k]) for k in sorted(range(parts), key=lambda k: -totals[k])]
-    raise UserError(f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches")

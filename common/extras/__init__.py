@@ -29,6 +29,7 @@ EXTRAS: dict[str, str] = {
     "stream": "--dataset_streaming",
     "tables": "csv, tsv and parquet files, save_to_disk folders, datasets of the Hub",
     "tokenizer": "pretraining without a tokenizer: --vocab_size",
+    "token_budget": "--max_tokens_per_batch",
     "trackers": "--report_to",
     "varlen": "attention on a CUDA device",
     "vllm": "--rollout_server",

@@ -2,9 +2,10 @@
 
 import time
 
-from common.data.examples import Examples, TokenFile, balance, best_fit, chunk, pack
+from common.data.examples import Examples, TokenFile, best_fit, chunk, pack
 from common.data.sources import Source
 from common.errors import UserError
+from common.extras.token_budget import balance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np

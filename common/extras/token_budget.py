@@ -1,0 +1,86 @@
+"""--max_tokens_per_batch: micro-batches that are filled by tokens, and cost about the same on each process."""
+
+from collections.abc import Sequence as SequenceOf
+import heapq
+from typing import Any
+
+from common.errors import UserError
+
+
+class Budget:
+    """Which examples each window of a run has; a window has `parts` micro-batches of up to max_tokens tokens."""
+
+    def __init__(self, train: Any, parts: int, max_tokens: int, end: int | None):
+        """train: see Windows; train.size(position) is read. end: the position at which the run ends; None: never."""
+        self.train, self.parts, self.max_tokens, self.end = train, parts, max_tokens, end
+        self._borders = {0: 0}  # step -> position, as far as known
+
+    def __len__(self) -> int:
+        """The windows up to the end."""
+        last = max(self._borders)
+        while self.start(last) < self.end:
+            last += 1
+        return last
+
+    def start(self, step: int) -> int:
+        """The position at which a window starts."""
+        known = step
+        while known not in self._borders:
+            known -= 1
+        for at in range(known, step):
+            self._borders[at + 1] = self._fill(self._borders[at])
+        return self._borders[step]
+
+    def restore(self, step: int, position: int) -> None:
+        """A window starts at this position, whatever came before it."""
+        self._borders[step] = position
+
+    def dealt(self, step: int) -> list[list[int]]:
+        """The examples of each micro-batch of a window."""
+        positions = range(self.start(step), self.start(step + 1))
+        return balance([self.train.size(position) for position in positions], self.parts, self.max_tokens)
+
+    def _fill(self, position: int) -> int:
+        """The end of the window that starts at a position: no micro-batch has room for the next example."""
+        loads = [0] * self.parts  # a heap
+        while self.end is None or position < self.end:
+            size = self.train.size(position)
+            if size > self.max_tokens:
+                raise UserError(f"--max_tokens_per_batch {self.max_tokens}: one example alone has {size} tokens")
+            if loads[0] + size > self.max_tokens:
+                break
+            heapq.heapreplace(loads, loads[0] + size)
+            position += 1
+        return position
+
+
+def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[int]]:
+    """Distribute examples of these sizes (in tokens) over micro-batches of at most max_tokens and about equal cost.
+
+    Largest first, each to the cheapest micro-batch with room. Micro-batches are ordered by cost, so that processes work on
+    equal ones at the same time. Returns the indices of the examples in each part.
+    """
+    # The cost of attention in a sequence of n tokens relative to everything else: n / 12 D, here for D = 1024.
+    costs = [size + size * size / 12288 for size in sizes]
+    dearest_first = sorted(range(len(sizes)), key=lambda i: -costs[i])
+    # If that finds no room: in order, each to the emptiest one, which is how `_fill` made sure that they fit.
+    for order, by in ((dearest_first, costs), (range(len(sizes)), sizes)):
+        members: list[list[int]] = [[] for _ in range(parts)]
+        loads = [0] * parts
+        cheapest = [(0.0, k) for k in range(parts)]  # a heap
+        for i in order:
+            full = []  # cheaper ones without room: few, as cheap ones are mostly empty
+            while cheapest and loads[cheapest[0][1]] + sizes[i] > max_tokens:
+                full.append(heapq.heappop(cheapest))
+            if not cheapest:
+                break
+            total, k = cheapest[0]
+            heapq.heapreplace(cheapest, (total + by[i], k))
+            members[k].append(i)
+            loads[k] += sizes[i]
+            for one in full:
+                heapq.heappush(cheapest, one)
+        else:
+            totals = {k: total for total, k in cheapest}
+            return [sorted(members[k]) for k in sorted(range(parts), key=lambda k: -totals[k])]
+    raise UserError(f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches")
