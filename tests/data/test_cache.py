@@ -209,22 +209,18 @@ def test_it_is_used_until_something_changes(tmp_path, rows, settings, again):
 
 SCRIPT = '''"""A script."""
 
-import functools
 import os
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-from my_helper import scale, Base
+from my_helper import scale
 from common.args import CommonArgs, arg
 from common.losses import segment_sum
 
 TABLE = np.load("table.npy")
-TENSOR = torch.tensor([1.0, 2.0])
-WORDS = {"a", "b", "c"}
+TENSOR = torch.from_numpy(np.load("tensor.npy"))
 MODE = os.environ.get("MY_MODE", "plain")
-FOUND = None
 
 
 @dataclass
@@ -237,30 +233,14 @@ class Args(CommonArgs):
         return self.max_length // 2
 
 
-def decorated(function):
-    @functools.wraps(function)
-    def called(*values):
-        return function(*values)
-
-    return called
+def times(x, *, more=0):
+    return x + more
 
 
-def norm(x: Tensor) -> Tensor:
-    return x.norm()
-
-
-class Settings(Base):
-    factor = 1
-
-    def times(self, x, *, more=0):
-        return x * self.factor + more
-
-
-@decorated
 def encode(row, tokenizer, args):
     """The text."""
     CALLS.append(1)
-    return f"{row['text']} {scale(1)} {TABLE[0]} {TENSOR[0]} {Settings().times(2)} {MODE} {sorted(WORDS)} {args.half}"
+    return f"{row['text']} {scale(1)} {TABLE[0]} {TENSOR[0]} {times(2)} {MODE} {args.half}"
 
 
 CALLS = []
@@ -270,9 +250,7 @@ def main(args):
     # the loop
     return segment_sum(args.beta)
 '''
-FILES = {
-    "my_helper.py": "from my_other import OFFSET\n\nclass Base:\n    depth = 1\n\ndef scale(x):\n    return x + OFFSET\n"
-}
+FILES = {"my_helper.py": "from my_other import OFFSET\n\ndef scale(x):\n    return x + OFFSET\n"}
 FILES |= {"my_other.py": "OFFSET = 1\n", "script.py": SCRIPT}
 
 
@@ -302,18 +280,13 @@ def run_script_once(folder, tmp_path, monkeypatch, **settings):
         ("script.py", '"""The text."""', '"""The text of a row."""', 0),
         ("script.py", 'beta: float = arg(0.1, help="of the loss")', 'beta: float = arg(0.2, help="weight")', 0),
         ("script.py", "scale(1)", "scale(2)", 3),
-        ("script.py", "torch.tensor([1.0, 2.0])", "torch.tensor([1.5, 2.0])", 3),
-        ("script.py", "factor = 1", "factor = 2", 3),
         ("script.py", "more=0", "more=1", 3),
         ("script.py", "max_length // 2", "max_length // 4", 3),
-        ("script.py", "return function(*values)", "return function(*values) * 2", 3),
-        ("script.py", "class Settings(Base)", "class Settings", 3),
-        ("script.py", '{"a", "b", "c"}', '{"a", "b"}', 3),
         ("script.py", "max_length: int = arg(8", "max_length: int = arg(12", 3),
         ("my_helper.py", "x + OFFSET", "x - OFFSET", 3),
-        ("my_helper.py", "depth = 1", "depth = 2", 3),
         ("my_other.py", "OFFSET = 1", "OFFSET = 2", 3),
         ("table.npy", None, None, 3),
+        ("tensor.npy", None, None, 3),
         ("MY_MODE", None, None, 3),
     ],
 )
@@ -322,7 +295,8 @@ def test_edits_that_matter_are_seen_and_others_not(tmp_path, monkeypatch, file, 
     folder.mkdir()
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    np.save(folder / "table.npy", np.arange(3.0))
+    for name in ("table.npy", "tensor.npy"):
+        np.save(folder / name, np.arange(3.0))
     jsonl(tmp_path / "rows.jsonl", [{"text": f"row {i}"} for i in range(3)])
     # Modules of other tests in this process are the user's code, too.
     own = cache.loaded_code
@@ -331,7 +305,7 @@ def test_edits_that_matter_are_seen_and_others_not(tmp_path, monkeypatch, file, 
     assert run_script_once(folder, tmp_path, monkeypatch) == 3
     assert run_script_once(folder, tmp_path, monkeypatch) == 0
     assert run_script_once(folder, tmp_path, monkeypatch, beta=3.0, max_steps=9) == 0
-    if file == "table.npy":
+    if file.endswith(".npy"):
         np.save(folder / file, np.arange(3.0) + 1)
     elif file.startswith("MY_"):
         monkeypatch.setenv(file, "7")

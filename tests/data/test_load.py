@@ -1,8 +1,5 @@
 """The data of a run as its script asks for it: load_data, load_prompts, and what is done to them afterwards."""
 
-import subprocess
-import sys
-
 from common.data import (
     BadRow,
     as_chat,
@@ -177,17 +174,6 @@ def test_whatever_as_chat_gives_is_tokenized(tokenizer):
     assert len(tokenize_chat(as_chat({"text": "some words"}), tokenizer, max_length=2)["input_ids"]) == 2
     with pytest.raises(BadRow, match="no trained token within max_length 1"):
         tokenize_chat(as_chat({"messages": chat}), tokenizer, max_length=1)
-
-
-# --- imports --------------------------------------------------------------------------------------------------------
-
-
-def test_the_data_wing_imports_little():
-    code = "import sys, common.data; print(*sorted(sys.modules))"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
-    assert "numpy" in loaded and not loaded & {"transformers", "datasets", "tokenizers", "peft"}
-    ours = {name for name in loaded if name.startswith("common.") and not name.startswith("common.data")}
-    assert ours <= {"common.args", "common.errors", "common.extras", "common.files"}
 
 
 def test_held_out_rows_keep_their_order(tmp_path, tokenizer):

@@ -9,7 +9,6 @@ import re
 import tracemalloc
 
 from common.data import sources
-from common.data.formats import as_chat
 from common.data.sources import Source, identity, read_rows
 from common.errors import UserError
 from common.extras import tables
@@ -60,24 +59,6 @@ def test_a_file_is_read_by_its_suffix(tmp_path, name, text, rows):
     if text in places:
         wanted = [f"{tmp_path / name}{place}" for place in re.findall(r":\d| row \d", places[text])]
         assert [row.where for row, _ in read_rows(Source(str(tmp_path / name)))] == wanted
-
-
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_file_of_text_may_be_compressed(tmp_path, suffix):
-    for name, text, rows in (("a.jsonl", LINES, ROWS), ("a.txt", TEXT, ROWS), ("a.csv", TABLE, TABLE_ROWS)):
-        path = tmp_path / f"{name}{suffix}"
-        path.write_bytes(COMPRESS[suffix](text.encode()))
-        assert columns(path) == rows
-
-
-def test_parquet_is_read_by_row_groups(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
-    rows = [{**CHAT, "n": i} for i in range(1000)]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=300)
-    assert columns(tmp_path / "rows.parquet") == rows
-    assert as_chat(columns(tmp_path / "rows.parquet")[0])["messages"] == CHAT["messages"]
 
 
 def test_text_without_blank_lines_is_cut(tmp_path, monkeypatch):
@@ -138,7 +119,8 @@ def folder_of(folder, kind):
 def test_reading_goes_on_from_every_cursor(tmp_path, kind, change):
     source = replace(folder_of(tmp_path, kind), **change)
     everything = list(read_rows(source))
-    assert len(everything) > 2
+    found = [int(row["text"].split()[2]) for row, _ in everything]
+    assert len(found) > 2 and (change or found == list(range(10))) and found == sorted(found)
     for i, (_, cursor) in enumerate(everything):
         assert json.loads(json.dumps(cursor)) == cursor and cursor[3] == i + 1
         assert list(read_rows(source, cursor)) == everything[i + 1 :]
