@@ -190,7 +190,8 @@ def test_micro_batches_cost_about_the_same(seed):
     assert len(used) > 5 and min(used) > 0.75
 
 
-def test_an_example_over_the_budget_is_refused():
+def test_a_budget_is_used_up_and_not_exceeded():
+    assert len(windows([5, 5], max_tokens=10)) == 1 and len(windows([6, 5], max_tokens=10)) == 2
     with pytest.raises(UserError, match="--max_tokens_per_batch 10: one example alone has 11 tokens"):
         len(windows([3, 11, 4], max_tokens=10))
 
