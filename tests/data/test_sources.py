@@ -31,6 +31,8 @@ def test_held_out_rows_are_those_recorded(tmp_path):
     # Written down when the choice was made: other rows held out would make old runs' evaluations incomparable.
     source = Source(numbered(tmp_path / "a.jsonl", 40), held_out=0.1, part="held_out")
     assert texts(source) == [f"row {i}" for i in (1, 2, 11, 13, 20, 26, 36)]
+    rows = [{"text": f"é {i}", "a": i} for i in range(40)]
+    assert [row["a"] for row in columns(replace(source, path=jsonl(tmp_path / "b.jsonl", rows)))] == [4, 12, 18, 27, 29]
     assert [row["body"] for row in columns(replace(source, columns=("body=text",)))] == texts(source)
 
 
