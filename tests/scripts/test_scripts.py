@@ -187,11 +187,10 @@ def test_adapters_are_trained_with_recomputation(stage, launch):
     merged = ["--merge_lora"] if stage in EXPERIMENTS else []
     output = launch(stage, *words.split(), *merged)
     rows = train_metrics(output)
-    assert rows[-1]["grad_norm"] > 0 and rows[-1]["loss"] != rows[0]["loss"]
+    adapters = [load_file(output / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 4)]
+    assert any(not torch.equal(adapters[0][name], weights) for name, weights in adapters[1].items())
     assert rows[0]["loss"] == pytest.approx(FIRST_LOSS.get(stage, rows[0]["loss"]), abs=1e-5)
-    for folder, whole in ((output / "checkpoint-4", False), (output, bool(merged))):
-        assert (folder / "model.safetensors").exists() == whole
-        assert (folder / "adapter_model.safetensors").exists() != whole
+    assert (output / "model.safetensors").exists() == bool(merged)
 
 
 QUESTION = "What is 1+1?"
