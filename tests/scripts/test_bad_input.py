@@ -28,10 +28,6 @@ def none(completions, **kw): return [None for _ in completions]
 """
 # What is started, in a folder with the files below, and what its one line names.
 TABLE = [
-    ("sft", "--learning_rat 1", "--learning_rate"),
-    ("sft", "--learning_rate fast", "--learning_rate"),
-    ("sft", "--config nowhere.yaml", "nowhere.yaml"),
-    ("sft", f"{SFT} --train_on some", "--train_on"),
     ("sft", f"{SFT} --dtype int8", "--dtype"),
     ("sft", f"{SFT} --turn_dropping 0.5 --train_on last_turn", "--turn_dropping"),
     ("sft", f"{SFT} --eval_reward_funcs exact_nmber", "--eval_reward_funcs"),
@@ -75,7 +71,6 @@ TABLE = [
     ("distill", f"{DISTILL} --teacher_model_name_or_path nowhere --lmbda 1", "nowhere"),
     ("distill", f"{DISTILL} --dataset_name data/grpo", "'prompt'"),
     ("distill", f"{DISTILL} --dataset_name data/sft --system_prompt Short", "--system_prompt"),
-    ("distill", f"{DISTILL} --dataset_name data/sft --beta 1.5", "--beta"),
     ("rft", f"{MODEL} --max_completion_length 4 --max_train_samples 4 --reward_threshold 9", "--reward_threshold"),
 ]
 
