@@ -312,9 +312,7 @@ class Run:
             say("\nbefore -> after, held out:")
         for name, before, after in both:
             say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
-        files = "metrics.jsonl, samples.jsonl, summary.json, report.html"
-        what = "adapter" if args.use_peft and not args.merge_lora else "model"
-        say(f"\nsaved in {args.output_dir}: the {what} and tokenizer, {files}")
+        say(f"\nsaved in {args.output_dir}; report.html there shows the run")
         say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
         if try_next.endswith(".py") and args.output_dir != defaults(type(args))["output_dir"]:
             try_next += f" --model_name_or_path {shlex.quote(args.output_dir)}"
@@ -333,7 +331,7 @@ class Run:
         usual = defaults(type(self.args))
         changed = [name for name, value in vars(self.args).items() if value != usual[name]]
         known = {"script": os.path.relpath(self.script), "changed": changed} | machine(self.accelerator)
-        text = f"from {self.resume_from}" if self.resume_from else "from the beginning"
+        text = f"from {self.resume_from or 'the beginning'}"
         self.metrics.event("resumed" if self.resume_from else "started", self.first_step, text, **known)
 
     def _due(self, step: int, every: int, done: int, last: int = -1) -> bool:
