@@ -11,8 +11,8 @@ import shutil
 import pytest
 import torch
 
-from tests.conftest import ROOT, assert_same, losses, read_metrics, run_script, torchrun
-from tests.run.test_fsdp import COMMON, STAGES, assert_same_model, evaluations, lines, weights
+from tests.conftest import ROOT, read_metrics, run_script, torchrun
+from tests.run.test_fsdp import COMMON, STAGES, assert_same_run, weights
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,22 +82,9 @@ def sharded(tmp_path, token_cache):
 def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, zero, launch, sharded, arguments):
     one = launch(stage, *arguments(stage), "--per_device_train_batch_size", "8", output="one")
     two = sharded(stage, zero, *arguments(stage))
-    assert_same(losses(one), losses(two))
+    assert_same_run(one, two)
     rates = [[row["learning_rate"] for row in read_metrics(run) if "loss" in row] for run in (one, two)]
     assert rates[0] == rates[1] and len(set(rates[0])) > 1
-    found = [evaluations(one), evaluations(two)]
-    for run in found:
-        run[0].pop(
-            "eval_rewards/accuracies", None
-        )  # DPO's model is the reference still: rounding decides which reward is larger
-    for a, b in zip(*found, strict=True):
-        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
-    assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
-    for folder in ("", "checkpoint-2"):
-        assert_same_model(one / folder, two / folder)
-    if stage == "grpo":
-        tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
-        assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
 
 
 @pytest.mark.parametrize("zero", [2, 3])
