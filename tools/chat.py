@@ -24,9 +24,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, as_command, printable, quoted
+from common.extras.lora import import_peft
 from common.memory import is_oom
 from common.model.load import check_weights, hub_errors
-from common.model.lora import import_peft
 import torch
 
 if TYPE_CHECKING:

@@ -1,15 +1,29 @@
-"""A sampling step as one CUDA graph: launched one by one, its few hundred kernels of microseconds each would leave the
-device waiting for the host."""
+"""Sampling on a GPU: as many completions at once as its memory holds, and a step as one CUDA graph (launched one by one, its
+few hundred kernels of microseconds each would leave the device waiting for the host)."""
 
 from collections.abc import Callable, Iterator
 import contextlib
 
 from common.errors import say
 from common.memory import is_oom
+from common.model.attention import compute_dtype
+from common.sampling.generate import AT_ONCE
 import torch
 from torch import Tensor
 
 Step = Callable[[Tensor], Tensor]  # tokens (n,) -> logits (n, V), on the same memory while the version stays the same
+
+
+def completions_at_once(lm: torch.nn.Module, tokens: int) -> int:
+    """How many completions of up to `tokens` tokens, each with its prompt, to sample together: as many as half of the free
+    memory of the GPU holds with their logits, and at least as many as elsewhere."""
+    config, weight = lm.config.get_text_config(), lm.get_input_embeddings().weight
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * tokens * config.num_hidden_layers * heads * width * compute_dtype(weight).itemsize
+    draw = 32 * config.vocab_size  # logits, probabilities, and these in order with their places
+    free = torch.cuda.mem_get_info(weight.device)[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return max(AT_ONCE, free // 2 // (cache + draw))
 
 
 class StepGraph:

@@ -25,7 +25,6 @@ from common.args import CommonArgs
 from common.collators import Batch, Window
 from common.errors import UserError, say
 from common.memory import finest_dtype, to_device
-from common.model.flat_model import names_in_code
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -193,17 +192,8 @@ def add_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
         source = "by the model's config, which has output_router_logits"
     unused = f" (--router_aux_loss_coef; its config names {known:g})" if known else ""
     balance = f"{aux_coef:g} · load-balancing loss ({source})" if aux_coef else f"nothing balances their load{unused}"
-    if aux_coef and _chooses_by_sigmoids(lm):
-        balance += ", over a softmax of the logits, though this router chooses by sigmoids"
     say(f"experts: {size[0]} in each of {len(expert_modules(lm))} layers, {size[1]} for each token; {balance}")
     return Experts(lm, aux_coef)
-
-
-def _chooses_by_sigmoids(lm: nn.Module) -> bool:
-    """Whether the routers are those of DeepSeek-V3's kind: sigmoids, corrected by a bias without gradient."""
-    names = [name for name, _ in (*lm.named_buffers(), *lm.named_parameters())]
-    corrected = any(name.endswith(("correction_bias", "expert_bias")) for name in names)
-    return corrected and any("sigmoid" in names_in_code(type(module)) for module in lm.modules())
 
 
 def _token_weights(batch: Batch) -> Tensor:

@@ -1,15 +1,23 @@
-"""Merging a finished adapter into its base, in the base's own dtype."""
+"""Merging an adapter into its base: a finished one in the base's own dtype, and one in training for rollout servers."""
 
+from collections.abc import Callable
+import copy
 from pathlib import Path
 import shutil
 from typing import TYPE_CHECKING
+import warnings
 
+from accelerate import Accelerator
 from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
+from common.extras import extra
 from common.extras.hub import merged_card
+from common.extras.lora import TRAINED, adapter_config, check_mergeable, import_peft
+from common.model.flat_model import base_lm, is_quantised
 from common.model.load import grow_embedding, hub_errors, make_savable
-from common.model.lora import adapter_config, check_mergeable, import_peft
-from common.model.save import EXTRA
+from common.model.save import EXTRA, gather_weights, part_of, save_rounded
+import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +34,7 @@ def merged_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     adapter = str(adapter)
-    config, peft = adapter_config(adapter, base=base), import_peft(f"the adapter {adapter}")
+    config, peft = adapter_config(adapter), import_peft(f"the adapter {adapter}")
     name, revision = (base, None) if base else (config.base_model_name_or_path, config.revision)
     with hub_errors("model", name):
         lm = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto", trust_remote_code=trust_remote_code)
@@ -82,3 +90,51 @@ def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remo
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     say(f"{adapter}, merged into its base: {out}")
+
+
+# --- the model in training ------------------------------------------------------------------------------------------
+
+
+def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype | None = None) -> Callable[[Path], None]:
+    """A function that writes the current language model alone, with the trained adapter merged into it, in a dtype.
+
+    Called on every process; the function is called on the main process. The model stays bitwise unchanged.
+    """
+    wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
+    weights = gather_weights(accelerator, model, frozen=True)
+
+    def write(folder: Path) -> None:
+        lm, part = wrapper.lm, part_of(wrapper, weights, "lm.")
+        if hasattr(lm, "peft_config"):
+            every = {name.removeprefix("lm."): w for name, w in weights.items() if name.startswith("lm.")}
+            if is_quantised(lm):
+                every |= extra("quantised").dequantised_layers(lm)
+            lm = _merged(lm, every)
+            part = part_of(lm, lm.state_dict(), "")
+        save_rounded(lm, folder, part, dtype and str(dtype).removeprefix("torch."))
+
+    return write
+
+
+def _merged(lm: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """The merged transformers model of a peft model with these weights, on the CPU; weights that an adapter changes are
+    copies."""
+    inner, config = base_lm(lm), copy.deepcopy(lm.peft_config[TRAINED])
+    plain = copy.deepcopy(inner.config)
+    plain._attn_implementation = "eager"  # only its weights are used
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(plain, name):
+            delattr(plain, name)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model has no name here
+        twin = import_peft("--use_peft").get_peft_model(type(inner)(plain), config, adapter_name=TRAINED)
+    twin.load_state_dict({name: w.detach().cpu() for name, w in weights.items()}, strict=False, assign=True)
+    try:
+        with warnings.catch_warnings():  # a warning about a head untied from the embedding: it is tied again below
+            warnings.simplefilter("ignore")
+            merged = twin.merge_and_unload(safe_merge=True, adapter_names=[TRAINED])
+    except ValueError as error:
+        raise UserError(f"the adapter cannot be merged: {error}") from None
+    merged.config.tie_word_embeddings = plain.tie_word_embeddings = inner.config.tie_word_embeddings
+    merged.tie_weights()
+    return merged

@@ -25,8 +25,8 @@ import uuid
 from accelerate import Accelerator
 from common.collators import Window
 from common.errors import OutsideError, UserError, quoted, say
+from common.extras.merge import policy_writer
 from common.model.flat_model import base_lm
-from common.model.save import policy_writer
 from common.processes import gather_lists, on_each_process, on_main_process
 from common.run.folder import writing
 from common.sampling.generate import Sampled

@@ -178,13 +178,11 @@ def flat_attention(
     """Causal attention within each sequence. query (1, H, T, Dh), key and value (1, Hkv, T, Dh) -> (1, T, H, Dh).
 
     softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv 2408.00118). s_aux (H,): attention sinks, the score
-    of one extra key per head, whose value is 0 (GPT-OSS, arXiv 2508.10925). Raises RuntimeError for both at once, or if the
-    row's plan did not reach the layer: without it sequences would attend to each other.
+    of one extra key per head, whose value is 0 (GPT-OSS, arXiv 2508.10925). Raises RuntimeError if the row's plan did not
+    reach the layer: without it sequences would attend to each other.
     """
     if flat_row is None or attention_mask is not None:
         raise RuntimeError("flat attention needs flat_row and no attention_mask")
-    if softcap is not None and s_aux is not None:
-        raise RuntimeError("flat attention has no soft-capping together with attention sinks")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, H, Dh); x[0] has a gradient of zeros to fill
     plain = softcap is None and s_aux is None and dropout == 0
     if flat_row.ragged is not None and plain and (dtype := flat_row.ragged.dtype(v)) is not None:

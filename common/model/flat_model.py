@@ -41,7 +41,6 @@ class Output(NamedTuple):
     nll: Tensor | None = None  # (): -Σ nll_weights[t] · logps[t]
     hidden: Tensor | None = None  # (T, D): the input of the LM head
     mapped: Tensor | None = None  # (N, ...): the result of map_logits, in the order of batch["targets"]
-    router_logits: tuple[Tensor, ...] | None = None  # (T, experts) for each MoE layer
     extra: dict[str, Tensor] | None = None  # outputs of the extra modules
     aux_loss: Tensor | float = 0.0  # (): this batch's share of the expert-balancing loss (extras/experts.py)
 
@@ -100,7 +99,6 @@ class FlatModel(nn.Module):
         entropy_grad: bool = False,
         hidden: bool = False,
         map_logits: Callable[[Tensor, Tensor], Tensor] | None = None,
-        router_logits: bool = False,
         extra: Sequence[str] = (),
     ) -> Output:
         """Log-probabilities of a batch's targets, and whatever else is requested.
@@ -112,25 +110,20 @@ class FlatModel(nn.Module):
         with entropy_grad. hidden: also return the hidden states. map_logits: f(logits (n, V) float32, rows (n,) int64) ->
         (n, ...), called on one chunk of targets at a time and again in the backward pass, so that the full logits (N, V)
         never exist unless f returns them. logits[i], divided by the temperature, predicts token rows[i] of the flat row. The
-        result has a gradient, also together with nll_weights. router_logits: also return the router logits of a mixture of
-        experts. extra: names of modules in `self.extra` to call on the hidden states (T, D).
+        result has a gradient, also together with nll_weights. extra: names of modules in `self.extra` to call on the hidden
+        states (T, D).
 
         In a filler (flat_batch) logps, entropy, correct, nll and mapped are 0. A backward pass through a value without
         gradient is an error. Raises ValueError for nll_weights of another length, or that (or a temperature that) require a
-        gradient; UserError for router_logits of a model without experts, and for a sequence longer than the model's
-        positions.
+        gradient; UserError for a sequence longer than the model's positions.
         """
-        if nll_weights is not None and entropy_grad:
-            raise ValueError("with nll_weights the entropy has no gradient: use -(weights * out.logps).sum() instead")
-        if getattr(temperature, "requires_grad", False):
-            raise ValueError("the temperature gets no gradient here: divide the logits by it in map_logits")
-        if nll_weights is not None and nll_weights.requires_grad:
-            raise ValueError("nll_weights get no gradient here: use -(weights * out.logps).sum()")
+        if any(getattr(value, "requires_grad", False) for value in (nll_weights, temperature)):
+            raise ValueError("nll_weights and temperature get no gradient here: weigh out.logps, or divide in map_logits")
         if nll_weights is not None and nll_weights.shape != batch["input_ids"].shape[1:]:
             raise ValueError(f"nll_weights {tuple(nll_weights.shape)}: one for each of {batch['input_ids'].shape[1]} tokens")
         check_positions(self, max(batch["lengths"]))
         watched = self.experts is not None and self.experts.watches and (torch.is_grad_enabled() or self.experts.counting)
-        states, predicting, routers, chosen = self._run_body(batch, router_logits or watched)
+        states, predicting, routers, chosen = self._run_body(batch, watched)
         aux_loss = self.experts.add(batch, routers, chosen) if watched else 0.0
         if watched and self.experts.counting:
             return Output(states.new_zeros(len(states)))
@@ -149,8 +142,9 @@ class FlatModel(nn.Module):
         if torch.is_grad_enabled():
             if nll_weights is not None:
                 logps = without_gradient(logps, nll, "logps: it has a gradient without nll_weights")
-            if entropies is not None and not entropy_grad:
-                entropies = without_gradient(entropies, states, "entropy: it has a gradient with entropy_grad=True")
+            if entropies is not None and (nll_weights is not None or not entropy_grad):
+                why = "entropy: it has a gradient with entropy_grad=True and without nll_weights"
+                entropies = without_gradient(entropies, states, why)
         if map_logits is not None:
             mapped = lm_head.map_logits(*predicting, targets, map_logits, temperature)
             mapped = mapped * counts.to(mapped.dtype).view(-1, *[1] * (mapped.dim() - 1))
@@ -161,7 +155,6 @@ class FlatModel(nn.Module):
             nll=nll,
             hidden=states if hidden else None,
             mapped=mapped,
-            router_logits=routers if router_logits else None,
             extra={name: self._call_extra(name, states) for name in extra} if extra else None,
             aux_loss=aux_loss,
         )
@@ -179,27 +172,25 @@ class FlatModel(nn.Module):
         check_positions(self, max(batch["lengths"]))
         return self._run_body(batch).predicting
 
-    def _run_body(self, batch: Batch, router_logits: bool = False) -> "_States":
+    def _run_body(self, batch: Batch, watched: bool = False) -> "_States":
+        """watched: with the routing of a mixture of experts."""
         options: dict[str, Any] = {"use_cache": False}  # a cache or any attention_mask would let sequences see each other
-        routes = hasattr(self.config.get_text_config(), "output_router_logits") or routes_tokens(self.lm)
-        if router_logits and routes:
+        if watched:
             options["output_router_logits"] = True
         previous, first = batch.get("previous"), None
         longest_alike = self.hybrid.longest_alike if self.hybrid else math.inf
         if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
             batch, first = extra("hybrids").written_out(batch)  # a shared prefix has different states in each sequence
             previous = None if previous is None else first[batch["targets"]] - 1
-        listening = self.experts.listening() if router_logits and self.experts else contextlib.nullcontext([])
+        listening = self.experts.listening() if watched else contextlib.nullcontext([])
         with listening as chosen:
             call = partial(extra("padded").call_padded, self) if self.padded else self._call_flat
             outputs, to_row = call(batch, options)
             hidden = to_row([out.last_hidden_state for out in outputs])
         predicting = None if previous is None else hidden.index_select(0, previous)
         hidden = hidden if first is None else hidden[first]
-        if not router_logits:
+        if not watched:
             return _States(hidden, predicting)
-        if not getattr(outputs[0], "router_logits", None):
-            raise UserError(f"router_logits: {type(base_lm(self.lm)).__name__} is no mixture of experts")
         layers = len(chosen) // len(outputs)  # of each call
         parts = zip(*(out.router_logits for out in outputs), strict=True), (chosen[i::layers] for i in range(layers))
         routers, chosen = ([to_row(x) if first is None else to_row(x)[first] for x in each] for each in parts)

@@ -7,12 +7,10 @@ denominator at the token.
 Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
 """
 
-from collections.abc import Callable, Iterator
-import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from common.errors import say
-from common.memory import is_oom
+from common.extras import extra
 from common.model.attention import compute_dtype
 import torch
 from torch import Tensor
@@ -58,8 +56,6 @@ def of_device(table: dict[str, int], device: torch.device) -> int:
 class _Chunks:
     """The head's matrix products, one chunk of logits at a time."""
 
-    compiles = True  # until the compiler has failed
-
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype):
         self.dtype = dtype
         self.exact = torch.promote_types(dtype, torch.float32)  # for the softmax, sums and results
@@ -93,15 +89,11 @@ class _Chunks:
         """`_softmax_` of the current logits, compiled where that pays and works: its scores and factor, and with gradient
         the rest of the derivative (n, V), in the dtype of the matrix products."""
         normalize = self.dtype == torch.float16
-        if self.compiles and self.dtype != self.exact and logits.shape[1] >= of_device(COMPILED_FROM, logits.device):
+        if self.dtype != self.exact and logits.shape[1] >= of_device(COMPILED_FROM, logits.device):
             derivative = self.product[: len(logits)] if gradient else None
-            try:
-                return *compiled()(derivative, logits, tokens, transform, normalize), derivative
-            except Exception as error:  # no compiler, or one that fails
-                if is_oom(error):
-                    raise
-                _Chunks.compiles = False
-                say(f"the loss head is not compiled: {type(error).__name__}: {error}"[:200])
+            found = extra("compiled_head").softmax(derivative, logits, tokens, transform, normalize)
+            if found is not None:
+                return *found, derivative
         scores, factor = _softmax_(logits, tokens, transform, stats=stats, gradient=gradient, normalize=normalize)
         return scores, factor, self.rounded(logits) if gradient else None
 
@@ -152,7 +144,7 @@ def _softmax_(
     scores, factor = logits.new_zeros(3, len(logits)), logits.new_empty(len(logits))
     for rows in _blocks(logits):
         block, index = logits[rows], tokens[rows, None]
-        derivative = _apply_(transform, block, gradient)
+        derivative = apply_(transform, block, gradient)
         block.sub_(block.amax(-1, keepdim=True))
         chosen = block.gather(-1, index)
         exponentials = block.exp() if stats else block.exp_()
@@ -175,37 +167,13 @@ def _softmax_(
     return scores, factor
 
 
-@functools.cache
-def compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_softmax_to)
-
-
-def _softmax_to(out: Tensor | None, logits: Tensor, tokens: Tensor, transform: LogitTransform, normalize: bool) -> tuple:
-    """`_softmax_` with stats, for a compiler, which makes three passes of it. The derivative goes to out (n, V) if given."""
-    logits = logits.clone()
-    inner = _apply_(transform, logits, gradient=True)
-    largest, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, tokens[:, None])
-    exponentials = (logits - largest).exp()
-    total = exponentials.sum(-1, keepdim=True)
-    log_total = total.log()
-    entropy = log_total - ((logits - largest) * exponentials).sum(-1, keepdim=True) / total
-    scores = torch.cat([chosen - largest - log_total, entropy, chosen >= largest], 1)
-    if out is not None:
-        is_token = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
-        derivative = torch.where(is_token, exponentials - total, exponentials)
-        if normalize:
-            derivative, total = derivative / total, torch.ones_like(total)
-        out.copy_(derivative if inner is None else derivative * inner)
-    return scores.t(), (-transform.scale / total)[:, 0]
-
-
 def _entropy_gradient_(
     logits: Tensor, tokens: Tensor, transform: LogitTransform, d_logps: Tensor, d_entropy: Tensor
 ) -> None:
     """Overwrite logits (n, V) with the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the scale."""
     for rows in _blocks(logits):
         block, index, by_logp, by_entropy = logits[rows], tokens[rows, None], d_logps[rows, None], d_entropy[rows, None]
-        derivative = _apply_(transform, block, gradient=True)
+        derivative = apply_(transform, block, gradient=True)
         block.sub_(block.logsumexp(-1, keepdim=True))
         p = block.exp()
         entropy = -(p * block).sum(-1, keepdim=True)
@@ -215,7 +183,7 @@ def _entropy_gradient_(
             block.mul_(derivative)
 
 
-def _apply_(transform: LogitTransform, logits: Tensor, gradient: bool) -> Tensor | None:
+def apply_(transform: LogitTransform, logits: Tensor, gradient: bool) -> Tensor | None:
     """`_apply` in place; with gradient, returns a capped transform's derivative, divided by the scale."""
     if transform.cap is None:
         if transform.scale != 1.0:

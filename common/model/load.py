@@ -15,7 +15,6 @@ from common.extras import extra
 from common.memory import SHARDED, is_oom
 from common.model import attention
 from common.model.flat_model import FlatModel, base_lm, is_quantised, routes_tokens
-from common.model.lora import adapter_config, add_lora, import_peft, is_adapter
 from common.model.save import SHARDS
 from common.model.wrap import wrap
 import torch
@@ -96,7 +95,8 @@ def load_model(
         checkpoint = None
     name = checkpoint or args.model_name_or_path
     if args.use_peft:
-        model = _load_adapted(args, tokenizer, checkpoint, torch.device("cpu") if args.dry_run else accelerator.device)
+        device = torch.device("cpu") if args.dry_run else accelerator.device
+        model = extra("lora").load_adapted(args, tokenizer, checkpoint, device)
     elif name:
         model = load_pretrained(args, name, len(tokenizer))
         if is_quantised(model.lm):
@@ -118,36 +118,16 @@ def load_model(
     return model
 
 
-def _load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:
-    """args.model_name_or_path with a new adapter; if it is an adapter itself, its base with that adapter trained further."""
-    name, start, revision = args.model_name_or_path, None, args.model_revision
-    if not name:
-        raise UserError("--use_peft adapts an existing model: name it with --model_name_or_path")
-    base = name
-    if is_adapter(name, revision):
-        config, start = adapter_config(name, revision), name
-        base, revision = config.base_model_name_or_path, config.revision
-        say(f"model: training goes on with the adapter {name} (r {config.r}, alpha {config.lora_alpha}), on its base {base}")
-    model = load_pretrained(args, base, len(tokenizer), revision=revision, device=device)
-    return add_lora(args, model, checkpoint, start=start, new_tokens=_new_tokens(args, tokenizer, name))
-
-
-def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
-    """Token ids of the tokenizer that the model or adapter `name` does not know, for instance a chat template's markers."""
-    from transformers import AutoTokenizer
+def is_adapter(name: str | Path | None, revision: str | None = None) -> bool:
+    """Whether a folder, or a repository on the Hub, holds an adapter rather than a model."""
+    if name is None or Path(name).exists():
+        return name is not None and Path(name, "adapter_config.json").exists()
+    from transformers.utils import find_adapter_config_file
 
     try:
-        options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
-        known = AutoTokenizer.from_pretrained(name, **options).get_vocab()
-    except Exception:  # no tokenizer of its own (--tokenizer_name): new ids are those without an embedding row
-        if is_adapter(name, args.model_revision):
-            return []
-        rows = _file_config(args, name, args.model_revision).get_text_config().vocab_size
-        known = {token for token, i in tokenizer.get_vocab().items() if i < rows}
-    found = {token: i for token, i in tokenizer.get_vocab().items() if token not in known}
-    if found:
-        say(f"LoRA: beside the adapter the rows of new tokens are trained: {_first(sorted(found))}")
-    return sorted(found.values())
+        return find_adapter_config_file(str(name), revision=revision) is not None
+    except Exception:  # no such repository, or no network: reported on loading
+        return False
 
 
 def load_pretrained(
@@ -172,12 +152,7 @@ def load_pretrained(
         options |= extra("quantised").loading_options(args, device)
     with hub_errors("model", name):
         if is_adapter(name, revision):  # merged: it is the starting point and, in DPO and GRPO, the reference
-            auto_peft = import_peft(f"the adapter {name}").AutoPeftModelForCausalLM
-            base = adapter_config(name, revision)
-            lm = auto_peft.from_pretrained(name, revision=revision, **options).merge_and_unload().requires_grad_(True)
-            config = _file_config(args, base.base_model_name_or_path, base.revision)
-            lm.config._name_or_path = name
-            say(f"model: the adapter {name}, merged into its base")
+            lm, config = extra("lora").merged_start(args, name, revision, options)
         else:
             from transformers import AutoModelForCausalLM
 
@@ -185,11 +160,8 @@ def load_pretrained(
                 name, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
             check_weights(name, lm, found)
-            config = _file_config(args, name, revision)
+            config = file_config(args, name, revision)
     lm.base_dtype = _dtype_of(config)  # restored at export
-    lm.left_out = ""
-    if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
-        lm.left_out = f"what {config.model_type} has beside its text model (it is exported as {lm.config.model_type})"
     _freeze_all_but_text(lm)
     grow_embedding(lm, vocab_size)
     if is_quantised(lm):
@@ -201,23 +173,19 @@ def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> No
     """Raise UserError for tensors that are missing in the files or have another size, and would be random; for unexpected
     ones within a layer, which would be dropped; and for a NaN or an infinity. Whole unused parts (a vision tower, a head for
     another task) are left out with a message."""
-    for tensor, in_file, wanted in sorted(found.get("mismatched_keys") or []):
-        raise UserError(
-            f"cannot load the model {name}: {tensor} is {tuple(in_file)} in its files and {tuple(wanted)} by its config.json"
-        )
-    if missing := sorted(found["missing_keys"]):
-        raise UserError(f"cannot load the model {name}: its files lack {_first(missing)}")
+    if missing := sorted({*found["missing_keys"], *(tensor for tensor, *_ in found["mismatched_keys"])}):
+        raise UserError(f"cannot load the model {name}: its files lack {first_of(missing)}, or have it in another size")
     unexpected = sorted(found["unexpected_keys"])
     if cut := [tensor for tensor in unexpected if _within_a_part(lm, tensor)]:
-        raise UserError(f"cannot load the model {name}: its config.json has no place for {_first(cut)} of its files")
+        raise UserError(f"cannot load the model {name}: its config.json has no place for {first_of(cut)} of its files")
     if unexpected:
-        say(f"model: {type(lm).__name__} has no place for {_first(unexpected)} of {name}: left out")
+        say(f"model: {type(lm).__name__} has no place for {first_of(unexpected)} of {name}: left out")
     for tensor, parameter in lm.named_parameters():
         if not torch.isfinite(parameter.detach()).all():
             raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
 
 
-def _first(names: list[str]) -> str:
+def first_of(names: list[str]) -> str:
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
@@ -292,7 +260,7 @@ def make_savable(lm: "PreTrainedModel") -> None:
         say(f"generation_config.json: only its tokens are kept, because transformers would not save it: {reason}")
 
 
-def _file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":
+def file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":
     """A model's config.json as in its files, for a loaded model that is only a part of it, or has another dtype."""
     from transformers import AutoConfig
 

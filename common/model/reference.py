@@ -1,26 +1,17 @@
-"""The reference of DPO and GRPO: the model as it was at the start, and its log-probabilities, cached on disk."""
+"""The reference of DPO and GRPO: the model as it was at the start."""
 
-import hashlib
-import inspect
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from common.args import CommonArgs
-from common.collators import Batch, flat_batch
+from common.collators import Batch
 from common.data.examples import Examples
 from common.data.order import Shuffled
 from common.data.types import Tokenizer
-from common.errors import say
+from common.extras import extra
 from common.losses import segment_sum
 from common.model.flat_model import FlatModel, Output
 from common.model.load import align, load_pretrained
-from common.model.lora import START, at_start, is_trained_part
-from common.processes import gather_lists
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +30,7 @@ class Reference:
         with self.accelerator.autocast():
             if not self.without_adapter:
                 return self.model(batch, **options)
-            with at_start(self.model.lm):
+            with extra("lora").at_start(self.model.lm):
                 return self.model(batch, **options)
 
     def sums(self, batch: Batch) -> Tensor:
@@ -56,7 +47,7 @@ class Reference:
         for examples in data:
             examples = getattr(examples, "data", examples)
             if len(examples):
-                examples.add_field("ref_logps", _scores(args, self, examples))
+                examples.add_field("ref_logps", extra("precomputed").scores(args, self, examples))
         self.model = None
 
 
@@ -76,63 +67,3 @@ def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer
     frozen = load_pretrained(args, name, len(tokenizer), device=accelerator.device).to(accelerator.device)
     align(frozen)
     return Reference(accelerator, frozen.eval())
-
-
-def _scores(args: CommonArgs, reference: Reference, examples: Examples) -> np.ndarray:
-    """The log-probability of each sequence, (sequences,) float32, from the cache or computed."""
-    accelerator = reference.accelerator
-    path = Path(args.dataset_cache_dir, f"ref_logps-{fingerprint(reference, examples, accelerator.mixed_precision)}.npz")
-    known = None
-    if accelerator.is_main_process and path.exists():
-        known = np.load(path)["scores"]
-    (scores,) = broadcast_object_list([known])  # another node may have another disk
-    if scores is not None:
-        say(f"reference: the scores of {len(examples):,} pairs are in {path}")
-        return scores
-    say(f"reference: scoring {len(examples):,} pairs")
-    scores = _score(args, accelerator, reference, examples)
-    if accelerator.is_main_process:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(temporary, "wb") as file:
-            np.savez(file, scores=scores)
-        os.replace(temporary, path)
-    return scores
-
-
-def _score(args: CommonArgs, accelerator: Accelerator, reference: Reference, examples: Examples) -> np.ndarray:
-    """The log-probability of each sequence, summed over its trained tokens: (sequences,) float32."""
-    mine = list(range(accelerator.process_index, len(examples), accelerator.num_processes))
-    mine.sort(key=lambda i: int(examples.lengths[i]))  # batches of similar lengths
-    found: list[tuple[int, list[float]]] = []
-    for start in range(0, len(mine), args.per_device_eval_batch_size):
-        members = mine[start : start + args.per_device_eval_batch_size]
-        batch = flat_batch([examples[i] for i in members], accelerator.device)
-        sums = reference.sums(batch)
-        found += zip(members, sums.view(len(members), -1).tolist(), strict=True)
-    return np.array([values for _, values in sorted(gather_lists(accelerator, found))], np.float32).flatten()
-
-
-def fingerprint(reference: Reference, examples: Examples, mixed_precision: str) -> str:
-    """A hash of the weights, the settings of the model (and of the adapter it started from), the code of the reference's
-    class, tokens and precision: 16 hexadecimal digits. Called on every process.
-
-    reference.model: all weights that it depends on, in a FlatModel or several in an nn.ModuleList.
-    """
-    model = reference.model
-    configs = [m.config.to_json_string(use_diff=False) for m in model.modules() if isinstance(m, FlatModel)]
-    adapters = [m.peft_config.get(START) for m in model.modules() if hasattr(m, "peft_config")]
-    configs += [str(sorted(vars(adapter).items(), key=lambda item: item[0])) for adapter in adapters if adapter]
-    digest = hashlib.sha256(json.dumps([mixed_precision, inspect.getsource(type(reference)), configs]).encode())
-    for name, tensor in model.state_dict().items():
-        if not is_trained_part(name) and not name.startswith("extra."):  # not part of the reference
-            tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    if any(hasattr(p, "ds_id") for p in model.parameters()):  # ZeRO-3 keeps the values elsewhere
-        digest.update(os.urandom(16))
-    for file in examples.files:
-        for array in (file.ids, file.mask, file.starts, file.ends):
-            if array is not None:
-                digest.update(np.ascontiguousarray(array))
-    return digest.hexdigest()[:16]

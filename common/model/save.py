@@ -1,26 +1,21 @@
 """Writing a model for from_pretrained, however it is wrapped, sharded, adapted or quantised."""
 
-from collections.abc import Callable
-import copy
 import json
 from pathlib import Path
 import shutil
-import warnings
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.data.types import Tokenizer
-from common.errors import UserError
 from common.extras import extra
 from common.memory import SHARDED
-from common.model.flat_model import FlatModel, base_lm, is_quantised
-from common.model.lora import TRAINED, import_peft
+from common.model.flat_model import FlatModel, base_lm
 from safetensors.torch import save_file
 import torch
 from torch import Tensor, nn
 
-CARD = "README.md"  # peft's says little, and contains the base's local path
+CARD = "README.md"
 EXTRA = "extra.safetensors"  # a script's own modules in model.extra
 SHARDS = "pytorch_model_fsdp_0"  # Accelerate's folder for the weights of a sharded checkpoint (extras/sharded.py)
 
@@ -58,18 +53,14 @@ def write_model(
 
     weights: see gather_weights. dtype: what a model's weights are rounded to, if they are.
     """
-    lm, part = wrapper.lm, _part(wrapper, weights, "lm.")
+    lm, part = wrapper.lm, part_of(wrapper, weights, "lm.")
     if hasattr(lm, "peft_config"):
-        only_rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # of the embedding
-        options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if only_rows else "auto"}
-        lm.save_pretrained(folder, state_dict=part, **options)
-        base_lm(lm).generation_config.save_pretrained(folder)
-        (folder / CARD).unlink(missing_ok=True)
+        extra("lora").write_adapter(lm, folder, part)
     else:
         save_rounded(lm, folder, part, dtype)
     tokenizer.save_pretrained(folder)
-    if extra := {name: w.detach().cpu().clone().contiguous() for name, w in _part(wrapper, weights, "extra.").items()}:
-        save_file(extra, folder / EXTRA)
+    if own := {name: w.detach().cpu().clone().contiguous() for name, w in part_of(wrapper, weights, "extra.").items()}:
+        save_file(own, folder / EXTRA)
 
 
 def save_rounded(lm: nn.Module, folder: Path, weights: dict[str, Tensor], dtype: str | None) -> None:
@@ -102,58 +93,13 @@ def copy_model(checkpoint: Path, folder: Path, dtype: str | None, *, trust_remot
         names += ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
     else:
         lm = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
-        save_rounded(lm, folder, _part(lm, lm.state_dict(), ""), dtype)
+        save_rounded(lm, folder, part_of(lm, lm.state_dict(), ""), dtype)
     for name in names:
         if (checkpoint / name).exists():
             shutil.copyfile(checkpoint / name, folder / name)
 
 
-def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype | None = None) -> Callable[[Path], None]:
-    """A function that writes the current language model alone, with the trained adapter merged into it, in a dtype.
-
-    Called on every process; the function is called on the main process. The model stays bitwise unchanged.
-    """
-    wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
-    weights = gather_weights(accelerator, model, frozen=True)
-
-    def write(folder: Path) -> None:
-        lm, part = wrapper.lm, _part(wrapper, weights, "lm.")
-        if hasattr(lm, "peft_config"):
-            every = {name.removeprefix("lm."): w for name, w in weights.items() if name.startswith("lm.")}
-            if is_quantised(lm):
-                every |= extra("quantised").dequantised_layers(lm)
-            lm = _merged(lm, every)
-            part = _part(lm, lm.state_dict(), "")
-        save_rounded(lm, folder, part, dtype and str(dtype).removeprefix("torch."))
-
-    return write
-
-
-def _part(model: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def part_of(model: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The weights under a name prefix, with the prefix removed; a tied weight, listed under each of its names, only once."""
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix) and name not in tied}
-
-
-def _merged(lm: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """The merged transformers model of a peft model with these weights, on the CPU; weights that an adapter changes are
-    copies."""
-    inner, config = base_lm(lm), copy.deepcopy(lm.peft_config[TRAINED])
-    plain = copy.deepcopy(inner.config)
-    plain._attn_implementation = "eager"  # only its weights are used
-    for name in ("quantization_config", "_pre_quantization_dtype"):
-        if hasattr(plain, name):
-            delattr(plain, name)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the model has no name here
-        twin = import_peft("--use_peft").get_peft_model(type(inner)(plain), config, adapter_name=TRAINED)
-    twin.load_state_dict({name: w.detach().cpu() for name, w in weights.items()}, strict=False, assign=True)
-    try:
-        with warnings.catch_warnings():  # a warning about a head untied from the embedding: it is tied again below
-            warnings.simplefilter("ignore")
-            merged = twin.merge_and_unload(safe_merge=True, adapter_names=[TRAINED])
-    except ValueError as error:
-        raise UserError(f"the adapter cannot be merged: {error}") from None
-    merged.config.tie_word_embeddings = plain.tie_word_embeddings = inner.config.tie_word_embeddings
-    merged.tie_weights()
-    return merged

@@ -16,11 +16,12 @@ from common.model.attention import FLAT
 from common.model.flat_model import FlatModel, base_lm, body, check_positions, is_sharded, num_positions
 from common.model.lm_head import logits_of
 from common.sampling import kv_cache
-from common.sampling.kv_cache import CACHED, KVCache, completions_at_once
+from common.sampling.kv_cache import CACHED, KVCache
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+AT_ONCE = 128  # completions, where memory is unknown
 DRAW_BLOCK = 128  # tokens per block of the vocabulary in the two-level draw: see _invert
 DRAW_AT_ONCE = 1024  # up to this vocabulary size a single level is faster
 
@@ -71,7 +72,7 @@ def sample(
     keys: one tuple of non-negative integers per prompt, the seed of its completion. max_new_tokens: one limit for all, or
     one per completion. stop_ids: the tokens that end a completion; None: the model's own. temperature 0 takes the most
     probable token. top_k 0 and top_p 1 leave the distribution unrestricted. batch_size: completions sampled at a time, which
-    limits memory and changes nothing else; None: see `completions_at_once`. It is halved when memory runs out.
+    limits memory and changes nothing else; None: as many as fit. It is halved when memory runs out.
 
     A completion ends, unfinished, at the model's last position. Raises UserError for a longer prompt.
     """
@@ -82,7 +83,7 @@ def sample(
     completions: dict[int, Sampled] = {}
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
     way = way_to_sample(model, longest)
-    batch_size = batch_size or (completions_at_once(base_lm(model.lm), longest) if way.attention == CACHED else 128)
+    batch_size = batch_size or at_once(model, way, longest)
     todo = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) if way.alike else i)
     with generating(model, way.attention) as lm:
         while todo:
@@ -112,6 +113,13 @@ def way_to_sample(model: FlatModel, longest: int) -> Way:
     if model.padded or model.hybrid:
         return extra("padded").way_to_sample(model, longest)
     return Way(partial(FlatDecoder, model.lm), CACHED)
+
+
+def at_once(model: FlatModel, way: Way, longest: int) -> int:
+    """How many completions to sample together."""
+    lm = base_lm(model.lm)
+    on_gpu = lm.device.type == "cuda" and way.attention == CACHED
+    return extra("cuda_graph").completions_at_once(lm, longest) if on_gpu else AT_ONCE
 
 
 def why_no_cache(model: FlatModel, longest: int = 0) -> str | None:

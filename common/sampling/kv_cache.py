@@ -28,20 +28,6 @@ def register() -> None:
     AttentionInterface.register(CACHED, cached_attention)  # no mask function, so that transformers builds no mask
 
 
-def completions_at_once(lm: torch.nn.Module, tokens: int) -> int:
-    """How many completions of up to `tokens` tokens, each with its prompt, to sample together: as many as half of the free
-    memory of a GPU holds with their logits, and at least as many as elsewhere."""
-    config, weight = lm.config.get_text_config(), lm.get_input_embeddings().weight
-    if weight.device.type != "cuda":
-        return 128
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = 2 * tokens * config.num_hidden_layers * heads * width * compute_dtype(weight).itemsize
-    draw = 32 * config.vocab_size  # logits, probabilities, and these in order with their places
-    free = torch.cuda.mem_get_info(weight.device)[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return max(128, free // 2 // (cache + draw))
-
-
 @dataclass
 class Layer:
     prompt_keys: Tensor  # (P, Hkv, Lp, Dh), left-padded
@@ -240,17 +226,16 @@ def cached_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    kv_cache: KVCache | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    *,
+    kv_cache: KVCache,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each prompt, or of the newest tokens. query (1, H, T, Dh), key and value (1, Hkv, T, Dh).
 
-    Raises RuntimeError as `flat_attention` does, or if the cache did not reach the layer.
+    Raises RuntimeError as `flat_attention` does.
     """
-    if kv_cache is None:
-        raise RuntimeError("cached attention needs kv_cache")
     dtype = compute_dtype(query)  # as SDPA does by itself
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if kv_cache.t < 0:

@@ -29,7 +29,6 @@ import torch
 RewardFunction = Callable[..., list[float | None]]
 Completion = str | list[dict[str, Any]]  # as passed to reward functions
 REWARD_SECONDS = 600.0  # allowed for the call of a reward function, and for the import of its file
-OF_TRL = {"trainer_state", "log_metric", "log_extra"}  # arguments that TRL's trainer alone can give
 LARGEST = 1e15  # largest reward: its square is finite in float32
 # A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
@@ -68,12 +67,7 @@ def _load(spec: str, device: torch.device) -> Reward:
     if kind == "length":
         return Reward("length", length(argument))
     if ".py:" in spec or spec.endswith(".py"):
-        function = from_file(spec)
-        if asked := OF_TRL & inspect.signature(function).parameters.keys():
-            raise UserError(f"it asks for TRL's {', '.join(sorted(asked))}; a number to log is a reward of weight 0")
-        return Reward(spec.rpartition(":")[2], function)
-    if spec == "accuracy_reward":
-        raise UserError("TRL's; exact_number does this for numbers in the column answer (--columns answer=solution)")
+        return Reward(spec.rpartition(":")[2], from_file(spec))
     return Reward(Path(spec).name, extra("reward_model").load(spec, device))
 
 
@@ -223,19 +217,15 @@ def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[fl
         values = must(where, reward.function, reward.timeout, **given)
     except UserError as error:
         raise UserError(f"{error}; it was given {', '.join(given)}; first prompt: {quoted(prompts[0])}") from None
-    values = values.tolist() if hasattr(values, "tolist") else values  # from numpy or torch
-    if not isinstance(values, list | tuple) or len(values) != len(prompts):
-        found = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-        raise UserError(f"{where} returned {found} for {len(prompts)} completions; expected a list with one number for each")
-    numbers: list[float | None] = []
-    for value, prompt in zip(values, prompts, strict=True):
-        value = value.item() if getattr(value, "ndim", None) == 0 else value  # of numpy or torch
-        if value is not None and not (isinstance(value, int | float) and abs(value) <= LARGEST):
-            raise UserError(
-                f"{where} returned {quoted(value)} for the prompt {quoted(str(prompt))}; expected a finite number (of at "
-                f"most {LARGEST:g} in size) or None"
-            )
-        numbers.append(None if value is None else float(value))
+    try:
+        numbers = [None if value is None else float(value) for value in values]  # also those of numpy and torch
+    except (TypeError, ValueError, OverflowError):
+        numbers = []
+    if len(numbers) != len(prompts) or not all(number is None or abs(number) <= LARGEST for number in numbers):
+        raise UserError(
+            f"{where} returned {quoted(values, 600)} for {len(prompts)} completions; expected a list with one finite number "
+            f"(of at most {LARGEST:g} in size) or None for each"
+        )
     return numbers
 
 

@@ -9,8 +9,8 @@ from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.types import whole
 from common.extras.dry_run import estimate, nbytes
+from common.extras.lora import add_lora
 from common.model.load import enable_gradient_checkpointing
-from common.model.lora import add_lora
 from common.model.wrap import wrap
 import numpy as np
 import pytest

@@ -5,10 +5,10 @@ import copy
 from common.args import CommonArgs
 from common.collators import flat_batch, split_row
 from common.extras import hybrids
+from common.extras.lora import add_lora
 from common.model.flat_model import base_lm
 from common.model.lm_head import logits_of
 from common.model.load import compile_layers, enable_gradient_checkpointing
-from common.model.lora import add_lora
 from common.model.wrap import wrap
 import numpy as np
 import pytest

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import weakref
 
 from common.collators import flat_batch
+from common.extras import compiled_head
 from common.model import fused_head
 from common.model.flat_model import disable_dropout
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
@@ -338,7 +339,7 @@ def scores_and_gradients(curve, device="cpu", temperature=0.7):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    monkeypatch.setattr(fused_head._Chunks, "compiles", True)
+    monkeypatch.setattr(compiled_head, "works", True)
     for device in ("cpu", "cuda"):
         monkeypatch.setitem(fused_head.COMPILED_FROM, device, 1)
     return monkeypatch
@@ -357,22 +358,22 @@ WAYS = [
 def test_the_softmax_for_a_compiler_is_the_other(way, curve, chunks, compiler):
     chunks(128)
     with compiler.context() as plainly:
-        plainly.setattr(fused_head._Chunks, "compiles", False)
+        plainly.setattr(compiled_head, "works", False)
         wanted = scores_and_gradients(curve)
     if way == "not compiled":
-        compiler.setattr(fused_head, "compiled", lambda: fused_head._softmax_to)
+        compiler.setattr(compiled_head, "compiled", compiled_head.plain_softmax)
     for a, b in zip(scores_and_gradients(curve, "cuda" if way == "cuda" else "cpu"), wanted, strict=True):
         assert relative_error(a, b) < (0.01 if way == "cuda" else 1e-3)  # products on a GPU are not rounded to 16 bits
-    assert fused_head._Chunks.compiles
+    assert compiled_head.works
 
 
 def test_without_a_compiler_the_head_works(chunks, compiler, capsys):
     def fail(*_):
         raise RuntimeError("no compiler")
 
-    compiler.setattr(fused_head, "compiled", lambda: fused_head._softmax_to)
+    compiler.setattr(compiled_head, "compiled", compiled_head.plain_softmax)
     wanted = scores_and_gradients("plain")
-    compiler.setattr(fused_head, "compiled", lambda: fail)
+    compiler.setattr(compiled_head, "compiled", fail)
     for a, b in zip(scores_and_gradients("plain"), wanted, strict=True):
         assert relative_error(a, b) < 1e-3
     assert capsys.readouterr().out.count("the loss head is not compiled") == 1  # and is not tried again

@@ -7,9 +7,9 @@ import sys
 from common.args import CommonArgs
 from common.errors import UserError
 from common.extras import merge
+from common.extras.lora import add_lora
 from common.extras.merge import merge_adapter, merged_model
 from common.model.load import load_pretrained
-from common.model.lora import add_lora
 import pytest
 from safetensors.torch import load_file
 import torch

@@ -8,9 +8,10 @@ from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source
+from common.extras.lora import add_lora
+from common.extras.precomputed import fingerprint
 from common.model.load import load_pretrained
-from common.model.lora import add_lora
-from common.model.reference import Reference, fingerprint, load_reference
+from common.model.reference import Reference, load_reference
 import numpy as np
 import pytest
 import torch

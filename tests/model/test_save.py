@@ -4,9 +4,10 @@ import importlib.util
 
 from accelerate import Accelerator
 from common.args import CommonArgs
+from common.extras.lora import add_lora
+from common.extras.merge import policy_writer
 from common.model.load import load_pretrained
-from common.model.lora import add_lora
-from common.model.save import EXTRA, policy_writer
+from common.model.save import EXTRA
 from common.model.wrap import wrap
 from common.run.checkpoint import load_extra
 import pytest

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 import signal
 import sys
 import textwrap
@@ -178,53 +177,40 @@ def test_a_function_gets_ids_and_every_column(tmp_path):
 
 
 def test_where_prompts_are_chats_completions_are_messages(tmp_path):
-    spec = user_file(
-        tmp_path,
-        """
-        def my_reward(prompts, completions, **columns):
-            assert prompts[0] == [{"role": "user", "content": "q"}]
-            assert completions == [[{"role": "assistant", "content": "four"}], [{"role": "assistant", "content": "4"}]]
-            return [len(messages[0]["content"]) for messages in completions]
-        """,
-    )
-    assert run(spec, ["four", "4"], CHAT) == [4, 1]
-
-
-def test_an_async_function_is_awaited(tmp_path):
+    """By a function that is awaited."""
     spec = user_file(
         tmp_path,
         """
         import asyncio
 
-        async def judge(completion):
+        async def judge(messages):
             await asyncio.sleep(0)
-            return float(len(completion))
+            return float(len(messages[0]["content"]))
 
         async def my_reward(prompts, completions, **columns):
+            assert prompts[0] == [{"role": "user", "content": "q"}]
+            assert completions == [[{"role": "assistant", "content": "four"}], [{"role": "assistant", "content": "4"}]]
             return await asyncio.gather(*map(judge, completions))
         """,
     )
-    assert run(spec, ["a", "bbb"]) == [1, 3]
+    assert run(spec, ["four", "4"], CHAT) == [4, 1]
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("return [1.0]", "1 values"),
-        ("return []", "0 values"),
-        ("return 1.0", "float"),
-        ("return None", "NoneType"),
-        ("return {'a': 1, 'b': 2}", "dict"),
-        ("return {1.0, 2.0}", "set"),
-        ("return 'ab'", "returned str"),
+        ("return [1.0]", "returned [1.0] for 2 completions"),
+        ("return 1.0", "returned 1.0"),
+        ("return None", "returned None"),
+        ("return {'a': 1, 'b': 2}", "returned {'a'"),
         ("return [1.0, float('nan')]", "nan"),
         ("return [float('-inf'), 1.0]", "-inf"),
-        ("return [1e308, 1.0]", "returned 1e+308 for the prompt"),
-        ("return [10**5000, 1.0]", "returned <int> for the prompt"),
-        ("return [1.0, '2']", "'2'"),
-        ("return ['y' * 10**7, 1.0]", "returned 'yyyy"),
-        ("return [[1.0], [2.0]]", "[1.0]"),
+        ("return [1e308, 1.0]", "returned [1e+308"),
+        ("return [10**5000, 1.0]", "returned <list>"),
+        ("return ['y' * 10**7, 1.0]", "returned ['yyyy"),
+        ("return [[1.0], [2.0]]", "returned [[1.0]"),
         ("raise KeyError('golden')", "KeyError: 'golden'"),
+        ("import json; json.loads('{')", "my_rewards.py:2)"),  # one's own line, though a library raised it
         ("raise ValueError('x' * 10**7)", "raised ValueError: xxx"),
         ("class E(Exception):\n        def __str__(self): 1/0\n    raise E", "raised E: <E> ("),
         ("import sys; sys.exit(3)", "raised SystemExit: 3 ("),
@@ -234,10 +220,9 @@ def test_an_async_function_is_awaited(tmp_path):
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_misbehaving_function_is_one_line(tmp_path, kind, body, says):
     spec = user_file(tmp_path, f"{kind} my_reward(prompts, completions, **columns):\n    {body}")
-    for prompt in ("q", CHAT):
-        with pytest.raises(UserError) as error:
-            run(spec, ["a", "b"], prompt)
-        assert len(one_line(error, "my_reward", says)) <= 2003
+    with pytest.raises(UserError) as error:
+        run(spec, ["a", "b"], CHAT)
+    assert len(one_line(error, "my_reward", says)) <= 2003
     with pytest.raises(UserError, match="mine.*answer"):  # a signature that does not fit
         run(user_file(tmp_path, f"{kind} mine(completions):\n    return [1.0]", "mine"), ["a"], answer=["1"])
 
@@ -245,12 +230,10 @@ def test_a_misbehaving_function_is_one_line(tmp_path, kind, body, says):
 @pytest.mark.parametrize(
     "body",
     [
-        "\n    while True: pass",
-        "import time; time.sleep(30)",
         "import re; return [float(bool(re.match('(a+)+$', 'a' * 40 + 'b'))) for _ in completions]",
         "\n    while True:\n        try:\n            while True: pass\n        except BaseException: pass",
     ],
-    ids=["loop", "sleep", "regex", "that catches exceptions"],
+    ids=["regex", "that catches exceptions"],
 )
 def test_a_function_without_end_is_ended(tmp_path, body):
     source = f"def my_reward(completions, **columns): {body}"
@@ -267,13 +250,6 @@ def test_a_function_that_never_lets_go_ends_the_run(tmp_path):
     code = "import common\nfrom common.sampling.rewards import from_file, must\nmust('my_reward', from_file('own.py:my_reward'), 0.1)"
     done = run_script([sys.executable, "-c", f"import os\n{code}".replace("own.py", f"{tmp_path}/own.py")], timeout=60)
     assert done.returncode == 1 and f"{tmp_path}/own.py:" in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_what_only_trl_gives_is_refused_at_the_start(tmp_path):
-    spec = user_file(tmp_path, "def my_reward(completions, log_metric=None, **columns):\n    return [1.0]")
-    for name, said in ((spec, "log_metric.*weight 0"), ("accuracy_reward", "exact_number")):
-        with pytest.raises(UserError, match=said):
-            load_rewards([name], CPU)
 
 
 def test_a_users_file_may_define_dataclasses(tmp_path):
@@ -376,14 +352,6 @@ def test_a_reward_model_scores_the_whole_text(reward_model):
         found = run(reward_model, completions, prompt)
         wanted = [judged(reward_model, f"{before} {text.strip()}") for text in completions]
         assert found == pytest.approx(wanted, abs=1e-5) and len(set(found)) == 3
-
-
-def test_the_line_of_the_users_file_is_named(tmp_path):
-    """Also where a library raised it."""
-    code = "import json\n\ndef mine(prompts, completions, **columns):\n    return json.loads('{')\n"
-    spec = user_file(tmp_path, code, "mine")
-    with pytest.raises(UserError, match=re.escape(spec.split(":")[0]) + ":4"):
-        run(spec, ["a"], "q")
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):

@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any
 import warnings
 
 from common.args import CommonArgs
-from common.errors import UserError
+from common.data.types import Tokenizer
+from common.errors import UserError, say
 from common.model.flat_model import FlatModel
+from common.model.load import file_config, first_of, is_adapter, load_pretrained
+from common.model.save import CARD
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 TRAINED, START = "default", "start"  # adapter names within a model: the trained one, and its frozen starting point
-# Settings fixed by an existing adapter: when it is trained further, other values on the command line would be ignored.
-OWN = {"lora_r": "r"} | {name: name for name in ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")}
 # Layers of an architecture that adapters do not fit, by model_type: fused kernels of Mamba's mixers read these weights
 # directly, bypassing any adapter; a layer of DeepSeek-V4 holds several matrices.
 MIXER = ("out_proj", "conv1d")
@@ -34,34 +36,59 @@ UNFIT = dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron
 GATE = r"(.*\.)?(gate|router|shared_expert_gate)(\..*)?"  # the modules that choose the experts
 
 
-def is_adapter(name: str | Path | None, revision: str | None = None) -> bool:
-    """Whether a folder, or a repository on the Hub, holds an adapter rather than a model."""
-    if name is None or Path(name).exists():
-        return name is not None and Path(name, "adapter_config.json").exists()
-    from transformers.utils import find_adapter_config_file
-
-    try:
-        return find_adapter_config_file(str(name), revision=revision) is not None
-    except Exception:  # no such repository, or no network: reported on loading
-        return False
-
-
-def adapter_config(adapter: str | Path, revision: str | None = None, base: str | None = None) -> "LoraConfig":
-    """The settings of an adapter, including its base. Raises UserError if it is not a LoRA adapter, or names no base.
-
-    base: a model that replaces the one it names.
-    """
+def adapter_config(adapter: str | Path, revision: str | None = None) -> "LoraConfig":
+    """The settings of an adapter, including its base. Raises UserError if it is not a LoRA adapter."""
     peft = import_peft(f"the adapter {adapter}")
     try:
         config = peft.PeftConfig.from_pretrained(str(adapter), revision=revision)
     except Exception as error:  # a damaged file, or an unknown kind
-        raise UserError(f"cannot load the adapter {adapter}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"cannot load the adapter {adapter}: {error}") from None
     if not isinstance(config, peft.LoraConfig):
         raise UserError(f"{adapter} is a {config.peft_type} adapter: only LoRA is known here")
-    base = base or config.base_model_name_or_path
-    if not base:
-        raise UserError(f"{adapter}/adapter_config.json names no base model (base_model_name_or_path)")
     return config
+
+
+def load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:
+    """args.model_name_or_path with a new adapter; if it is an adapter itself, its base with that adapter trained further."""
+    name, start, revision = args.model_name_or_path, None, args.model_revision
+    base = name
+    if is_adapter(name, revision):
+        config, start = adapter_config(name, revision), name
+        base, revision = config.base_model_name_or_path, config.revision
+        say(f"model: training goes on with the adapter {name} (r {config.r}, alpha {config.lora_alpha}), on its base {base}")
+    model = load_pretrained(args, base, len(tokenizer), revision=revision, device=device)
+    return add_lora(args, model, checkpoint, start=start, new_tokens=_new_tokens(args, tokenizer, name))
+
+
+def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
+    """Token ids of the tokenizer that the model or adapter `name` does not know, for instance a chat template's markers."""
+    from transformers import AutoTokenizer
+
+    try:
+        options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
+        known = AutoTokenizer.from_pretrained(name, **options).get_vocab()
+    except Exception:  # no tokenizer of its own (--tokenizer_name): new ids are those without an embedding row
+        if is_adapter(name, args.model_revision):
+            return []
+        rows = file_config(args, name, args.model_revision).get_text_config().vocab_size
+        known = {token for token, i in tokenizer.get_vocab().items() if i < rows}
+    found = {token: i for token, i in tokenizer.get_vocab().items() if token not in known}
+    if found:
+        say(f"LoRA: beside the adapter the rows of new tokens are trained: {first_of(sorted(found))}")
+    return sorted(found.values())
+
+
+def merged_start(
+    args: CommonArgs, name: str, revision: str | None, options: dict[str, Any]
+) -> "tuple[PreTrainedModel, PreTrainedConfig]":
+    """The model of an adapter merged into its base, where a run or its reference starts, and the config in the base's files.
+    options: of from_pretrained."""
+    auto_peft = import_peft(f"the adapter {name}").AutoPeftModelForCausalLM
+    base = adapter_config(name, revision)
+    lm = auto_peft.from_pretrained(name, revision=revision, **options).merge_and_unload().requires_grad_(True)
+    lm.config._name_or_path = name
+    say(f"model: the adapter {name}, merged into its base")
+    return lm, file_config(args, base.base_model_name_or_path, base.revision)
 
 
 def add_lora(
@@ -76,18 +103,15 @@ def add_lora(
 
     start: the adapter that the run started from, with the model as its base; a frozen copy is kept as START. new_tokens: ids
     unknown to the base, whose rows in the embedding and the head are trained. Raises UserError without peft, for layers that
-    do not exist, and for settings that differ from those of `start`.
+    do not exist, and for new tokens beside `start`.
     """
     peft = import_peft("--use_peft")
     base = model.lm.config._name_or_path
-    if start is not None:
-        config = adapter_config(start, args.model_revision)
-        _compare(args, config, start)
-        if new_tokens:
-            raise UserError(
-                f"the adapter {start} knows nothing of {len(new_tokens)} tokens that the tokenizer was given: merge it "
-                "(python -m tools.merge_lora ADAPTER OUT), and start from OUT"
-            )
+    if start is not None and new_tokens:
+        raise UserError(
+            f"the adapter {start} knows nothing of {len(new_tokens)} tokens that the tokenizer was given: merge it "
+            "(python -m tools.merge_lora ADAPTER OUT), and start from OUT"
+        )
     try:
         if checkpoint is None and start is None:
             lm = peft.get_peft_model(model.lm, _new_config(args, model.lm, new_tokens), revision=args.model_revision)
@@ -108,6 +132,15 @@ def add_lora(
     return FlatModel(lm, padded=model.padded)
 
 
+def write_adapter(lm: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write the trained adapter of a peft model, with what `generate()` needs to know."""
+    only_rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # of the embedding
+    options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if only_rows else "auto"}
+    lm.save_pretrained(folder, state_dict=weights, **options)
+    lm.get_base_model().generation_config.save_pretrained(folder)
+    (folder / CARD).unlink(missing_ok=True)  # peft's says little, and contains the base's local path
+
+
 def check_mergeable(lm: nn.Module) -> None:
     """Raise UserError if two adapters share one weight (Zamba2's shared blocks): merging would add both to it."""
     adapted = [module for module in lm.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
@@ -118,24 +151,11 @@ def check_mergeable(lm: nn.Module) -> None:
         )
 
 
-def _compare(args: CommonArgs, config: "LoraConfig", start: str | Path) -> None:
-    """Raise UserError if a flag on the command line contradicts the settings of the adapter."""
-    for flag, name in OWN.items():
-        if getattr(args, flag) not in (getattr(CommonArgs, flag), getattr(config, name)):
-            raise UserError(f"--{flag} {getattr(args, flag)}: {start} has {getattr(config, name)}, which stays")
-    if args.lora_target_modules is not None:
-        raise UserError(f"--lora_target_modules: {start} has its own, which stay")
-
-
 def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":
     """The settings of a new adapter, excluding vision towers and, unless they are named, the routers of experts."""
-    peft = import_peft("--use_peft")
-    wanted = args.lora_target_modules
+    peft, wanted = import_peft("--use_peft"), args.lora_target_modules
     everything = wanted is None or [name.lower() for name in wanted] in (["all-linear"], ["all"])
-    unfit = UNFIT.get(lm.config.model_type, ())
-    if not everything and (named := [name for name in wanted if name in unfit]):
-        raise UserError(f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}")
-    left_out = [rf".*\.{name}" for name in unfit]
+    left_out = [rf".*\.{name}" for name in UNFIT.get(lm.config.model_type, ())]
     decoder, names = lm.get_decoder(), {id(module): name for name, module in lm.named_modules()}
     head, prefix = lm.get_output_embeddings(), names.get(id(decoder), "")
     linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
@@ -154,20 +174,12 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
         trainable_token_indices=_rows_to_train(lm, new_tokens) if new_tokens else None,
         task_type="CAUSAL_LM",
     )
-    if everything:
-        _without_routers(config, lm)
-    return config
-
-
-def _without_routers(config: "LoraConfig", lm: nn.Module) -> None:
-    """When peft adapts experts that are one parameter, keep it from adapting the router's parameter as well."""
-    try:
+    if everything:  # where peft adapts experts that are one parameter, keep it from adapting the router's as well
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
-    except ImportError:  # before peft 0.19, which adapts modules only
-        return
-    convert(config, lm, None)
-    if config.target_parameters:
-        config.target_parameters = {name for name in config.target_parameters if not re.fullmatch(GATE, name)}
+
+        convert(config, lm, None)
+        config.target_parameters = {name for name in config.target_parameters or () if not re.fullmatch(GATE, name)}
+    return config
 
 
 def import_peft(needed_for: str) -> ModuleType:
