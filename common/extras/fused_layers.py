@@ -16,7 +16,6 @@ would make and keep its own copy; here attention's three projections share one, 
 Shapes: N tokens (or tokens and heads).
 """
 
-from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -35,9 +34,9 @@ def use_fused_layers(lm: nn.Module) -> None:
         if type(module).__name__ in WRITTEN_OUT:
             module.forward = partial(F.gelu, approximate="tanh")
         elif _is_norm(module):
-            _replace(module, _norm_forward, module.weight.shape[0])
+            _replace_norm(module)
         elif _is_mlp(module) and _is_swiglu(module):
-            _replace(module, _mlp_forward, module.gate_proj.in_features)
+            module.forward = MethodType(_mlp_forward, module)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -78,17 +77,16 @@ def _is_swiglu(module: nn.Module) -> bool:
         module._modules.update(parts)
 
 
-def _replace(module: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor], width: int) -> None:
-    """Make the module compute inputs (..., width) by `forward`, unless the results differ on small or large values."""
-    weight = next(module.parameters())
-    dtype = weight.dtype if weight.is_floating_point() else torch.float32  # quantised weights
-    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weight.device, dtype)
+def _replace_norm(module: nn.Module) -> None:
+    """Replace the forward of a norm, unless the results differ on small or large values."""
+    weight = module.weight
+    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     inputs = [x * size for size in (1e-3, 1.0, 1e3)]
     with torch.no_grad():
         expected = [module(x) for x in inputs]
         module.plain_forward = module.forward
-        module.forward = MethodType(forward, module)
-        rough = 1e-4 if dtype == torch.float32 else 2e-2  # sums over a whole row in another order
+        module.forward = MethodType(_norm_forward, module)
+        rough = 1e-4 if weight.dtype == torch.float32 else 2e-2  # sums over a whole row in another order
         if all((module(x) - y).abs().max() <= rough * y.abs().max() for x, y in zip(inputs, expected, strict=True)):
             return
     del module.forward, module.plain_forward  # restores the class's forward

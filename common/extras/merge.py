@@ -4,11 +4,9 @@ from collections.abc import Callable
 import copy
 from pathlib import Path
 import shutil
-from typing import TYPE_CHECKING
 import warnings
 
 from accelerate import Accelerator
-from common.data.types import Tokenizer
 from common.errors import UserError, is_of_the_disk, say
 from common.extras import extra
 from common.extras.hub import merged_card
@@ -19,14 +17,9 @@ from common.model.save import EXTRA, gather_weights, part_of, save_rounded
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
-
-def merged_model(
-    adapter: str | Path, base: str | None = None, *, trust_remote_code: bool = False
-) -> tuple["PreTrainedModel", Tokenizer | None]:
-    """The merged model of an adapter, as a transformers model, and the tokenizer saved beside the adapter.
+def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False) -> None:
+    """Write the merged model of an adapter to a folder, with the adapter's tokenizer and extra modules.
 
     Sums are computed in float32; each weight of the result has its dtype in the base's files. base: replaces the one that
     the adapter names. Raises UserError if it is not a LoRA adapter, or if the base is missing or itself quantised.
@@ -40,14 +33,13 @@ def merged_model(
         lm = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto", trust_remote_code=trust_remote_code)
     if getattr(lm.config, "quantization_config", None) is not None:
         raise UserError(f"the base {name} is quantised: name the model that it was made of, in its own dtype, with --base")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
-    except Exception:  # there is none beside it
-        tokenizer = None
     tensors = dict(lm.named_parameters()) | dict(lm.named_buffers())
     dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in tensors.items()}
     lm.float()
-    grow_embedding(lm, len(tokenizer) if tokenizer else 0)
+    if list(Path(adapter).glob("tokenizer*")):  # those of other libraries may have none
+        tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
+        tokenizer.save_pretrained(folder)
+        grow_embedding(lm, len(tokenizer))
     with hub_errors("adapter", adapter):
         adapted = peft.PeftModel.from_pretrained(lm, adapter)
         check_mergeable(adapted)
@@ -57,17 +49,9 @@ def merged_model(
         if Path(adapter, "generation_config.json").exists():
             lm.generation_config = GenerationConfig.from_pretrained(adapter)
     make_savable(lm)
-    return lm.requires_grad_(True), tokenizer
-
-
-def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False) -> None:
-    """Write the merged model to a folder, with the adapter's tokenizer and extra modules."""
-    lm, tokenizer = merged_model(adapter, base, trust_remote_code=trust_remote_code)
     lm.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):  # they are the owner's alone
         shutil.copymode(folder / "config.json", file)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
     if Path(adapter, EXTRA).exists():
         shutil.copyfile(Path(adapter, EXTRA), Path(folder, EXTRA))
 

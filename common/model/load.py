@@ -253,11 +253,8 @@ def make_savable(lm: "PreTrainedModel") -> None:
     config = lm.generation_config
     try:
         config.validate(strict=True)
-    except ValueError as error:
-        tokens = {name: value for name, value in vars(config).items() if name.endswith("token_id")}
-        lm.generation_config = type(config)(**tokens)
-        reason = " ".join(str(error).split())[:200]
-        say(f"generation_config.json: only its tokens are kept, because transformers would not save it: {reason}")
+    except ValueError:
+        lm.generation_config = type(config)(**{name: v for name, v in vars(config).items() if name.endswith("token_id")})
 
 
 def file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.tiny import SIZE, tiny_lm
 
@@ -163,23 +162,6 @@ def test_recomputed_blocks_count_once(accelerator):
     assert all(torch.equal(gradient[name], gradient2[name]) for name in gradient)
 
 
-def test_it_is_transformers_loss_layer_by_layer(accelerator):
-    lm, ids = make_lm("mixtral"), torch.arange(60).view(4, 15) % 61
-    with torch.no_grad():
-        logits = lm(input_ids=ids, output_router_logits=True).router_logits
-    model = wrap(lm).train()
-    model.experts = Experts(model.lm, aux_coef=1.0)
-    window = [[{"input_ids": row.numpy(), "loss_mask": np.ones(15, np.float32)}] for row in ids]
-    window = Window(accelerator, window, [[0, 1], [2, 3]])
-    model.experts.begin(accelerator, model, window)
-    total = sum(model(batch).aux_loss.item() for batch in window)
-    layers = [load_balancing_loss_func((x,), 4, 2).item() for x in logits]
-    assert total == pytest.approx(sum(layers) / 2, rel=1e-5)
-    assert total > load_balancing_loss_func(logits, 4, 2).item()  # of both together
-    assert model.experts.finish()["moe/aux_loss"].item() == pytest.approx(total, rel=1e-5)
-    assert total > 2.001  # 2 where all are chosen equally often: the number of experts of a token
-
-
 def test_nothing_is_added_outside_of_a_window(accelerator):
     model = wrap(make_lm("mixtral")).train()
     model.experts = Experts(model.lm, aux_coef=1.0)
@@ -207,13 +189,6 @@ def test_the_config_may_ask_for_the_loss(capsys):
     said = capsys.readouterr().out
     assert "0.25 · load-balancing loss (by the model's config, which has output_router_logits)" in said
     assert "nothing balances their load (--router_aux_loss_coef; its config names 0.25)" in said
-
-
-@pytest.mark.parametrize(("kind", "sigmoids"), [("deepseek-v3", True), ("glm4-moe", True), ("qwen3-moe", False)])
-def test_a_softmax_over_sigmoids_is_said(kind, sigmoids, capsys):
-    for coefficient in (0.1, 0.0):
-        add_experts(CommonArgs(router_aux_loss_coef=coefficient), make_lm(kind))
-        assert ("chooses by sigmoids" in capsys.readouterr().out) == (sigmoids and coefficient > 0)
 
 
 def test_the_flag_is_refused_without_experts():

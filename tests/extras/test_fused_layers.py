@@ -51,21 +51,13 @@ def test_results_are_those_of_the_plain_module(make, dtype, autocast, tolerance)
     plain, fused = make(dtype), make(dtype)
     fused.load_state_dict(plain.state_dict())
     use_fused_layers(nn.ModuleList([fused]))
-    assert hasattr(fused, "plain_forward") and not hasattr(plain, "plain_forward")
+    assert "forward" in vars(fused) and "forward" not in vars(plain)
     x, weights = torch.randn(2, 1, 7, 24, dtype=torch.float64).to(dtype).unbind()
     for ours, theirs in zip(run(fused, x, weights, autocast), run(plain, x, weights, autocast), strict=True):
         if ours.dtype != theirs.dtype:  # see below
             assert autocast and make is norm and ours.dtype == torch.bfloat16
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.to(theirs.dtype), theirs, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("make", [norm, mlp])
-def test_gradients_are_the_derivatives(make):
-    module = make(torch.float64)
-    use_fused_layers(nn.ModuleList([module]))
-    x = torch.randn(3, 24, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(module, (x,))
 
 
 def test_a_hook_on_the_last_layer_fires():

@@ -79,15 +79,6 @@ def test_a_flat_row_equals_each_sequence_alone(name):
     assert_near(gradients(model.lm, logits, weights), wanted_gradients, 2e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in ("qwen3.5", "lfm2") if name in HYBRIDS])
-def test_a_sequence_does_not_see_its_neighbours(name):
-    model = wrap(tiny_hybrid(name))
-    other = [[sequence(tokens(len(s["input_ids"]) - 1, 50 + i), [3])] for i, (s,) in enumerate(ROW[4:6])] + ROW[6:]
-    with torch.no_grad():
-        rows = [split_row(model.hidden(flat_batch(row, CPU)), flat_batch(row, CPU))[-1] for row in (ROW[4:], other)]
-    assert torch.equal(*rows)
-
-
 @pytest.mark.parametrize("name", [name for name in ("qwen3.5", "mamba") if name in HYBRIDS])
 def test_what_is_recomputed_belongs_to_its_own_row(name):
     """Between the two passes the model is called on another row, as a reference or another micro-batch does."""

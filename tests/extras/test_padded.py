@@ -4,7 +4,6 @@ import copy
 
 from common.collators import flat_batch
 from common.errors import UserError
-from common.model.flat_model import body
 from common.model.wrap import wrap
 from common.sampling import sample, why_no_cache
 import numpy as np
@@ -54,10 +53,9 @@ def test_positions_follow_the_text_so_far(name):
 
 
 def whole(model, ids):
-    """The log-probabilities of a sequence alone, and its layers' router logits."""
-    out = body(model)(input_ids=torch.as_tensor(ids)[None], use_cache=False, output_router_logits=True)
-    logps = model.lm_head(out.last_hidden_state)[0, :-1].log_softmax(-1)
-    return torch.nn.functional.pad(logps.gather(-1, torch.as_tensor(ids[1:])[:, None])[:, 0], (1, 0)), out.router_logits
+    """The log-probabilities of a sequence alone."""
+    logps = model(input_ids=torch.as_tensor(ids)[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    return torch.nn.functional.pad(logps.gather(-1, torch.as_tensor(ids[1:])[:, None])[:, 0], (1, 0))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
@@ -70,12 +68,9 @@ def test_ties_among_selected_keys_meet_no_padding(family):
     model, rng = wrap(copy.deepcopy(lm)), np.random.default_rng(1)
     sequences = [rng.integers(2, V, n) for n in (24, 17, 24, 9)]
     batch = flat_batch([[{"input_ids": ids, "loss_mask": np.ones(len(ids))}] for ids in sequences], torch.device("cpu"))
-    out, alone = model(batch, router_logits=True), [whole(lm, ids) for ids in sequences]
-    torch.testing.assert_close(out.logps, torch.cat([logps for logps, _ in alone]), atol=1e-5, rtol=1e-5)
-    for found, *wanted in zip(out.router_logits, *(routers for _, routers in alone), strict=True):
-        torch.testing.assert_close(found, torch.cat(wanted), atol=1e-4, rtol=1e-4)
-    out.logps.sum().backward()
-    sum(logps.sum() for logps, _ in alone).backward()
+    found, alone = model(batch).logps, torch.cat([whole(lm, ids) for ids in sequences])
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+    found.sum().backward(), alone.sum().backward()
     for (name, p), q in zip(model.lm.named_parameters(), lm.parameters(), strict=True):
         if q.grad is not None:
             torch.testing.assert_close(p.grad, q.grad, atol=1e-4 * float(q.grad.abs().max() + 1), rtol=1e-3, msg=name)
@@ -93,5 +88,5 @@ def test_positions_counted_with_the_padding():
     model = wrap(copy.deepcopy(lm))
     for prompt, found in zip(PROMPTS, sample(model, PROMPTS, KEYS, max_new_tokens=9, stop_ids=[]), strict=True):
         with torch.no_grad():
-            logps, _ = whole(lm, np.array(prompt + found.ids))
+            logps = whole(lm, np.array(prompt + found.ids))
         torch.testing.assert_close(torch.tensor(found.logps), logps[len(prompt) :], atol=1e-4, rtol=1e-4)

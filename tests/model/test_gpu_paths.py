@@ -28,11 +28,8 @@ from tests.tiny import SIZE, V, tiny_lm
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**SIZE),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZE, head_dim=8),
-    "mistral": lambda: transformers.MistralConfig(**SIZE, sliding_window=8),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZE, head_dim=8, sliding_window=8),
     "gpt-neox": lambda: transformers.GPTNeoXConfig(**{k: v for k, v in SIZE.items() if k != "num_key_value_heads"}),
-    "olmo2": lambda: transformers.Olmo2Config(**SIZE),
 }
 
 

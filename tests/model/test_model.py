@@ -7,13 +7,11 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.model.flat_model import disable_dropout
-from common.model.fused_head import HEAD_CHUNK_ROWS
 from common.model.load import enable_gradient_checkpointing, load_model, load_pretrained, load_tokenizer, set_stop_tokens
 from common.model.wrap import wrap
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 import transformers
 
 V = 512
@@ -78,30 +76,6 @@ def alone_in_float64(lm, example, temperature=1.0):
     logps = (lm(input_ids=ids, use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
     chosen = logps.gather(-1, ids[0, 1:, None])[:, 0] * torch.as_tensor(example[0]["loss_mask"][1:])
     return torch.cat([torch.zeros(1), chosen])
-
-
-class Largest(TorchDispatchMode):
-    """The most elements that any tensor had."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
-def test_full_logits_and_masks_never_exist(monkeypatch):
-    monkeypatch.setitem(HEAD_CHUNK_ROWS, "cpu", 64)  # a chunk of logits would be larger than a mask
-    big_v, T = 20_000, 4096
-    config = transformers.LlamaConfig(**GROUPED | {"vocab_size": big_v})
-    model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
-    rows = [[{"input_ids": np.arange(3, 3 + 128), "loss_mask": np.ones(128, np.uint8)}] for _ in range(T // 128)]
-    with Largest() as largest:
-        model(flat_batch(rows, torch.device("cpu")), entropy=True).logps.sum().backward()
-    assert largest.elements < T * big_v / 50 and largest.elements < T * T / 8
 
 
 @pytest.mark.parametrize("name", MASKED_ONLY)
@@ -177,7 +151,7 @@ def test_nothing_is_random_once_dropout_is_disabled(name, recomputed):
     assert {n: getattr(model.config, n) for n in rates} == rates  # what is saved stays
 
 
-def test_a_generation_config_never_stops_a_save(tmp_path, capsys):
+def test_a_generation_config_never_stops_a_save(tmp_path):
     """What transformers reads, and would not write again, goes, but for the tokens."""
     base, tokenizer = tmp_path / "base", transformers.AutoTokenizer.from_pretrained("data/base_model")
     make(CONFIGS["llama"]).to(torch.bfloat16).save_pretrained(base)
@@ -190,7 +164,6 @@ def test_a_generation_config_never_stops_a_save(tmp_path, capsys):
         model = load_pretrained(CommonArgs(), base)
         assert model.lm.dtype == torch.float32  # whatever the file holds
         set_stop_tokens(model, [2], tokenizer)
-        assert ("only its tokens are kept" in capsys.readouterr().out) != kept
         model.lm.save_pretrained(tmp_path / "saved")
         saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
         assert saved["eos_token_id"] == 2 and (settings.items() <= saved.items()) == kept

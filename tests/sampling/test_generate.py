@@ -206,16 +206,6 @@ def test_equal_prompts_of_an_evaluation_are_drawn_apart(pair):
     assert len({text for _, text, _ in found}) > 4
 
 
-def test_completions_have_the_frequencies_of_the_model(pair):
-    """First tokens of 3000 completions of one prompt, against the model's softmax."""
-    model, lm = pair
-    with torch.no_grad():
-        p = lm(torch.tensor([PROMPTS[3]])).logits[0, -1].softmax(-1)
-    found = ours(model, [PROMPTS[3]] * 3000, [(i,) for i in range(3000)], max_new_tokens=1, batch_size=3000)
-    counts = torch.bincount(torch.tensor([c.ids[0] for c in found]), minlength=V)
-    chi_square(counts, p)
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_log_probabilities_are_those_in_float64(pair, temperature):
     """Those of the whole distribution, also where top_k and top_p restrict what is drawn."""
@@ -396,12 +386,13 @@ def training_pass(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return logps.detach(), list(gradients)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("training", [True, False])
-def test_sampling_leaves_training_as_it_was(pair, training, fails):
-    """Also where it is interrupted in the middle, or activations are recomputed in training."""
-    model, _ = pair
-    model.train(training)
+@pytest.mark.parametrize(("training", "fails", "recomputed"), [(1, 0, 0), (1, 1, 0), (0, 0, 0), (1, 0, 1)])
+def test_sampling_leaves_training_as_it_was(training, fails, recomputed):
+    """Also where it is interrupted in the middle, or activations are recomputed in training. With dropout."""
+    model, _ = tiny_pair("gpt2")
+    model.train(bool(training))
+    if recomputed:
+        enable_gradient_checkpointing(model)
     before, (logps, gradients), calls = state_of(model), training_pass(model), []
 
     def at_each_token(module, args, kwargs):
@@ -416,31 +407,11 @@ def test_sampling_leaves_training_as_it_was(pair, training, fails):
     assert state_of(model) == before
     logps_after, gradients_after = training_pass(model)
     assert torch.equal(logps, logps_after) and all(map(torch.equal, gradients, gradients_after))
-    model.train()
-
-
-def test_sampling_with_recomputation_is_the_same():
-    model, _ = tiny_pair("llama")
-    wanted = ours(model)
-    enable_gradient_checkpointing(model)
-    assert [c.ids for c in ours(model)] == [c.ids for c in wanted] and model.lm.is_gradient_checkpointing
 
 
 # --- draw -----------------------------------------------------------------------------------------------------------
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.0, -4.0, 1.1, 0.31, -0.5, 1.9, -2.2])
-
-
-def chi_square(counts: torch.Tensor, p: torch.Tensor) -> None:
-    """Counts against probabilities; rare tokens together. The bound is the mean plus 5 standard deviations."""
-    n = counts.sum()
-    often = p * n >= 5
-    observed = torch.cat([counts[often], counts[~often].sum()[None]]).double()
-    expected = torch.cat([p[often], p[~often].sum()[None]]).double() * n
-    keep = expected > 0.5
-    k = int(keep.sum()) - 1
-    statistic = ((observed - expected)[keep] ** 2 / expected[keep]).sum().item()
-    assert statistic < k + 5 * math.sqrt(2 * k), (statistic, k)
 
 
 def naive_support(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
