@@ -1,6 +1,7 @@
 """Merging an adapter into its base: a finished one in the base's own dtype, and one in training for rollout servers."""
 
 from collections.abc import Callable
+import contextlib
 import copy
 from pathlib import Path
 import shutil
@@ -36,8 +37,10 @@ def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, 
     tensors = dict(lm.named_parameters()) | dict(lm.named_buffers())
     dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in tensors.items()}
     lm.float()
-    if list(Path(adapter).glob("tokenizer*")):  # those of other libraries may have none
+    tokenizer = None
+    with contextlib.suppress(Exception):  # there may be none beside the adapter
         tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
+    if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         grow_embedding(lm, len(tokenizer))
     with hub_errors("adapter", adapter):

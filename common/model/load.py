@@ -162,6 +162,8 @@ def load_pretrained(
             check_weights(name, lm, found)
             config = file_config(args, name, revision)
     lm.base_dtype = _dtype_of(config)  # restored at export
+    if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
+        say(f"model: what {config.model_type} has beside its text model is left out (exported as {lm.config.model_type})")
     _freeze_all_but_text(lm)
     grow_embedding(lm, vocab_size)
     if is_quantised(lm):

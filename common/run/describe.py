@@ -38,8 +38,6 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
     counts, ends = about_model["parameters"], " or ".join(about_model["stop_tokens"])
     kind = f"{about_model['class']}, {counts['trained']:,} of {counts['all']:,} parameters trained; {args.dtype}"
     say(f"model: {kind}; {about_model['called_on']}; answers end with {ends}")
-    if about_model["left_out"]:
-        say(f"model: left out: {about_model['left_out']}")
     if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no" and args.dtype == "float32":
         say("precision: float32 on a GPU is several times slower than bf16: accelerate launch --mixed_precision bf16")
     largest = plan.pop("largest_micro_batch")

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import sys
 
 from common.args import CommonArgs
 from common.errors import UserError
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 import torch
 import transformers
 
+from tests.conftest import run_script
 from tests.model.test_lora import ARGS, disturb
 from tests.tiny import tiny_lm
 
@@ -83,3 +85,12 @@ def test_a_full_disk_leaves_nothing(adapter, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.slow
+def test_the_command(adapter, tmp_path):
+    command = [sys.executable, "-m", "tools.merge_lora", str(adapter), str(tmp_path / "out")]
+    run = run_script(command)
+    assert run.returncode == 0 and "merged into its base" in run.stdout, run.stderr[-2000:]
+    again = run_script(command)
+    assert again.returncode == 1 and again.stderr.count("\n") == 1 and "is there already" in again.stderr

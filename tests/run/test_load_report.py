@@ -57,7 +57,7 @@ def test_a_tower_that_is_loaded_is_frozen_and_goes_out_as_it_came(folder, launch
     assert same and all("vision_tower" in name or "multi_modal_projector" in name for name in same)
     assert changed and not any("vision_tower" in name or "multi_modal_projector" in name for name in changed)
     report = json.loads((output / "dataset.json").read_text())["model"]
-    assert report["class"] == "Gemma3ForConditionalGeneration" and report["left_out"] == ""
+    assert report["class"] == "Gemma3ForConditionalGeneration"
     beside = report["frozen_beside_text"]
     assert beside > 0 and report["parameters"] == {
         "trained": report["parameters"]["all"] - beside,
@@ -69,6 +69,6 @@ def test_a_tower_that_is_loaded_is_frozen_and_goes_out_as_it_came(folder, launch
 def test_a_tower_that_is_left_out_is_said(folder, launch, capsys):
     output = launch("sft", *words(folder))
     said = capsys.readouterr().out
-    assert "left out: what qwen3_5 has beside its text model (it is exported as qwen3_5_text)" in said
+    assert "what qwen3_5 has beside its text model is left out (exported as qwen3_5_text)" in said
     assert json.loads((output / "config.json").read_text())["model_type"] == "qwen3_5_text"
     transformers.AutoModelForCausalLM.from_pretrained(output)
