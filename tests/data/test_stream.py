@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-import sys
 from types import SimpleNamespace
 
 from common.args import CommonArgs
@@ -22,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import run_script
 from tests.data.rows import alone, arguments, base_tokenizer
 
 
@@ -125,16 +123,6 @@ def test_several_sources_have_their_shares_of_every_block(tmp_path, tokenizer, w
     rows = [row["rows"] for row in found.data.facts()]
     blocks = found.blocks[-1].number + 1
     assert rows == [blocks * quota for quota in {None: (10, 10), 1.0: (5, 15), 7.0: (18, 2)}[weights[0]]]
-
-
-def test_seeds_and_blocks_differ(tmp_path, tokenizer):
-    a = numbered(tmp_path / "a.jsonl", 20)
-    orders = [
-        [ids(found[p]) for p in range(start, start + 17)]
-        for found in (stream(tokenizer, a, seed=s) for s in (0, 1))
-        for start in (0, 17)
-    ]
-    assert all(sorted(order) == sorted(orders[0]) for order in orders) and len({json.dumps(order) for order in orders}) == 4
 
 
 # --- to go on -------------------------------------------------------------------------------------------------------
@@ -244,32 +232,6 @@ def in_windows(train, rank=0, world=1, accumulation=2, batch_size=3, **options):
     return Windows(args, process(rank, world, accumulation), train, **options)
 
 
-def tokens(window):
-    return [batch["input_ids"].tolist() for batch in window]
-
-
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
-@pytest.mark.parametrize("arrange", [as_they_are, packed])
-@pytest.mark.parametrize("rank, world", [(0, 1), (1, 2)])
-def test_a_streamed_run_continues_at_any_step(tmp_path, tokenizer, options, arrange, rank, world):
-    sources = some(tmp_path, "several")
-
-    def fresh():
-        found = in_windows(stream(tokenizer, *sources, arrange=arrange), rank, world, 2 // world, **options)
-        assert found.plan()["steps"] == len(found) == 40  # as the scripts do, before they go on
-        return found
-
-    once, windows, states = fresh(), [], []
-    for step in range(40):
-        states.append(json.dumps(once.state(step)))
-        windows.append(tokens(once[step]))
-    for step in range(0, 40, 3):
-        resumed = fresh()
-        resumed.restore(step, json.loads(states[step]))
-        assert [tokens(resumed[s]) for s in range(step, min(step + 8, 40))] == windows[step : step + 8]
-        assert json.dumps(resumed.state(min(step + 8, 39))) == states[min(step + 8, 39)]
-
-
 @pytest.mark.parametrize("rows", [20, 4])
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 90}, {"batch_size": 20}])
 def test_windows_over_a_stream_are_its_examples(tmp_path, tokenizer, options, rows, block_rows):
@@ -283,7 +245,7 @@ def test_windows_over_a_stream_are_its_examples(tmp_path, tokenizer, options, ro
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
-@pytest.mark.parametrize("before, after", [(1, 2), (4, 1)])
+@pytest.mark.parametrize("before, after", [(1, 1), (1, 2), (4, 1)])
 def test_other_processes_continue_a_stream_in_place(tmp_path, tokenizer, options, before, after):
     sources = some(tmp_path, "several")
     old = in_windows(stream(tokenizer, *sources), 0, before, **options)
@@ -314,11 +276,3 @@ def test_settings_that_a_stream_cannot_have(tmp_path, tokenizer):
     for name, value in (("max_steps", -1), ("curriculum_column", "n"), ("turn_dropping", 0.5), ("turn_dropping", 1.5)):
         with pytest.raises(UserError, match=f"--{name}"):
             load(sources, tokenizer, **{name: value})
-
-
-def test_an_unread_stream_ends_quietly(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"a": 1}\n' * 9)
-    code = f"from pathlib import Path; from common.data import sources; rows = sources.read_file(Path({str(file)!r}), 0, 0); next(rows)"
-    done = run_script([sys.executable, "-c", code + "; sources.UserError = None"])  # as Python leaves a module at its end
-    assert done.returncode == 0 and not done.stderr

@@ -247,12 +247,3 @@ def test_code_goes_along_and_the_script_does_not(hub, tmp_path):
         assert {"modeling_mine.py", "classifier/model.safetensors", "model.safetensors"} <= hub.repos[NAME].keys()
         assert "train_sft.py" not in hub.repos[NAME]
         assert json.loads(hub.repos[NAME]["adapter_config.json"]) == {"base_model_name_or_path": sent, "r": 8}
-
-
-@pytest.mark.slow
-def test_a_hub_that_nobody_answers_for(tmp_path):
-    environ = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_testtesttest"}
-    done = run_script(
-        [sys.executable, "-m", "tools.push", "data/base_model", "--hub_model_id", NAME], timeout=120, **environ
-    )
-    assert done.returncode == 1 and "failed" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -294,14 +294,6 @@ def test_a_fall_is_exit_code_1_and_named(run_gate, tmp_path):
         run_gate(bad, "--baseline", save, "--max_new_tokens", "9")
 
 
-def test_mistakes_at_the_gate_are_one_line(run_gate, tmp_path):
-    for more, named in [(["--baseline", tmp_path / "no.jsonl"], "--baseline .*no.jsonl"), (["--alpha", "1"], "--alpha")]:
-        with pytest.raises(UserError, match=named):
-            run_gate([ask(1, regex=".")], *more)
-    with pytest.raises(UserError, match="nothing"):
-        run_gate([ask(1, regex=".")], model=str(tmp_path / "nothing"))
-
-
 @pytest.mark.slow
 def test_the_commands_of_the_page_run_as_written(tmp_path):
     """In a folder with the demo's data, where outputs/sft is the base model."""

@@ -51,16 +51,15 @@ class FakeVLLM:
         play: str = "",
         keys: dict[int, tuple[int, ...]] | None = None,
         key: str = "",
-        off: float = 0.0,
     ):
         """model: of transformers, or a folder. keys: of the project's sampler, by the seed that a request has instead.
-        key: that /v1 wants. off: times the sine of a token is added to its log-probability."""
+        key: that /v1 wants."""
         lm = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str | Path) else model
         self.model, self.keys = wrap(lm.eval()), keys or {}
         self.first = {name: value.clone() for name, value in lm.state_dict().items()}
         self.V = lm.get_input_embeddings().weight.shape[0]
         self.mode, self.max_model_len, self.dtype, self.play = mode, max_model_len, dtype, play
-        self.generation_config, self.key, self.off = generation_config, key, off
+        self.generation_config, self.key = generation_config, key
         self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
         self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
         self.tries: dict[int, int] = {}  # of each seed
@@ -251,8 +250,7 @@ class FakeVLLM:
             self.model.lm.set_attn_implementation(implementation)
         if self.mode == "processed_logprobs" and drawing["temperature"] > 0:  # asked for without top_k and top_p only
             logits = logits / drawing["temperature"]
-        logps = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-        return (logps + self.off * torch.tensor(ids).sin()).tolist()
+        return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
 def error(message: str) -> dict[str, Any]:

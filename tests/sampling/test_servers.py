@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from types import SimpleNamespace
 
 from accelerate import Accelerator
 from common.args import CommonArgs
@@ -334,10 +333,3 @@ def test_a_rollout_is_of_one_set_of_weights(connect, fake, model):
     found.sync(1)
     agree(before, begun.result())
     agree(model, found.sample(PROMPTS, KEYS))
-
-
-def test_a_rollout_far_from_the_model_ends_the_run(connect, fake):
-    found = connect(fake())
-    found.check(SimpleNamespace(window_mean={"sampling/logp_difference": 0.9 * vllm.FAR}.get))
-    with pytest.raises(UserError, match="--rollout_server"):
-        found.check(SimpleNamespace(window_mean={"sampling/logp_difference": 1.1 * vllm.FAR}.get))
