@@ -19,7 +19,7 @@ SFT = (
 DPO = f"{MODEL} --dataset_name data/dpo --max_steps 2"
 GRPO = f"--config data/configs/grpo.yaml {MODEL} --max_steps 1 --per_device_train_batch_size 8"
 ONE = f"{GRPO} --reward_weights 1 --reward_funcs"
-DISTILL = f"{MODEL} --max_steps 1 --lmbda 0.5 --teacher_model_name_or_path {teacher()}"
+DISTILL = f"{MODEL} --max_steps 1 --lmbda 0.5 --teacher_model_name_or_path TEACHER"  # whose folder is another each time
 REWARDS = """
 def fails(completions, **kw): return [1 / 0 for _ in completions]
 def short(completions, **kw): return [1.0]
@@ -92,7 +92,8 @@ def files(tmp_path):
     write(tmp_path / "texts.jsonl", [{"text": "one two three " * 30}] * 8)
 
     def words(text):
-        return [str(tmp_path / word) if (tmp_path / word.split(":")[0]).exists() else word for word in text.split()]
+        found = text.replace("TEACHER", teacher()).split()
+        return [str(tmp_path / word) if (tmp_path / word.split(":")[0]).exists() else word for word in found]
 
     return words
 
@@ -131,11 +132,11 @@ UNUSABLE = {  # flags, a good row, and bad ones
 
 
 @pytest.mark.parametrize("stage", UNUSABLE)
-def test_rows_that_cannot_be_used_are_left_out_and_counted(stage, launch, tmp_path, capsys):
+def test_rows_that_cannot_be_used_are_left_out_and_counted(stage, launch, files, tmp_path, capsys):
     flags, good, bad = UNUSABLE[stage]
     data = write(tmp_path / "some.jsonl", [good, *bad, good])
-    words = f"{MODEL} {flags} --max_steps 2 --per_device_train_batch_size 2 --save_steps 0 --logging_steps 1".split()
-    output = launch(stage, *words, "--dataset_name", data)
+    words = f"{MODEL} {flags} --max_steps 2 --per_device_train_batch_size 2 --save_steps 0 --logging_steps 1"
+    output = launch(stage, *files(words), "--dataset_name", data)
     said, size = capsys.readouterr().out, 2 + len(bad)
     assert sum(said.count(f"1 of {size} {what} left out") for what in ("rows of some", "prompts")) == len(bad)
     assert len([row for row in read_metrics(output) if "loss" in row]) == 2
