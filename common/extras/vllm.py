@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import hashlib
 import http.client
 import json
+import math
 import os
 from pathlib import Path
 import shutil
@@ -63,6 +64,8 @@ def request_seed(key: Sequence[int]) -> int:
 def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
     """The JSON object that a server answers. body: of a POST. Raises ServerFault if there is none, or not in time."""
     headers, key = {"Content-Type": "application/json"}, os.environ.get("VLLM_API_KEY", "").strip()
+    if not key.isprintable():
+        raise UserError("VLLM_API_KEY has characters that a header cannot have")
     if key:
         headers["Authorization"] = f"Bearer {key}"
     problem = ""
@@ -71,14 +74,26 @@ def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> 
         try:
             request = urllib.request.Request(url + path, None if body is None else json.dumps(body).encode(), headers)
             with OPENER.open(request, timeout=seconds) as answer:
-                return json.loads(answer.read() or b"{}")
+                found = json.loads(read_body(answer, seconds) or b"{}")
+            return found if isinstance(found, dict) else {}
         except urllib.error.HTTPError as error:
             problem = f"HTTP {error.code} to {path.split('?')[0]}: {error.read(400).decode(errors='replace')}"
-        except TimeoutError:  # another try would take as long
-            raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            problem = quoted(error, 400, str)
-    raise ServerFault(problem)
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):  # another try would take as long
+                raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
+            problem = quoted(reason, 400, str)
+    raise ServerFault(problem.replace(key, "(key)") if key else problem)
+
+
+def read_body(answer: Any, seconds: float) -> bytes:
+    """The body of an HTTP answer. Raises TimeoutError if it takes longer, even if it keeps dripping."""
+    limit, parts = time.monotonic() + seconds, []
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        if time.monotonic() > limit:
+            raise TimeoutError
+    return b"".join(parts)
 
 
 class RolloutServers:
@@ -283,7 +298,8 @@ class RolloutServers:
             [choice] = answer["choices"]
             ids, logps, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
             is_whole = answer["usage"]["prompt_tokens"] == len(prompt) and len(ids) == len(logps)  # it cuts without a word
-            fits = is_whole and ids and (reason == "stop" or reason == "length" and len(ids) == limit)
+            is_known = all(type(i) is int and 0 <= i < self.vocabulary for i in ids) and all(map(math.isfinite, logps))
+            fits = is_whole and is_known and ids and (reason == "stop" or reason == "length" and len(ids) == limit)
         except (KeyError, TypeError, ValueError):
             fits = False
         if not fits:

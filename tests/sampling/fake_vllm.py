@@ -2,7 +2,7 @@
 
 Plays: "slow", "dies in a rollout", "hangs", "500", "500 twice" (for each completion), "aborts", "refuses a reload", "old
 weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed with the weights of before),
-"restarts" (other weights in the middle of a rollout), "no development mode".
+"restarts" (other weights in the middle of a rollout), "no development mode", "unknown token", "NaN", "drips" (a byte now and then).
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,11 @@ class FakeVLLM:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                self.wfile.write(text)
+                drips = fake.play == "drips" and body is not None and fake.counts(body)
+                for at in range(len(text) if drips else 0):
+                    self.wfile.write(text[at : at + 1])
+                    time.sleep(0.1)
+                self.wfile.write(b"" if drips else text)
 
         class Quiet(ThreadingHTTPServer):
             daemon_threads, request_queue_size = True, 256
@@ -204,6 +208,9 @@ class FakeVLLM:
         reason = "stop" if finished else "length"
         if self.play == "aborts" and is_of_rollout:
             ids, logps, reason = ids[:1], logps[:1], "abort"
+        if is_of_rollout:
+            ids = [self.V, *ids[1:]] if self.play == "unknown token" else ids
+            logps = [float("nan"), *logps[1:]] if self.play == "NaN" else logps
         choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logps}, "finish_reason": reason, "token_ids": ids}
         return 200, {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
 

@@ -203,9 +203,12 @@ def test_a_smaller_vocabulary_is_refused(connect):
         connect(server)
 
 
-def test_the_key_of_the_environment_is_sent(connect, fake, monkeypatch):
-    with pytest.raises(UserError, match="HTTP 401"):
-        connect(fake(key="k"))
+def test_the_key_of_the_environment_is_sent_and_never_printed(connect, fake, monkeypatch):
+    for key, said in (("geheim", "HTTP 401"), ("ge\nheim", "characters that a header cannot have")):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        with pytest.raises(UserError, match=said) as error:
+            connect(fake(key="k"))
+        assert "heim" not in str(error.value)
     monkeypatch.setenv("VLLM_API_KEY", " k\n")
     connect(fake(key="k")).sync(0)
 
@@ -258,12 +261,12 @@ def test_two_runs_do_not_share_a_server(connect, fake):
 
 # --- faults in a rollout --------------------------------------------------------------------------------------------
 
-FAULTS = ("dies in a rollout", "hangs", "aborts")
+FAULTS = ("dies in a rollout", "hangs", "aborts", "unknown token")
 
 
-@pytest.mark.parametrize("play", ["restarts", "500", *map(slow, FAULTS)])
+@pytest.mark.parametrize("play", ["restarts", "500", "NaN", "drips", *map(slow, FAULTS)])
 def test_the_others_take_over_and_draw_the_same(play, connect, fake, capsys, monkeypatch):
-    if play == "hangs":
+    if play in ("hangs", "drips"):
         monkeypatch.setattr(vllm, "PATIENCE", 1.5)
         monkeypatch.setattr(vllm, "PER_TOKEN", 0.0)
     alone = connect(fake())
