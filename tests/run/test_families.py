@@ -1,7 +1,9 @@
 """What a family has of its own does not end a run: sizes by layer, shared weights."""
 
+from types import SimpleNamespace
+
 from common.errors import UserError
-from common.extras.mfu import flops_per_token
+from common.extras.mfu import flops_per_token, mfu_per_token
 from common.model.wrap import wrap
 import pytest
 import torch
@@ -19,11 +21,14 @@ def lm_of(config):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def test_flops_of_a_model_whose_heads_differ_by_layer_are_counted():
+def test_flops_of_a_model_whose_heads_differ_by_layer_are_counted(monkeypatch):
     config = transformers.Gemma4TextConfig(**SIZE, num_key_value_heads=2, head_dim=8, global_head_dim=16, sliding_window=8)
     model = wrap(lm_of(config))
     parameters = sum(p.numel() for p in model.parameters())
-    assert parameters < flops_per_token(model, 64) < 100 * parameters
+    assert parameters < (flops := flops_per_token(model, 64)) < 100 * parameters
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    two = SimpleNamespace(device=torch.device("cuda"), num_processes=2)
+    assert mfu_per_token(model, 64, two) == pytest.approx(flops / (2 * 989e12))
 
 
 @pytest.fixture
