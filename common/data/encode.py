@@ -177,14 +177,12 @@ def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
 
 def layout_of(example: Example, where: str) -> Layout | None:
     """The layout of checked sequences; None: there are none. Raises UserError, naming the field, if they differ."""
-    layouts = [
-        Layout(len(example), {name: (array.ndim == 1, str(array.dtype)) for name, array in sequence.items()}, where)
-        for sequence in example
-    ]
-    for layout in layouts:
-        del layout.fields["input_ids"], layout.fields["loss_mask"]
-        agree(layouts[0], layout)
-    return layouts[0] if layouts else None
+    layout = None
+    for sequence in example:
+        fields = {name: (array.ndim == 1, str(array.dtype)) for name, array in sequence.items()}
+        del fields["input_ids"], fields["loss_mask"]
+        layout = agree(layout, Layout(len(example), fields, where))
+    return layout
 
 
 def agree(layout: Layout | None, other: Layout | None) -> Layout | None:
