@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.errors import UserError
-from common.extras.lora import START, adapter_config, add_lora, at_start, is_trained_part
+from common.extras.lora import START, adapter_config, add_lora, at_start, is_trained_part, write_adapter
 from common.extras.precomputed import fingerprint
 from common.model.flat_model import FlatModel
 from common.model.load import grow_embedding, load_pretrained
@@ -202,7 +202,7 @@ def from_adapter(adapter, **options):
     return add_lora(CommonArgs(**options), base, start=adapter)
 
 
-def test_a_starting_adapter_is_the_reference(adapter):
+def test_a_starting_adapter_is_the_reference(adapter, tmp_path):
     model, batch = from_adapter(adapter).eval(), batch_of(range(3, 13))
     merged = load_pretrained(CommonArgs(), adapter).eval()
     with torch.no_grad():
@@ -218,6 +218,11 @@ def test_a_starting_adapter_is_the_reference(adapter):
     with torch.no_grad():
         assert not torch.allclose(model(batch).logps, before, atol=1e-2)
     assert {n for n, p in model.named_parameters() if p.requires_grad} == trained  # for DDP and FSDP
+    write_adapter(model.lm, tmp_path / "out", model.lm.state_dict())  # the trained one alone
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
+    with torch.no_grad():
+        found = load_pretrained(CommonArgs(), tmp_path / "out").eval()(batch).logps
+        torch.testing.assert_close(found, model(batch).logps, atol=1e-4, rtol=1e-4)
 
 
 def test_precomputed_scores_know_the_starting_adapter(adapter, tmp_path):

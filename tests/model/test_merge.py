@@ -49,8 +49,8 @@ def test_the_sum_is_made_exactly_and_rounded_once_to_the_dtype_of_the_base(adapt
         if f"{stem}.lora_A.weight" in parts:
             wanted += 2 * parts[f"{stem}.lora_B.weight"].double() @ parts[f"{stem}.lora_A.weight"].double()  # alpha / r
             changed += 1
-        # Rounded once: half a unit in the last of 8 bits, at most 2^-8, and what float32 loses before that.
-        assert ((merged[name].double() - wanted).abs() <= (2**-8 + 1e-5) * wanted.abs() + 1e-6).all(), name
+        same = merged[name] == wanted.bfloat16()  # rounded once: all but what float32 loses before that
+        assert same.float().mean() > 0.995, name
     assert changed == 14
     assert (adapter.with_name("out") / "extra.safetensors").read_bytes() == b"modules of one's own"
     lm = transformers.AutoModelForCausalLM.from_pretrained(adapter.with_name("out"))
