@@ -61,6 +61,7 @@ class FakeVLLM:
         self.mode, self.max_model_len, self.dtype, self.play = mode, max_model_len, dtype, play
         self.generation_config, self.key = generation_config, key
         self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
+        self.is_stale = False  # reloaded, and the prefix cache is not reset
         self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
         self.tries: dict[int, int] = {}  # of each seed
         self.lock, self.batches, self.is_dead = threading.Lock(), threading.Lock(), False
@@ -147,6 +148,7 @@ class FakeVLLM:
         if path == "/collective_rpc":
             return self._reload(Path(body["kwargs"]["weights_path"]))
         if path == "/reset_prefix_cache":
+            self.is_stale = False
             if self.play != "old cache":
                 self.cached.clear()
             return 200, {"success": True}
@@ -158,7 +160,7 @@ class FakeVLLM:
         return 404, {"detail": "Not Found"}
 
     def _reload(self, folder: Path) -> tuple[int, Any]:
-        self.reloads += 1
+        self.reloads, self.is_stale = self.reloads + 1, True
         if self.play == "refuses a reload" or not folder.is_dir():
             return 500, error("Call to collective_rpc method failed: Worker failed with error 'Repo id must …'")
         weights = {}
@@ -175,6 +177,8 @@ class FakeVLLM:
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         prompt, limit = body["prompt"], body["max_tokens"]
+        if self.is_stale:
+            return 500, error("the prefix cache has keys of the old weights")
         if bad := [i for i in prompt if not 0 <= i < self.V]:
             return 400, error(f"Token id {bad[0]} is out of vocabulary")
         if len(prompt) >= self.max_model_len:
