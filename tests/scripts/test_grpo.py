@@ -17,6 +17,7 @@ from tests.scripts.grpo_by_hand import (
     check_rollouts,
     combined,
     is_trained,
+    moved,
     run_grpo,
     text_rows,
 )
@@ -79,7 +80,12 @@ def test_a_step_is_that_of_the_formula(name, grpo, model):
 def test_what_servers_sample_is_corrected(grpo, model):
     """Log-probabilities that are a little off, as a server's in half precision are. Its dtype bounds how far."""
     settings = Settings(off=0.15, importance_correction="token_truncate", importance_cap=1.05, num_iterations=2)
-    with FakeVLLM(model, dtype="float64", off=settings.off) as server:
+
+    class Off(FakeVLLM):
+        def _logps(self, prompt, ids, drawing):
+            return (torch.tensor(super()._logps(prompt, ids, drawing)) + moved(ids, settings.off)).tolist()
+
+    with Off(model, dtype="float64") as server:
         flags = ["--rollout_server", server.url, "--importance_cap", 1.05, "--num_iterations", 2, "--max_steps", 3]
         run = grpo(model, *flags)
     check_rollouts(run, settings, 2, 3)
