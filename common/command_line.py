@@ -28,6 +28,9 @@ types_of = functools.cache(get_type_hints)
 
 PREFIX = "PLAINLOOP_"
 GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # said by gloo and NCCL
+# What users of transformers and TRL write for a choice: what it is called here.
+SAME = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw_8bit"}
+SAME |= {"constant_with_warmup": "constant", "True": "group", "False": "none"}  # --scale_rewards False
 OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
 
 
@@ -218,7 +221,9 @@ def _options(args_class: type[CommonArgs], name: str) -> dict[str, Any]:
     kind, several = _kind(args_class, name)
     options: dict[str, Any] = {"nargs": "+"} if several else {}
     if get_origin(kind) is Literal:
-        return options | {"choices": get_args(kind), "type": type(get_args(kind)[0])}
+        choices = get_args(kind)
+        same = {word: here for word, here in SAME.items() if here in choices}
+        return options | {"choices": choices, "type": lambda word: type(choices[0])(same.get(word, word))}
     if kind is bool:
         return {"nargs": "?", "const": True, "metavar": "true/false", "type": _true_or_false} | options
     if kind not in (str, int, float):

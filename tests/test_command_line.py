@@ -318,3 +318,15 @@ def test_other_tools_flags_are_answered():
         assert f"| {' '.join(f'`{name}`' for name in names.split())} | {here} |\n" in page
         for name in set(names.split()) - set(defaults(args_of("train_sft"))):
             assert refused(parse, f"--{name}", "1") == f"unknown flag --{name}; here: {here}"
+
+
+@pytest.mark.parametrize(
+    "script, flag, there, here",
+    [
+        ("train_sft", "optim", "adamw_torch_fused", "adamw"),
+        ("train_sft", "lr_scheduler_type", "constant_with_warmup", "constant"),
+        ("train_grpo", "scale_rewards", "False", "none"),
+    ],
+)
+def test_values_of_transformers_are_accepted(script, flag, there, here):
+    assert getattr(parse(f"--{flag}", there, script=script), flag) == here

@@ -57,7 +57,7 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
 def _build(source: Source, job: Job, folder: Path) -> None:
     """Tokenise a source into a folder. Raises UserError if the rows cannot be used."""
     facts: dict[str, Any] = {"tokens": 0, "trained_tokens": 0, "dtype": "uint16"}
-    account, columns, read = Account(), [], set()
+    account, columns, read, code = Account(), [], set(), {}
     layout: Layout | None = None
     with ExitStack() as stack:
         bar = tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2)
@@ -77,6 +77,7 @@ def _build(source: Source, job: Job, folder: Path) -> None:
             facts["dtype"] = str(encoded.ids.dtype)
             account.merge(encoded.account)
             read |= encoded.read
+            code |= encoded.code
             bar.update(count)
             if account.rows >= ENOUGH and not account.examples:
                 break
@@ -89,6 +90,7 @@ def _build(source: Source, job: Job, folder: Path) -> None:
     facts["per_example"], facts["fields"] = (layout.per_example, layout.fields) if layout else (1, {})
     facts |= account.facts()
     facts["args"] = {name: digest([getattr(job.args, name)]) for name in sorted(read)}
+    facts["code"] = code | loaded_code(inspect.getsourcefile(job.encode))
     names = ["ids.bin", "mask.bin", *(f"{name}.npy" for name in ARRAYS)]
     names += [f"field-{number}.bin" for number in range(len(facts["fields"]))]
     hashes = "".join(file_hash(folder / name) for name in names if (folder / name).exists())
@@ -192,22 +194,34 @@ def key_of(encode: Encode, tokenizer: Tokenizer) -> str:
     return digest([_code(Path(script)), sorted(own.values()), values, fingerprint(tokenizer), *versions()])
 
 
-def _values(table: dict[str, Any]) -> dict[str, list[Any]]:
-    """The numbers, texts, arrays and tensors that a module names at its top: {name: [dtype, shape, hash]}."""
-    found = {}
-    for name, value in table.items():
-        if hasattr(value, "detach") and hasattr(value, "shape") and not isinstance(value, type):  # a tensor
-            value = value.detach().cpu().double().numpy()
-        if isinstance(value, str | bytes | int | float | np.ndarray) and not name.startswith("__"):
-            array = np.ascontiguousarray(value)
-            found[name] = [str(array.dtype), array.shape, hashlib.sha256(pickle.dumps(array)).hexdigest()]
-    return found
+def _values(table: dict[str, Any]) -> dict[str, Any]:
+    """What a module names at its top, as far as it is plain."""
+    found = {name: _plain(value) for name, value in table.items() if not name.startswith("__")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _plain(value: Any, depth: int = 4) -> Any:
+    """A number, a text, an array or a tensor, also within lists, sets and tables, as JSON, the same in every process; None
+    for anything else."""
+    if hasattr(value, "detach") and hasattr(value, "shape") and not isinstance(value, type):  # a tensor
+        value = value.detach().cpu().double().numpy()
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.shape, hashlib.sha256(pickle.dumps(np.ascontiguousarray(value))).hexdigest()]
+    if isinstance(value, str | bytes | int | float):
+        return repr(value)
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    return [_plain(part, depth - 1) for part in value] if isinstance(value, list | tuple) and depth else None
 
 
 def _fits(folder: Path, args: CommonArgs) -> bool:
-    """Whether the arguments that `encode` read have the values that they had when the folder was written."""
+    """Whether `encode` would read and import the same as when the folder was written."""
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    return all(digest([getattr(args, name)]) == found for name, found in facts["args"].items())
+    return all(digest([getattr(args, name)]) == found for name, found in facts["args"].items()) and all(
+        file_hash(Path(path)) == found for path, found in facts["code"].items()
+    )
 
 
 def digest(parts: list[Any]) -> str:

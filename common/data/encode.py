@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+import inspect
 from itertools import chain, islice
 from multiprocessing import get_context, parent_process
 import os
@@ -18,6 +19,7 @@ from common.data.chat import per_tokenizer
 from common.data.tokens import notes, tokenize_documents
 from common.data.types import RESERVED, BadRow, Example, Row, Sequence, Tokenizer, unicode, whole
 from common.errors import UserError, quoted, say
+from common.files import loaded_code
 import numpy as np
 
 CHUNK = 200  # rows per task of a worker
@@ -46,6 +48,8 @@ class Account:
         row.read = set()
         notes.clear()
         try:
+            if row.problem is not None:
+                raise BadRow(row.problem)
             result = function(row)
         except BadRow as reason:
             _count(self.dropped, str(reason), [row.where])
@@ -219,6 +223,7 @@ class Encoded(NamedTuple):
     fields: dict[str, np.ndarray]  # further fields, (T,) or (S,) according to the layout, int64 or float32
     account: Account
     read: set[str]  # names of the arguments that encode read
+    code: dict[str, str]  # {path: hash} of the user's code, if something was imported meanwhile
 
 
 def recorded(args: CommonArgs, read: set[str]) -> CommonArgs:
@@ -241,7 +246,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
     Raises UserError, naming the row, if `encode` does, and for sequences that cannot be trained on.
     """
     kind = np.uint16 if _largest_id(job.tokenizer) < 2**16 else np.uint32
-    account, read = Account(), set()
+    account, read, modules = Account(), set(), len(sys.modules)
     args = recorded(job.args, read)
 
     def encoded(row: Row) -> tuple[float, str, Example | str]:
@@ -278,6 +283,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
         fields,
         account,
         read,
+        {} if len(sys.modules) == modules else loaded_code(inspect.getsourcefile(job.encode)),
     )
 
 

@@ -208,7 +208,10 @@ def load_rows(source: Source | str) -> list[Row]:
 
 def _is_held_out(source: Source, row: Row) -> bool:
     """Whether a row is held out. Depends on the row alone, by a hash, so that adding rows moves no others."""
-    text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    try:
+        text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+    except RecursionError as error:
+        row.problem, text = str(error), row.where.encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 < source.held_out
 
 
@@ -286,18 +289,23 @@ def _starts_a_list(path: Path) -> bool:
 def _read_json_lines(path: Path, at: int, number: int) -> Iterator[Position]:
     for end, line, text in lines(path, at, number):
         if text := text.strip():
-            yield _object(f"{path}:{line}", _parsed(f"{path}:{line}", text)), end, line
+            yield _read_json(f"{path}:{line}", text), end, line
 
 
-def _parsed(where: str, text: str) -> Any:
+def _read_json(where: str, text: str) -> Row:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
+        return _object(where, json.loads(text))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON: {error}; expected one object in each line") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, nested too deep
+        return Row({}, where, problem=str(error))
 
 
 def _read_json_array(path: Path, at: int) -> Iterator[Position]:
-    values = _parsed(str(path), "".join(text for *_, text in lines(path)))
+    try:
+        values = json.loads("".join(text for *_, text in lines(path)))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from None
     for row in range(at, len(values)):
         yield _object(f"{path} row {row + 1}", values[row]), row + 1, row + 1
 
@@ -334,4 +342,9 @@ def lines(path: Path, at: int = 0, number: int = 0) -> Iterator[tuple[int, int, 
             try:
                 yield at, number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte order mark at the start
             except UnicodeDecodeError as error:
-                raise UserError(f"{path}:{number}: expected UTF-8: {error.reason}; convert it: iconv -t UTF-8") from None
+                try:
+                    line.decode("gb18030")
+                    hint = "as Chinese text it can be read: iconv -f GB18030 -t UTF-8, and look at the result"
+                except UnicodeDecodeError:
+                    hint = "convert the file from the encoding it was written in"
+                raise UserError(f"{path}:{number}: expected UTF-8: {error.reason}; {hint}") from None

@@ -28,10 +28,10 @@ RESERVED = ("position_ids", "cu_seqlens", "targets", "previous", "sequence_mask"
 class Row(dict[str, Any]):
     """The columns of a dataset row, its origin, and which columns were looked at."""
 
-    def __init__(self, columns: dict[str, Any], where: str = ""):
-        """where: shown to the user, like "chats.jsonl:12"."""
+    def __init__(self, columns: dict[str, Any], where: str = "", problem: str | None = None):
+        """where: shown to the user, like "chats.jsonl:12". problem: why it could not be read."""
         super().__init__(columns)
-        self.where = where
+        self.where, self.problem = where, problem
         self.read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:

@@ -228,7 +228,7 @@ def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
 
 
 def _named_checkpoint(args: CommonArgs) -> Path | None:
-    if args.resume_from_checkpoint in ("auto", "none"):
+    if args.resume_from_checkpoint.lower() in ("auto", "true", "none"):
         return None
     named = Path(args.resume_from_checkpoint)
     if not (named / "manifest.json").exists():

@@ -214,12 +214,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from my_helper import scale
+from my_helper import Base, scale
 from common.args import CommonArgs, arg
 from common.losses import segment_sum
 
 TABLE = np.load("table.npy")
 TENSOR = torch.from_numpy(np.load("tensor.npy"))
+WORDS = {"first": set(os.environ.get("MY_WORDS", "a b c").split())}
 MODE = os.environ.get("MY_MODE", "plain")
 
 
@@ -237,10 +238,17 @@ def times(x, *, more=0):
     return x + more
 
 
+class Settings(Base):
+    factor = 1
+
+
 def encode(row, tokenizer, args):
     """The text."""
+    import my_late
+
     CALLS.append(1)
-    return f"{row['text']} {scale(1)} {TABLE[0]} {TENSOR[0]} {times(2)} {MODE} {args.half}"
+    words = sorted(WORDS["first"])
+    return f"{row['text']} {scale(Settings.factor)} {TABLE[0]} {TENSOR[0]} {times(2)} {MODE} {words} {args.half} {my_late.X}"
 
 
 CALLS = []
@@ -250,15 +258,17 @@ def main(args):
     # the loop
     return segment_sum(args.beta)
 '''
-FILES = {"my_helper.py": "from my_other import OFFSET\n\ndef scale(x):\n    return x + OFFSET\n"}
-FILES |= {"my_other.py": "OFFSET = 1\n", "script.py": SCRIPT}
+FILES = {
+    "my_helper.py": "from my_other import OFFSET\n\nclass Base:\n    depth = 1\n\ndef scale(x):\n    return x + OFFSET\n"
+}
+FILES |= {"my_other.py": "OFFSET = 1\n", "my_late.py": "X = 1\n", "script.py": SCRIPT}
 
 
 def run_script_once(folder, tmp_path, monkeypatch, **settings):
     """Import the script as a new process would, and load its data: how many rows it tokenised."""
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.chdir(folder)
-    for name in ("script", "my_helper", "my_other"):
+    for name in ("script", "my_helper", "my_other", "my_late"):
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
     for pyc in folder.rglob("*.pyc"):
@@ -279,8 +289,11 @@ def run_script_once(folder, tmp_path, monkeypatch, **settings):
         ("script.py", "    # the loop\n", "", 0),
         ("script.py", '"""The text."""', '"""The text of a row."""', 0),
         ("script.py", 'beta: float = arg(0.1, help="of the loss")', 'beta: float = arg(0.2, help="weight")', 0),
-        ("script.py", "scale(1)", "scale(2)", 3),
+        ("script.py", "scale(Settings.factor)", "scale(2)", 3),
         ("script.py", "more=0", "more=1", 3),
+        ("script.py", "factor = 1", "factor = 2", 3),
+        ("my_helper.py", "depth = 1", "depth = 2", 3),
+        ("my_late.py", "X = 1", "X = 2", 3),
         ("script.py", "max_length // 2", "max_length // 4", 3),
         ("script.py", "max_length: int = arg(8", "max_length: int = arg(12", 3),
         ("my_helper.py", "x + OFFSET", "x - OFFSET", 3),
@@ -288,6 +301,7 @@ def run_script_once(folder, tmp_path, monkeypatch, **settings):
         ("table.npy", None, None, 3),
         ("tensor.npy", None, None, 3),
         ("MY_MODE", None, None, 3),
+        ("MY_WORDS", None, None, 3),
     ],
 )
 def test_edits_that_matter_are_seen_and_others_not(tmp_path, monkeypatch, file, old, new, expected):

@@ -107,6 +107,7 @@ def test_a_named_checkpoint(tmp_path):
     args = folder_of_a_run(tmp_path)
     named = tmp_path / "out" / "checkpoint-3"
     assert claim(args | {"resume_from_checkpoint": str(named)}) == named
+    assert claim(args | {"resume_from_checkpoint": "True"}) == claim(args) != named  # as for transformers: the newest
     elsewhere = {"output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(named)}
     assert claim(args | elsewhere) == named
     other = folder_of_a_run(tmp_path / "b", steps=(4,)) | {"resume_from_checkpoint": str(named)}
