@@ -64,7 +64,7 @@ class ModelArgs:
     tokenizer_name: str | None = arg(help="Hub name or folder of the tokenizer, if it is not the model's own", is_path=True)
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     trust_remote_code: bool = arg(False, help="run Python code that comes with a Hub model", may_change="execution")
-    dtype: Literal["float32", "bfloat16"] = arg("float32", help="dtype of the weights; accelerate config sets autocast")
+    dtype: Literal["float32", "bfloat16", "auto"] = arg("float32", help="dtype of the weights; auto: that of the files")
     gradient_checkpointing: bool = arg(False, help="recompute activations: less memory, 30 % slower", may_change="execution")
     torch_compile: bool = arg(False, help="compile the model's layers", may_change="execution")
     use_peft: bool = arg(False, help="train LoRA adapters (needs peft)")

@@ -141,13 +141,14 @@ def load_pretrained(
     """A causal language model from a folder or the Hub, checked to be callable on flat rows. An adapter is merged into its
     base.
 
-    Its weights have args.dtype whatever the files hold: small updates vanish in bfloat16 weights. vocab_size: the number of
+    Its weights have args.dtype whatever the files hold: small updates vanish in bfloat16 weights ("auto": as in the files,
+    but float32 for float16, which gradients leave). vocab_size: the number of
     token ids that the tokenizer can produce; a smaller embedding grows to it. revision: for a model other than
     args.model_name_or_path. device: where a model is quantised, and stays (--load_in_4bit, --load_in_8bit).
     """
     name = str(name)
     revision = args.model_revision if name == args.model_name_or_path else revision
-    options = {"dtype": DTYPES[args.dtype], "trust_remote_code": args.trust_remote_code}
+    options = {"dtype": DTYPES.get(args.dtype, "auto"), "trust_remote_code": args.trust_remote_code}
     if args.load_in_4bit or args.load_in_8bit:
         options |= extra("quantised").loading_options(args, device)
     with hub_errors("model", name):
@@ -164,6 +165,8 @@ def load_pretrained(
     lm.base_dtype = _dtype_of(config)  # restored at export
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
         say(f"model: what {config.model_type} has beside its text model is left out (exported as {lm.config.model_type})")
+    if lm.dtype == torch.float16 and not is_quantised(lm):
+        lm = lm.float()
     _freeze_all_but_text(lm)
     grow_embedding(lm, vocab_size)
     if is_quantised(lm):
@@ -290,7 +293,7 @@ def create_model(config: "PreTrainedConfig", *, dtype: str = "float32", seed: in
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    return wrap(AutoModelForCausalLM.from_config(config).to(DTYPES[dtype]))
+    return wrap(AutoModelForCausalLM.from_config(config).to(DTYPES.get(dtype, torch.float32)))
 
 
 def load_config(name: str, tokenizer: Tokenizer) -> "PreTrainedConfig":

@@ -36,8 +36,8 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)
     about_model = describe_model(args, accelerator, model, tokenizer)
     counts, ends = about_model["parameters"], " or ".join(about_model["stop_tokens"])
-    kind = f"{about_model['class']}, {counts['trained']:,} of {counts['all']:,} parameters trained; {args.dtype}"
-    say(f"model: {kind}; {about_model['called_on']}; answers end with {ends}")
+    kind = f"{about_model['class']}, {counts['trained']:,} of {counts['all']:,} parameters trained"
+    say(f"model: {kind}; {about_model['dtype']['weights']}; {about_model['called_on']}; answers end with {ends}")
     if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no" and args.dtype == "float32":
         say("precision: float32 on a GPU is several times slower than bf16: accelerate launch --mixed_precision bf16")
     largest = plan.pop("largest_micro_batch")
@@ -82,7 +82,7 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
         "parameters": {"trained": trained, "all": parameters},
         "dtype": {
             "base": base_dtype(model),
-            "weights": args.dtype,
+            "weights": str(lm.dtype).removeprefix("torch."),
             "autocast": accelerator.mixed_precision,
             "export": final_dtype(args, base_dtype(model)),
         },

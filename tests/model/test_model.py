@@ -168,3 +168,6 @@ def test_a_generation_config_never_stops_a_save(tmp_path):
         saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
         assert saved["eos_token_id"] == 2 and (settings.items() <= saved.items()) == kept
     assert load_pretrained(CommonArgs(dtype="bfloat16"), base).lm.dtype == torch.bfloat16
+    assert load_pretrained(CommonArgs(dtype="auto"), base).lm.dtype == torch.bfloat16
+    make(CONFIGS["llama"]).half().save_pretrained(base)
+    assert load_pretrained(CommonArgs(dtype="auto"), base).lm.dtype == torch.float32  # float16 gradients would vanish
