@@ -26,6 +26,8 @@ class Best:
             raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
         self.patience, self.delta = patience, delta
         self.name, self.sign = _direction(metric)
+        if self.name.startswith(SUITE) and not args.regression_suite:
+            raise UserError(f"--save_best {metric}: that is measured with --regression_suite")
         self.value: float | None = None
         self.step: int | None = None  # of the best evaluation
         self._mark: float | None = None  # the value that an improvement by delta is measured from

@@ -24,6 +24,8 @@ def test_the_direction_of_a_metric_is_known_or_asked_for():
             best_by(name)
     with pytest.raises(UserError, match="--save_best"):
         best_by(None, patience=2)
+    with pytest.raises(UserError, match="--regression_suite"):
+        Best(CommonArgs(save_best="eval_regression/all"))
     with pytest.raises(UserError, match="eval_steps"):
         best_by("eval_loss", eval_steps=0)
 
