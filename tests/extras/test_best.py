@@ -47,7 +47,7 @@ def test_the_best_evaluation_and_the_end_of_patience():
     other = best_by("max:eval_loss")
     other.restore(0, best.state(0))
     assert other.step is None
-    of_suite = best_by("eval_regression/all")
+    of_suite = Best(CommonArgs(save_best="eval_regression/all", regression_suite="suite.jsonl"))
     for metric in (best, of_suite):  # a suite has its own steps
         before = metric.step
         metric.update(60, {"eval_regression/all": 0.9} if metric is best else {"eval_loss": 0.1})
