@@ -75,7 +75,7 @@ def relieve(device: torch.device, above: float = 0.9) -> bool:
 
     CUDA's allocator does it by itself when necessary; emptied at each log line, its blocks would have to be allocated again.
     """
-    if device.type == "cuda" or not memory(device).current > above * memory(device).limit:
+    if device.type == "cuda" or (now := memory(device)).current <= above * now.limit:
         return False
     empty_caches(device)
     return True
