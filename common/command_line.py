@@ -153,6 +153,8 @@ def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) 
     for name, value in values.items():
         if isinstance(value, list) and name in types_of(args_class) and _kind(args_class, name)[1]:
             words += [f"--{name}", *map(word, value)]
+        elif isinstance(value, list | dict) and name in types_of(args_class) and not _kind(args_class, name)[1]:
+            raise UserError(f"{origin}: {name} takes one value")
         elif value is not None:
             words.append(f"--{name}={word(value)}")
     try:
@@ -248,7 +250,7 @@ def _true_or_false(word: str) -> bool:
 
 
 def _unknown(word: str, args_class: type[CommonArgs]) -> str:
-    word = word.split("=")[0]  # the rest may be a secret
+    word = re.sub(r"(https?://).*", r"\1...", word.split("=")[0])  # the rest may be a secret
     name = word.removeprefix("--")
     known = defaults(args_class)
     if name.removeprefix("no_") in known:

@@ -16,6 +16,7 @@ import json
 import os
 from pathlib import Path
 import pickle
+import re
 import shutil
 import sys
 import time
@@ -200,14 +201,14 @@ def _values(table: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _plain(value: Any, depth: int = 4) -> Any:
+def _plain(value: Any, depth: int = 12) -> Any:
     """A number, a text, an array or a tensor, also within lists, sets and tables, as JSON, the same in every process; None
     for anything else."""
     if hasattr(value, "detach") and hasattr(value, "shape") and not isinstance(value, type):  # a tensor
         value = value.detach().cpu().double().numpy()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype != object:
         return [str(value.dtype), value.shape, hashlib.sha256(pickle.dumps(np.ascontiguousarray(value))).hexdigest()]
-    if isinstance(value, str | bytes | int | float):
+    if isinstance(value, str | bytes | int | float | complex | np.generic | Path | re.Pattern):
         return repr(value)
     if isinstance(value, dict):
         value = [*value.items()]
@@ -231,7 +232,8 @@ def digest(parts: list[Any]) -> str:
 
 def versions() -> list[str]:
     """Of the code that reads and tokenises: this folder's and the libraries'."""
-    ours = [file_hash(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    here = Path(__file__).parent
+    ours = [file_hash(path) for path in [*sorted(here.glob("*.py")), here.parent / "extras" / "tables.py"]]
     return [*ours, version("transformers"), version("tokenizers")]
 
 

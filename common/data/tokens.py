@@ -295,7 +295,7 @@ def _piece(
     Raises UserError for a tokenizer without a fast form.
     """
     if not traits.direct:
-        raise UserError(f"{type(tokenizer).__name__}: chats need a tokenizer with a fast form (a tokenizer.json)")
+        raise UserError(f"{type(tokenizer).__name__}: chats need a tokenizer whose tokenizer.json does all that it does")
     # Some tokenizers add a space before a text. Within a longer one there is none: encode the piece after a line break.
     lead = None if first else traits.line_break
     encoding = _engine(tokenizer, literal).encode(text if lead is None else "\n" + text, add_special_tokens=False)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 EXTRAS: dict[str, str] = {
     "alerts": "--alert_webhook",
-    "best": "--save_best",
+    "best": "--save_best, --early_stopping_patience",
     "hub": "every run, when its model card is written; --push_to_hub",
     "compiled_head": "training on a CUDA device",
     "cuda_graph": "sampling on a CUDA device",

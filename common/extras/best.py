@@ -22,12 +22,12 @@ class Best:
         metric, patience, delta = args.save_best, args.early_stopping_patience, args.early_stopping_delta
         if metric is None:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
-        if not args.eval_steps and not args.regression_suite:
-            raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
         self.patience, self.delta = patience, delta
         self.name, self.sign = _direction(metric)
         if self.name.startswith(SUITE) and not args.regression_suite:
             raise UserError(f"--save_best {metric}: that is measured with --regression_suite")
+        if not self.name.startswith(SUITE) and not args.eval_steps:
+            raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
         self.value: float | None = None
         self.step: int | None = None  # of the best evaluation
         self._mark: float | None = None  # the value that an improvement by delta is measured from

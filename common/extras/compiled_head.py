@@ -1,5 +1,6 @@
 """The LM head's softmax for large vocabularies on a GPU: compiled, it passes over the logits three times."""
 
+import functools
 from typing import Any
 
 from common.errors import say
@@ -17,7 +18,7 @@ def softmax(out: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor] | None:
     if not works:
         return None
     try:
-        return compiled(out, *inputs)
+        return compiled()(out, *inputs)
     except Exception as error:
         if is_oom(error):
             raise
@@ -44,4 +45,7 @@ def plain_softmax(out: Tensor | None, logits: Tensor, tokens: Tensor, transform:
     return scores.t(), (-transform.scale / total)[:, 0]
 
 
-compiled = torch.compile(plain_softmax)
+@functools.cache
+def compiled() -> Any:
+    """plain_softmax, compiled: at its first use, since some versions of Python refuse it."""
+    return torch.compile(plain_softmax)

@@ -201,7 +201,7 @@ def push(folder: Path, repo: str) -> str:
             api.upload_file(path_or_fileobj=text, path_in_repo=ADAPTER, repo_id=repo, commit_message=message)
     except (Exception, KeyboardInterrupt) as error:  # the network, the Hub or the disk
         cause = error.__cause__ or error  # "Error while uploading" alone explains nothing
-        reason = quoted(cause, 250, str)
+        reason = quoted(re.sub(r"\?\S+", "?...", str(cause)), 250, str)  # a signed address has its secret there
         again = f"python -m tools.push {folder} --hub_model_id {repo}"
         raise UserError(f"the upload to {repo} failed ({type(cause).__name__}: {reason}): {again}") from None
     return f"https://huggingface.co/{repo}"

@@ -45,7 +45,16 @@ Outcome = dict[str, Any]  # {"groups", "failed", "cases"}, as above
 
 
 def _texts(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [value]
+    texts = value if isinstance(value, list) else [value]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("expected a text, or several")
+    return texts
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError("expected a whole number above 0")
+    return value
 
 
 # (value, answer) -> whether the answer passes
@@ -55,8 +64,8 @@ CHECKS: dict[str, Callable[[Any, Completed], bool]] = {
     "not_contains": lambda texts, answer: not any(text in answer.text for text in _texts(texts)),
     "regex": lambda pattern, answer: re.search(pattern, answer.text, re.DOTALL) is not None,
     "number": lambda number, answer: final_number(answer.text) == float(number),
-    "max_tokens": lambda most, answer: most > 0 and answer.finished,
-    "reward": lambda spec, answer: True,  # see Suite._judge
+    "max_tokens": lambda most, answer: _whole(most) > 0 and answer.finished,
+    "reward": lambda spec, answer: len(_texts(spec)) == 1,  # see Suite._judge
 }
 FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 

@@ -81,7 +81,9 @@ def lines(path: Path) -> Iterator[Row]:
         with open(path, "rb") as file:
             for line in file:
                 with contextlib.suppress(ValueError):
-                    yield json.loads(line)
+                    row = json.loads(line)
+                    if isinstance(row, dict) and "step" in row:
+                        yield row
 
 
 def groups(path: Path) -> Iterator[list[Row]]:

@@ -16,6 +16,7 @@ import json
 import math
 import os
 from pathlib import Path
+import re
 import shutil
 import time
 from typing import Any
@@ -77,7 +78,7 @@ def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> 
                 found = json.loads(read_body(answer, seconds) or b"{}")
             return found if isinstance(found, dict) else {}
         except urllib.error.HTTPError as error:
-            problem = f"HTTP {error.code} to {path.split('?')[0]}: {error.read(400).decode(errors='replace')}"
+            problem = f"HTTP {error.code} to {path.split('?')[0]}: {error.read(2000).decode(errors='replace')}"
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):  # another try would take as long
@@ -133,6 +134,8 @@ class RolloutServers:
 
     def _check(self, url: str) -> str:
         """The dtype of a server's weights. Raises UserError if it does not fit."""
+        if not re.fullmatch(r"https?://[\w.:\[\]-]+", url):  # which may hold a password, and is not printed
+            raise UserError("--rollout_server: expected addresses as http://127.0.0.1:8000; the key is VLLM_API_KEY")
         try:
             model = ask(url, "/server_info?config_format=json")["vllm_config"]["model_config"]
             if ask(url, "/is_paused").get("is_paused"):  # by a run that was killed

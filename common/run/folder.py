@@ -205,7 +205,7 @@ def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
             return None
         checkpoint, before, instead = named, read_args(named), "to start from its weights, use --model_name_or_path"
     else:
-        if args.resume_from_checkpoint == "none":
+        if args.resume_from_checkpoint.lower() == "none":
             raise UserError(f"{folder} holds an earlier run: {OTHERWISE}")
         if named and not is_inside and saved.get("resume_from_checkpoint") != args.resume_from_checkpoint:
             raise UserError(f"{folder} holds another run than that of {named}: {OTHERWISE}")

@@ -47,6 +47,7 @@ class NonFinite:
         what = f"{'a finite' if math.isfinite(loss) else 'a NaN or infinite'} loss, gradient norm {norm:g}"
         metrics.event("bad", step + 1, what)
         file = f"bad_batches/step-{step + 1}.jsonl"
+        (metrics.output_dir / file).unlink(missing_ok=True)  # of the same step before the run was resumed
         metrics.append(file, self._rows(window))
         in_a_row = sum(later in metrics.bad_steps for later in range(step + 2 - MOST_BAD, step + 2))
         if in_a_row < MOST_BAD:

@@ -218,7 +218,10 @@ def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[fl
     except UserError as error:
         raise UserError(f"{error}; it was given {', '.join(given)}; first prompt: {quoted(prompts[0])}") from None
     try:
-        numbers = [None if value is None else float(value) for value in values]  # also those of numpy and torch
+        values = values.tolist() if hasattr(values, "tolist") else values  # of numpy, torch or pandas
+        if not isinstance(values, list | tuple):
+            raise TypeError
+        numbers = [None if value is None else float(value) for value in values]
     except (TypeError, ValueError, OverflowError):
         numbers = []
     if len(numbers) != len(prompts) or not all(number is None or abs(number) <= LARGEST for number in numbers):

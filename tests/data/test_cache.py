@@ -220,7 +220,7 @@ from common.losses import segment_sum
 
 TABLE = np.load("table.npy")
 TENSOR = torch.from_numpy(np.load("tensor.npy"))
-WORDS = {"first": set(os.environ.get("MY_WORDS", "a b c").split())}
+WORDS = [{"few": [{"words": set(os.environ.get("MY_WORDS", "a b c").split())}]}]
 MODE = os.environ.get("MY_MODE", "plain")
 
 
@@ -247,7 +247,7 @@ def encode(row, tokenizer, args):
     import my_late
 
     CALLS.append(1)
-    words = sorted(WORDS["first"])
+    words = sorted(WORDS[0]["few"][0]["words"])
     return f"{row['text']} {scale(Settings.factor)} {TABLE[0]} {TENSOR[0]} {times(2)} {MODE} {words} {args.half} {my_late.X}"
 
 

@@ -27,6 +27,8 @@ def test_the_direction_of_a_metric_is_known_or_asked_for():
     with pytest.raises(UserError, match="--regression_suite"):
         Best(CommonArgs(save_best="eval_regression/all"))
     with pytest.raises(UserError, match="eval_steps"):
+        Best(CommonArgs(save_best="eval_loss", regression_suite="suite.jsonl", eval_steps=0))
+    with pytest.raises(UserError, match="eval_steps"):
         best_by("eval_loss", eval_steps=0)
 
 

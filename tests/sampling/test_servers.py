@@ -189,9 +189,10 @@ def test_a_server_that_does_not_fit_is_refused(how, said, connect, fake):
 
 
 def test_a_wrong_address_is_one_line(connect, fake):
-    for url in ("localhost:8000", "http://here:8000/v1", "http://127.0.0.1:9"):
-        with pytest.raises(UserError, match=f"--rollout_server {url}"):
+    for url in ("localhost:8000", "http://here:8000/v1", "http://me:geheim@127.0.0.1:8000", "http://127.0.0.1:9"):
+        with pytest.raises(UserError, match="--rollout_server") as error:
             connect(url)
+        assert "geheim" not in str(error.value)
     with pytest.raises(UserError, match="--top_k or --top_p .*--temperature"):  # restricted sampling needs 1
         connect(fake(), temperature=0.7, top_k=5)
 
