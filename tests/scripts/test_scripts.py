@@ -69,7 +69,11 @@ def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
 # What a demo lacks, what makes it short, and what gives the base model rewards that differ.
 SAMPLED = "--reward_funcs length:4 --reward_weights 1 --max_completion_length 8"
 MORE = {stage: f"{SAMPLED} --num_generations 4" for stage in ("grpo", "grpo_ahead", "dynamic_sampling", "tools")}
-MORE |= {"online_dpo": SAMPLED, "ppo": SAMPLED, "rft": "--reward_threshold 0 --max_completion_length 8"}
+MORE |= {
+    "online_dpo": SAMPLED,
+    "ppo": f"{SAMPLED} --num_iterations 1",
+    "rft": "--reward_threshold 0 --max_completion_length 8",
+}
 MORE["distill"] = f"--max_completion_length 4 --teacher_model_name_or_path {teacher()}"
 MORE["dpo"] = "--sft_weight 0 --precompute_ref_log_probs false"
 
