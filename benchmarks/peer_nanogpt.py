@@ -5,7 +5,7 @@
 spec: as of peers.py; "model": a checkout of nanoGPT, of which `model.py` is used as it is: the model, its initial weights, its
 optimizer. train.py cannot be imported, and draws its windows at random; what it does in a step is written out here. With
 "weights", a folder of transformers' GPT-2, it starts from those, and has biases as they do. Beside the clock's figures the result
-has val_loss.
+has "evaluations", [step, loss of all held-out rows].
 """
 
 from contextlib import nullcontext
@@ -79,7 +79,7 @@ def main() -> None:
     for step in range(steps):
         if options["eval_steps"] and step % options["eval_steps"] == 0:
             with precision:
-                evaluations.append(loss_of(model, held_out, device))
+                evaluations.append([step, loss_of(model, held_out, device)])
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, options["warmup"], options["learning_rate"])
         x, y = inputs_and_targets(rows[step * spec["batch"] : (step + 1) * spec["batch"]], device)
@@ -94,8 +94,8 @@ def main() -> None:
         clock.step()
     if options["eval_steps"]:
         with precision:
-            evaluations.append(loss_of(model, held_out, device))
-        clock.result["val_loss"] = min(evaluations)
+            evaluations.append([steps, loss_of(model, held_out, device)])
+    clock.result["evaluations"] = evaluations
     clock.write(sys.argv[1])
 
 

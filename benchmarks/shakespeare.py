@@ -9,8 +9,8 @@
 stream; the loss is that of all of the rest. For it, a round is a seed, of the weights and of the order; for speed and memory, a
 pair of runs of 100 steps. Both sides take the same windows in the same order, rows of T characters with T - 1 targets (nanoGPT
 draws its windows at random, and has T targets of T + 1 characters). nanoGPT runs with initial weights of its own and without
-biases, as in its recipe, and from our weights: ours is transformers' GPT-2, which has biases. A 66th token ends the text. The
-published figures: nanoGPT's README.
+biases, as in its recipe, and from our weights: ours is transformers' GPT-2, with nanoGPT's exact GELU, and with biases. A 66th
+token ends the text. The published figures: nanoGPT's README. The losses are drawn to docs/shakespeare.png.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import sys
 from typing import Any
 
 from compare import ROOT, WORK, Result, arguments, compare, ours, peer, save, wanted
+from curves import draw
 
 sys.path.insert(0, str(ROOT))
 
@@ -42,7 +43,7 @@ SAME_WEIGHTS = "nanoGPT from our weights"  # with biases, which its recipe leave
 RECIPES: dict[str, dict[str, Any]] = {
     "cpu": {
         "config": {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "dropout": 0.0},
-        "batch": 12, "steps": 2000, "eval_steps": 2000, "published": 1.88,
+        "batch": 12, "steps": 2000, "eval_steps": 250, "published": 1.88,
     },
     "gpu": {
         "config": {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "dropout": 0.2},
@@ -70,8 +71,8 @@ def write_text(path: Path) -> Tokenizer:
 def write_model(config: dict[str, Any], tokenizer: Tokenizer) -> None:
     """FOLDER/model: the configuration of a GPT-2, and the tokenizer."""
     rates = {name: config["dropout"] for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    sizes = {name: config[name] for name in ("n_layer", "n_head", "n_embd")}
-    transformers.GPT2Config(n_positions=config["block_size"], **sizes, **rates).save_pretrained(FOLDER / "model")
+    sizes = {name: config[name] for name in ("n_layer", "n_head", "n_embd")} | {"n_positions": config["block_size"]}
+    transformers.GPT2Config(activation_function="gelu", **sizes, **rates).save_pretrained(FOLDER / "model")
     tokenizer.save_pretrained(FOLDER / "model")
 
 
@@ -115,23 +116,28 @@ def sides_of(recipe: dict[str, Any], nanogpt: str | None, seed: int, vocab_size:
 
 
 def losses(title: str, recipe: dict[str, Any], nanogpt: str | None, seeds: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Whole runs: the lowest validation loss of each, a seed after the other."""
-    found: dict[str, list[float]] = {}
+    """Whole runs, a seed after the other: the validation losses of each, [step, loss], and the lowest."""
+    curves: dict[str, list[list[list[float]]]] = {}
     for seed in range(seeds):
         write_windows(recipe, seed, tokenizer)
         still = ["--max_steps", 1, "--learning_rate", 0, "--eval_steps", 0, "--output_dir", FOLDER / "start"]
         ours("train_pretrain.py", *our_words(recipe, seed), *still)()  # writes the weights that ours starts from
         for name, side in sides_of(recipe, nanogpt, seed, len(tokenizer)).items():
-            result = side()
+            curve = side().get("evaluations")
             if name == "ours":
                 lines = map(json.loads, (FOLDER / "ours" / "metrics.jsonl").read_text().splitlines())
-                result["val_loss"] = min(line["eval_loss"] for line in lines if "eval_loss" in line)
-            found.setdefault(name, []).append(result["val_loss"])
-            print(f"seed {seed}, {name}: {result['val_loss']:.4f}", file=sys.stderr, flush=True)
+                curve = [[line["step"], line["eval_loss"]] for line in lines if "eval_loss" in line]
+            curves.setdefault(name, []).append(curve)
+            print(f"seed {seed}, {name}: {lowest(curve):.4f}", file=sys.stderr, flush=True)
+    found = {name: [lowest(curve) for curve in of_seeds] for name, of_seeds in curves.items()}
     rows = ["| validation loss | " + " | ".join(f"seed {seed}" for seed in range(seeds)) + " |", "|---" * (seeds + 1) + "|"]
     rows += [f"| {name} | " + " | ".join(f"{loss:.4f}" for loss in values) + " |" for name, values in found.items()]
     markdown = "\n".join([f"### {title}", "", *rows, "", f"nanoGPT's README: {recipe['published']}.", ""])
-    return {"title": title, "published": recipe["published"], "val_loss": found, "markdown": markdown}
+    return {"title": title, "published": recipe["published"], "val_loss": found, "curves": curves, "markdown": markdown}
+
+
+def lowest(curve: list[list[float]]) -> float:
+    return min(loss for _, loss in curve)
 
 
 def main() -> None:
@@ -148,6 +154,8 @@ def main() -> None:
     tables = []
     if wanted(args.only, "loss"):
         tables.append(losses(f"{name}: loss", recipe, args.nanogpt, args.rounds, tokenizer))
+        if args.recipe == "cpu":
+            draw("shakespeare", "Shakespeare by characters", "step", "validation loss", tables[0]["curves"], ylim=(1.8, 2.8))
     if args.nanogpt and wanted(args.only, "speed"):
         short = recipe | {"steps": SPEED_STEPS, "eval_steps": 0}
         write_windows(short, 0, tokenizer)
