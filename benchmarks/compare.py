@@ -87,13 +87,14 @@ def ours(script: str, *words: Any, env: dict[str, str] | None = None) -> Callabl
 
 def peer(
     kind: str, model: str | Path, rows: str, steps: int, batch: int, script: str = "peers.py", python: str = sys.executable,
-    env: dict[str, str] | None = None, **options: Any,
+    env: dict[str, str] | None = None, work: Path = WORK / "peer", **options: Any,
 ) -> Callable[[], Result]:  # fmt: skip
-    """A side: see peers.py, or the script. python: its interpreter, of another environment."""
+    """A side: see peers.py, or the script. python: its interpreter, of another environment. work: what it writes, deleted
+    at the end if it is the default."""
 
     def side() -> Result:
         spec = {"kind": kind, "model": str(INPUTS / model), "rows": str(INPUTS / rows), "steps": steps, "batch": batch}
-        spec |= {"options": options, "work": str(WORK / "peer")}
+        spec |= {"options": options, "work": str(work)}
         (WORK / "spec.json").write_text(json.dumps(spec))
         result = WORK / "result.json"
         return _measured([script, str(result), str(WORK / "spec.json")], result, env, python)

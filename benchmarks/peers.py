@@ -8,13 +8,14 @@ default differs from COMMON, the benchmark says so. The bare loops have transfor
 with an attention mask it is given that mask, and without one (`mask`: false) is_causal, for which its kernel skips what is hidden.
 """
 
+import importlib
 import json
 import os
 from pathlib import Path
 import sys
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:1] = map(str, Path(__file__).resolve().parents[:2])  # this folder; the repository, for rewards
 
 from clock import Clock  # noqa: E402
 import numpy as np  # noqa: E402
@@ -93,16 +94,16 @@ def trl_dpo(spec: dict, clock: Clock) -> None:
 
 def trl_grpo(spec: dict, clock: Clock) -> None:
     from datasets import Dataset
-    from rewards import right_and_in_form
     from trl import GRPOConfig, GRPOTrainer
 
+    functions = (name.split(":") for name in spec["options"].pop("reward_funcs", ["rewards:right_and_in_form"]))
     options = COMMON | {"learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 56, "shuffle_dataset": False}
     options.pop("train_sampling_strategy")
     options |= spec["options"]
     config = GRPOConfig(spec["work"], max_steps=spec["steps"], per_device_train_batch_size=spec["batch"], **options)
     trainer = GRPOTrainer(
         spec["model"],
-        right_and_in_form,
+        [getattr(importlib.import_module(module), name) for module, name in functions],
         config,
         train_dataset=Dataset.from_list(read_jsonl(spec["rows"])),
         callbacks=[StepClock(clock)],

@@ -1,22 +1,26 @@
-"""Tasks of reasoning-gym, from text to GRPO with its own scorers: a table for docs/rollouts.md.
+"""Tasks of reasoning-gym, from text to GRPO with its own scorers, ours beside TRL: a table and a picture for docs/rollouts.md.
 
-    pip install reasoning-gym
-    python benchmarks/reasoning.py [--seeds 0 1 2]
+    pip install reasoning-gym trl==1.16.0
+    python benchmarks/reasoning.py [--rounds 3] [--only spell]
 
-A new model of 0.3M parameters reads questions and answers as plain text (pretraining), learns to answer in chats (SFT), and then,
-once for each seed, from the tasks' scores alone (GRPO). Scored greedily on 200 held-out questions of each task: `score`, with reasoning-gym's points
-for a part of the answer, and `solved`, without. Writes results/reasoning.json and prints the table.
+A new model of 0.4M parameters reads questions and answers as plain text (pretraining), learns to answer in chats (SFT), and then,
+once for each seed, from the task's scores alone (GRPO): by train_grpo.py and by TRL's GRPOTrainer, from the same model, with
+the same rows, rewards and settings; both sides draw their own order and samples. TRL is faster without its gradient
+checkpointing, so it runs without. Seconds are those of CPU time from the first step on, on one thread. Each SAVED steps the
+model is saved, and afterwards answers 200 held-out questions greedily, by transformers' generate(): `score`, with
+reasoning-gym's points for a part of the answer, and `solved`, without. Writes results/reasoning.json and docs/reasoning.png.
 """
 
-import argparse
+from collections.abc import Callable
 import json
-import os
-import subprocess
+from pathlib import Path
+import shutil
+import statistics
 import sys
-import time
 from typing import Any
 
-from compare import RESULTS, ROOT, WORK, machine
+from compare import RESULTS, ROOT, WORK, Result, arguments, machine, our_words, ours, peer, run_process, wanted
+from curves import draw
 
 FOLDER = WORK / "reasoning"
 TASKS = {
@@ -24,77 +28,112 @@ TASKS = {
     "sum": ["chain_sum", "--rows", "12000", "max_terms=2", "max_digits=2"],
 }
 NEW = "--vocab_size 259 --hidden_size 96 --num_layers 3 --num_heads 4 --intermediate_size 256 --initializer_range 0.04"
-SCORES = "tools/reasoning_tasks.py:score tools/reasoning_tasks.py:solved"
 STAGES = {  # script and settings
     "pretrain": (
         "train_pretrain.py",
         f"{NEW} --packing_strategy bfd --max_length 128 --per_device_train_batch_size 16 --max_steps 600 "
-        "--learning_rate 4e-3 --lr_scheduler_type wsd --lr_decay_fraction 0.5 --min_lr_ratio 0.05 --warmup_steps 30 --eval_steps 0",
+        "--learning_rate 4e-3 --lr_scheduler_type wsd --lr_decay_fraction 0.5 --min_lr_ratio 0.05 --warmup_steps 30 "
+        "--weight_decay 0.1 --adam_beta2 0.95",
     ),
     "sft": (
         "train_sft.py",
         "--max_train_samples 2000 --max_length 128 --per_device_train_batch_size 16 --max_steps 200 "
-        "--learning_rate 2e-3 --lr_scheduler_type linear --warmup_steps 10 --eval_steps 0",
-    ),
-    "grpo": (
-        "train_grpo.py",
-        f"--reward_funcs {SCORES} --per_device_train_batch_size 128 --num_generations 8 --max_steps 200 "
-        "--max_completion_length 16 --learning_rate 3e-4 --warmup_steps 5 --eval_steps 50 --eval_max_new_tokens 16 "
-        f"--eval_reward_funcs {SCORES}",
+        "--learning_rate 2e-3 --lr_scheduler_type linear --warmup_steps 10",
     ),
 }
+STEPS, SAVED, COMPLETIONS, NEW_TOKENS = 200, 50, 128, 16
+REWARDS = ("score", "solved")
+GRPO: dict[str, Any] = {
+    "num_generations": 8, "max_completion_length": NEW_TOKENS, "temperature": 1.0, "loss_type": "dapo", "beta": 0.0,
+    "learning_rate": 3e-4, "warmup_steps": 5, "save_steps": SAVED,
+}  # fmt: skip
+TRL: dict[str, Any] = {
+    "lr_scheduler_type": "constant_with_warmup", "gradient_checkpointing": False, "shuffle_dataset": True,
+    "save_strategy": "steps", "save_only_model": True, "reward_funcs": [f"tools.reasoning_tasks:{name}" for name in REWARDS],
+}  # fmt: skip
 
 
-def call(*words: str) -> float:
-    """Seconds that a command took."""
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return time.perf_counter() - began
+def start(tasks: list[str]) -> None:
+    """FOLDER/sft: the model that GRPO begins with."""
+    model: list[Any] = []
+    for stage, (script, settings) in STAGES.items():
+        words = [*settings.split(), *model, "--output_dir", FOLDER / stage]
+        words += ["--dataset_name", *(FOLDER / task for task in tasks)]
+        print(f"{stage}: {run_process(our_words(script, *words)):.0f} s", file=sys.stderr, flush=True)
+        model = ["--model_name_or_path", FOLDER / stage]
 
 
-def run(stage: str, tasks: list[str], seed: int, name: str, start: str | None) -> dict[str, Any]:
-    """The seconds of a stage, and for one task the curve of what is scored: {step: {"score", "solved"}}."""
-    script, settings = STAGES[stage]
-    output = FOLDER / name
-    words = [script, "--dataset_name", *(str(FOLDER / task) for task in tasks), *settings.split(), "--seed", str(seed)]
-    words += ["--output_dir", str(output), "--overwrite_output_dir", "--save_steps", "0", "--dataset_num_proc", "1"]
-    if start:
-        words += ["--model_name_or_path", str(FOLDER / start)]
-    if stage == "grpo":
-        words += ["--eval_prompts", str(FOLDER / tasks[0] / "validation.jsonl")]
-    seconds = call(*words)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    curve = {
-        line["step"]: {key: line[f"eval_{key}"] for key in ("score", "solved")} for line in lines if "eval_score" in line
-    }
-    return {"run": name, "task": tasks[0], "seed": seed, "seconds": round(seconds, 1), "curve": curve}
+def sides_of(task: str, seed: int) -> dict[str, Callable[[], Result]]:
+    """Each leaves its models in FOLDER/side/checkpoint-<step>."""
+    rows, words = FOLDER / task / "train.jsonl", [word for name, value in GRPO.items() for word in (f"--{name}", value)]
+    words += ["--reward_funcs", *(f"tools/reasoning_tasks.py:{name}" for name in REWARDS), "--save_total_limit", 0]
+    words += ["--model_name_or_path", FOLDER / "sft", "--dataset_name", rows, "--output_dir", FOLDER / "ours"]
+    words += ["--per_device_train_batch_size", COMPLETIONS, "--max_steps", STEPS, "--seed", seed]
+    trl = peer("trl_grpo", FOLDER / "sft", rows, STEPS, COMPLETIONS, work=FOLDER / "TRL", **GRPO | TRL | {"seed": seed})
+    return {"ours": ours("train_grpo.py", *words), "TRL": trl}
+
+
+def answered(model_folder: Path, task: str) -> dict[str, float]:
+    """The means of `score` and `solved` over the held-out questions, answered greedily."""
+    import transformers
+
+    from tools.reasoning_tasks import score, solved
+
+    rows = [json.loads(line) for line in (FOLDER / task / "validation.jsonl").read_text().splitlines()]
+    prompts, index, names = ([row[name] for row in rows] for name in ("prompt", "index", "task"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
+    encoded = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    out = model.generate(**encoded, do_sample=False, max_new_tokens=NEW_TOKENS)[:, encoded["input_ids"].shape[1] :]
+    completions = [[{"content": text}] for text in tokenizer.batch_decode(out, skip_special_tokens=True)]
+    return {f.__name__: statistics.mean(f(prompts, completions, names, index)) for f in (score, solved)}
+
+
+def run(task: str, seed: int, side: str, grpo: Callable[[], Result]) -> dict[str, Any]:
+    """The curve of a side: of each saved step the CPU seconds up to it, `score` and `solved`."""
+    shutil.rmtree(FOLDER / side, ignore_errors=True)
+    cpu = grpo()["cpu"]
+    folders = {0: FOLDER / "sft"} | {step: FOLDER / side / f"checkpoint-{step}" for step in range(SAVED, STEPS + 1, SAVED)}
+    curve = {step: {"seconds": round(cpu[step] - cpu[0], 1)} | answered(folder, task) for step, folder in folders.items()}
+    print(f"{task}, {side}, seed {seed}: {curve[STEPS]}", file=sys.stderr, flush=True)
+    return {"task": TASKS[task][0], "side": side, "seed": seed, "curve": curve}
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: after how many steps of GRPO what is right."""
-    runs = [entry for entry in runs if entry["curve"]]
+    """Markdown: after how many steps of GRPO what is right, and the CPU seconds of all."""
     steps = list(runs[0]["curve"])
-    lines = ["| held out, step | " + " | ".join(map(str, steps)) + " |", "|---" * (len(steps) + 1) + "|"]
+    lines = ["| held out, step | " + " | ".join(map(str, steps)) + " | CPU s |", "|---" * (len(steps) + 2) + "|"]
     for entry in runs:
-        cells = [f"{values['score']:.2f}, {values['solved']:.2f}" for values in entry["curve"].values()]
-        lines.append(f"| {TASKS[entry['task']][0]}, seed {entry['seed']} | " + " | ".join(cells) + " |")
+        values = list(entry["curve"].values())
+        cells = [f"{value['score']:.2f}, {value['solved']:.2f}" for value in values] + [f"{values[-1]['seconds']:.0f}"]
+        lines.append(f"| {entry['task']}, {entry['side']}, seed {entry['seed']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def picture(runs: list[dict[str, Any]]) -> None:
+    curves: dict[str, list[list[list[float]]]] = {}
+    for entry in runs:
+        if entry["task"] == "spell_backward":
+            curve = [[value["seconds"], 100 * value["solved"]] for value in entry["curve"].values()]
+            curves.setdefault(entry["side"], []).append(curve)
+    draw("reasoning", "GRPO on reasoning-gym: spell_backward", "CPU seconds", "% solved, held out", curves)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    args = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    args = arguments(__doc__)
+    sys.path.insert(0, str(ROOT))  # for the scorers
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, words in TASKS.items():
-        call("-m", "tools.reasoning_tasks", words[0], str(FOLDER / name), *words[1:])
-    runs = [run("pretrain", list(TASKS), 0, "pretrain", None), run("sft", list(TASKS), 0, "sft", "pretrain")]
-    for task in TASKS:
-        runs += [run("grpo", [task], seed, f"grpo_{task}_{seed}", "sft") for seed in args.seeds]
-        (RESULTS / "reasoning.json").write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+    for task, words in TASKS.items():
+        run_process(["-m", "tools.reasoning_tasks", words[0], str(FOLDER / task), *words[1:]])
+    start(list(TASKS))
+    runs = []
+    for task in (task for task in TASKS if wanted(args.only, task)):
+        for seed in range(args.rounds):
+            runs += [run(task, seed, side, grpo) for side, grpo in sides_of(task, seed).items()]
+            (RESULTS / "reasoning.json").write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+    picture(runs)
     print(table(runs))
 
 
