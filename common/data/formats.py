@@ -7,6 +7,7 @@ raises `BadRow` with the reason.
 
 import contextlib
 import json
+import math
 import re
 from typing import Any
 
@@ -47,7 +48,8 @@ Columns = dict[str, Any]
 
 
 def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
-    """The name of the first format that a row has. Messages that its columns hold as JSON text are decoded in the row.
+    """The name of the first format that a row has. In the row, messages that are JSON text are decoded, and numbers are
+    their text, as a csv file has them.
 
     Raises BadRow, naming its columns, if it has none; and for media.
     """
@@ -56,8 +58,8 @@ def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]
             raise BadRow(f"a row with {name}: only text is trained (to train on its text alone: --columns unused={name})")
     for name, needed in formats:
         if all(columns.get(column) is not None for column in needed):
-            for column in CHATS.intersection(needed):
-                columns[column] = _decoded(columns[column])
+            for column in columns.keys() & {*needed, "input"}:
+                columns[column] = _decoded(column, columns[column])
             return name
     found = ", ".join(f"{name!r}{' (null)' if value is None else ''}" for name, value in columns.items())
     ways = ", or ".join(" + ".join(needed) for _, needed in formats)
@@ -179,9 +181,11 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
     return row | {"prompt": prompt}
 
 
-def _decoded(value: Any) -> Any:
-    """Messages that are given as JSON text; anything else, as text that is some other JSON, as it is."""
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
+def _decoded(column: str, value: Any) -> Any:
+    """A number as text, and messages that are given as JSON text; anything else, as text that is some other JSON, as it is."""
+    if type(value) in (int, float) and math.isfinite(value):
+        return str(value)
+    if column in CHATS and isinstance(value, str) and value.lstrip().startswith("[{"):
         with contextlib.suppress(ValueError, RecursionError):
             turns = json.loads(value)
             return turns if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns) else value

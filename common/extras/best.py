@@ -18,7 +18,8 @@ class Best:
     """
 
     def __init__(self, args: CommonArgs):
-        """args.save_best: a metric's name, or min:NAME or max:NAME if the name does not say which direction is better."""
+        """args.save_best: a metric's name, with or without eval_, or min:NAME or max:NAME if the name does not say which
+        direction is better."""
         metric, patience, delta = args.save_best, args.early_stopping_patience, args.early_stopping_delta
         if metric is None:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
@@ -34,26 +35,29 @@ class Best:
         self._waited = 0  # evaluations since the last improvement that counts
         self._before: tuple[float | None, int | None] = (None, None)
 
-    def update(self, step: int, values: dict[str, float]) -> None:
-        """Record an evaluation; of the one of --regression_suite, which comes at its own steps, only where it is meant. The
-        values, and so the decisions, are the same on every process."""
+    def update(self, step: int, values: dict[str, float]) -> bool:
+        """Record an evaluation; of the one of --regression_suite, which comes at its own steps, only where it is meant.
+        Whether it is the best so far. The values, and so the decisions, are the same on every process."""
+        values = {_full(name): value for name, value in values.items()}
         if self.name.startswith(SUITE) != any(name.startswith(SUITE) for name in values):
-            return
+            return False
         if self.name not in values:
             found = ", ".join(sorted(values)) or "no metrics (is there a dataset for it?)"
             raise UserError(f"--save_best {self.name}: an evaluation of this run gives {found}")
         value = float(values[self.name])
         if step == 0:
-            return
+            return False
         self._waited += 1
         if not math.isfinite(value):
-            return
-        if self.value is None or self.sign * (value - self.value) > 0:
+            return False
+        is_best = self.value is None or self.sign * (value - self.value) > 0
+        if is_best:
             self._before = (self.value, self.step)
             self.value, self.step = value, step
         gain = math.inf if self._mark is None else self.sign * (value - self._mark)
         if gain > 0 and gain >= self.delta:
             self._mark, self._waited = value, 0
+        return is_best
 
     def withdraw(self, step: int) -> None:
         """The checkpoint of this step could not be written: fall back to the previous best one."""
@@ -80,11 +84,16 @@ class Best:
             self._mark, self._waited = state["mark"], state["waited"]
 
 
+def _full(name: str) -> str:
+    """As metrics.jsonl has it; the console leaves eval_ out."""
+    return f"eval_{name.removeprefix('eval_')}"
+
+
 def _direction(metric: str) -> tuple[str, int]:
     """(the metric's name, 1 if higher is better, else -1)."""
     if metric.startswith(("min:", "max:")):
-        return metric[4:], 1 if metric.startswith("max:") else -1
+        return _full(metric[4:]), 1 if metric.startswith("max:") else -1
     lower, higher = (any(word in metric for word in words) for words in (LOWER, HIGHER))
     if lower == higher:
         raise UserError(f"--save_best {metric}: is lower or higher better? Write min:{metric} or max:{metric}")
-    return metric, 1 if higher else -1
+    return _full(metric), 1 if higher else -1

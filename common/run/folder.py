@@ -174,8 +174,8 @@ def writing(folder: Path) -> Iterator[None]:
     except Exception as error:
         if not is_of_the_disk(error):
             raise
-        again = "make room; the same command goes on from the last checkpoint"
-        raise UserError(f"--output_dir {folder}: cannot be written ({error}): {again}") from None
+        again = "once it can be, the same command goes on"
+        raise UserError(f"--output_dir {folder}: cannot be written ({error}); {again}") from None
 
 
 # --- what a new run does with it --------------------------------------------------------------------------------------

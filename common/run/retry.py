@@ -65,8 +65,10 @@ class Retry:
     def __call__(self, gradients: Gradients, step: int, window: Window) -> None:
         """Afterwards the model holds the gradients of the whole window, over all processes.
 
-        Raises UserError if even the smallest micro-batches are too large.
+        Raises UserError if even the smallest micro-batches are too large, or if the last window's gradients are still there.
         """
+        if any(p.grad is not None and bool(p.grad.any()) for p in self.model.parameters()):
+            raise UserError("the gradients of the step before are still there: call optimizer.zero_grad() after each step")
         while True:
             reason = None
             torch.manual_seed(self._seed(step) + self.accelerator.process_index)  # of dropout

@@ -220,10 +220,9 @@ class Run:
         return self.best.step if self.best else None
 
     def _compare_with_best(self, step: int, values: dict[str, float]) -> None:
-        if self.best and step % self.save_every == 0:  # only where a checkpoint is possible
-            self.best.update(step, values)
-            if self.best_step == step > 0:
-                self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
+        # Only where a checkpoint is possible.
+        if self.best and step % self.save_every == 0 and self.best.update(step, values):
+            self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
 
     def checkpoint(self, step: int) -> bool:
         """Save if it is due: by save_steps, save_minutes, a new best evaluation, a signal or max_hours. Returns whether the

@@ -73,13 +73,6 @@ class RolloutSchedule:
     def largest(self) -> None:
         """None: the memory for the longest completions is unknown before they are sampled."""
 
-    def state(self, step: int) -> dict[str, Any]:
-        """Nothing: the prompts of a rollout are a function of its number."""
-        return {}
-
-    def restore(self, step: int, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
-
 
 class Scored(Protocol):
     """A completion, as the scripts represent it."""

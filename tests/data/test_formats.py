@@ -67,6 +67,18 @@ def test_chats_are_read_from_every_format(row, messages):
     assert as_chat(row) == {"messages": messages, "tools": None}
 
 
+def test_numbers_are_read_as_their_text():
+    """As a csv file has them; not a number, and truth values, are no answer."""
+    assert as_chat({"prompt": "q", "completion": 1}) == {"prompt": "q", "completion": "1"}
+    alpaca = as_chat({"instruction": "q", "input": 7, "output": 0.5})["messages"]
+    assert [turn["content"] for turn in alpaca] == ["q\n7", "0.5"]
+    assert as_preference({"prompt": 3, "chosen": 0, "rejected": 1}) == {"prompt": "3", "chosen": "0", "rejected": "1"}
+    assert as_prompt({"prompt": 12, "answer": 12}) == {"prompt": "12", "answer": 12}
+    for answer in (float("nan"), True):
+        with pytest.raises(BadRow):
+            as_chat({"prompt": "q", "completion": answer})
+
+
 def test_chats_may_be_json_text_in_any_column():
     """As tables hold them; and a system column beside whole chats, or beside a prompt that both sides repeat."""
     pair, text = {"prompt": [U], "chosen": [A], "rejected": [A | {"content": "b"}]}, json.dumps
@@ -136,7 +148,7 @@ def test_prompts_of_completions_are_not_trained():
         ({"messages": [U, {"role": "assistant", "content": "\ud83d"}]}, "not valid Unicode"),
         ({"instruction": "q", "output": ""}, "empty output"),
         ({"instruction": "q", "output": "a", "history": ["x"]}, "history is not a list of"),
-        ({"prompt": 3, "completion": "a"}, "no messages"),
+        ({"prompt": True, "completion": "a"}, "no messages"),
         ({"text": ""}, "empty text"),
         ({"messages": [U, A | {"train": "no"}]}, "train of a message is 'no'; known: true, false, 0, 1"),
         ({"messages": [U, A | {"loss_mask": [0, 1]}]}, "loss_mask of a message is [0, 1]"),

@@ -15,7 +15,7 @@ def best_by(metric, patience=0, delta=0.0, eval_steps=1):
 
 
 def test_the_direction_of_a_metric_is_known_or_asked_for():
-    assert [best_by(name).sign for name in ("eval_loss", "eval_a_loss", "eval_perplexity", "min:eval_reward")] == [-1] * 4
+    assert [best_by(name).sign for name in ("eval_loss", "a_loss", "eval_perplexity", "min:reward")] == [-1] * 4
     assert [
         best_by(n).sign for n in ("eval_mean_token_accuracy", "eval_rewards/margins", "eval_exact_number", "max:eval_x")
     ] == [1] * 4
@@ -38,21 +38,29 @@ def test_the_best_evaluation_and_the_end_of_patience():
     best.update(0, {"eval_loss": 1.0})  # before training: no candidate
     found = []
     for step, value in [(10, 5.0), (20, 4.0), (30, 4.5), (40, float("nan")), (50, 3.95)]:
-        best.update(step, {"eval_loss": value})
-        found.append((best.step, best.stops(step)))
+        is_best = best.update(step, {"eval_loss": value})
+        found.append((best.step, is_best, best.stops(step)))
         again = best_by("eval_loss", patience=3, delta=0.1)
         again.restore(0, json.loads(json.dumps(best.state(0))))
         assert vars(again) | {"_before": 0} == vars(best) | {"_before": 0}
-    assert found == [(10, False), (20, False), (20, False), (20, False), (50, True)]
+    assert found == [
+        (10, True, False),
+        (20, True, False),
+        (20, False, False),
+        (20, False, False),
+        (50, True, True),
+    ]
     best.withdraw(50)
     assert (best.step, best.value) == (20, 4.0)
     other = best_by("max:eval_loss")
     other.restore(0, best.state(0))
     assert other.step is None
     of_suite = Best(CommonArgs(save_best="eval_regression/all", regression_suite="suite.jsonl"))
+    short = best_by("loss")  # as the console prints it
+    assert short.name == "eval_loss" and short.update(10, {"eval_loss": 2.0}) and short.update(20, {"loss": 1.0})
     for metric in (best, of_suite):  # a suite has its own steps
         before = metric.step
-        metric.update(60, {"eval_regression/all": 0.9} if metric is best else {"eval_loss": 0.1})
+        assert not metric.update(60, {"eval_regression/all": 0.9} if metric is best else {"eval_loss": 0.1})
         assert metric.step == before
     with pytest.raises(UserError, match="gives eval_a, eval_b"):
         best.update(0, {"eval_b": 1, "eval_a": 2})

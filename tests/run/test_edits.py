@@ -148,6 +148,14 @@ def test_experts_are_balanced_wherever_gradients_are_computed(script, launch, tm
         launch("sft", *SFT, "--model_name_or_path", tmp_path / "moe")
 
 
+def test_a_forgotten_zero_grad_is_refused(script, launch):
+    script(("        optimizer.zero_grad()\n", "        optimizer.zero_grad(set_to_none=step < 1)\n"))
+    launch("sft", *SFT, "--max_steps", "3")
+    script(("        optimizer.zero_grad()\n", ""))
+    with pytest.raises(UserError, match="optimizer.zero_grad"):
+        launch("sft", *SFT, "--max_steps", "3", "--overwrite_output_dir")
+
+
 def test_weights_of_another_shape_name_their_metric(tmp_path):
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     with pytest.raises(ValueError, match="my_loss"):

@@ -11,23 +11,29 @@ from tests.conftest import run_script
 STARTS = [("train_pretrain", "--help"), ("train_grpo", "--help"), ("train_sft", "--learning_rat 1")]
 
 
+def timed(*words: str):
+    """What a command of Python gives, and its seconds of the processor."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = run_script([sys.executable, *words])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return run, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.parametrize("script, words", STARTS)
-def test_help_and_mistakes_answer_in_three_seconds(script, words):
-    """Of the processor, on a machine without other work; beside it, as here, up to a third more."""
+def test_help_and_mistakes_answer_soon_after_torch(script, words):
+    """Within one and a half times what `import torch` takes, beside whatever else runs: three seconds on an idle machine."""
     for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run = run_script([sys.executable, f"{script}.py", *words.split()])
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        least = timed("-c", "import torch")[1]
+        run, seconds = timed(f"{script}.py", *words.split())
         if words == "--help":
             assert run.returncode == 0 and not run.stderr
             assert "--learning_rate FLOAT" in run.stdout and "{cosine,linear,constant,wsd}" in run.stdout
         else:
             assert run.returncode == 1 and not run.stdout
             assert len(run.stderr.splitlines()) == 1 and run.stderr.startswith("error: ")
-        if seconds < 4:
+        if seconds < 1.5 * least:
             return
-    raise AssertionError(f"{seconds:.1f} s")
+    raise AssertionError(f"{seconds:.1f} s, import torch {least:.1f} s")
 
 
 @pytest.mark.parametrize("variables", [{"ACCELERATE_MIXED_PRECISION": "int3"}, {"WORLD_SIZE": "2"}], ids=str)
