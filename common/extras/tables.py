@@ -59,7 +59,8 @@ def load_table(source: Source, optional: bool = False) -> Any:
     except Exception as error:  # as above
         if optional and any(words in str(error) for words in ("nknown split", "Bad split")):
             return None
-        raise UserError(f"dataset {source.path}: {error}") from None
+        where = "" if Path(source.path).expanduser().exists() else "no file or folder here, and on the Hub: "
+        raise UserError(f"dataset {source.path}: {where}{error}") from None
 
 
 @functools.lru_cache(maxsize=16)  # each load contacts the Hub and verifies files

@@ -41,6 +41,7 @@ TABLE = [
     ("sft", f"{SFT} --dataset_name questions.jsonl", "questions"),
     ("sft", f"{SFT} --dataset_name data/sft --dataset_streaming --max_steps -1", "--max_steps"),
     ("sft", f"{SFT} --model_name_or_path no/such-model", "no/such-model"),
+    ("sft", f"{SFT} --dataset_name no/such-data", "no file or folder here"),
     ("pretrain", "--dataset_name texts.jsonl --use_peft --max_length 64", "--model_name_or_path"),
     ("dpo", f"{DPO} --loss_type kto", "--loss_type"),
     ("dpo", f"{DPO} --loss_type ipo --label_smoothing 0.1", "--label_smoothing"),

@@ -56,7 +56,7 @@ def test_dpo_goes_on_with_an_adapter_whose_start_is_the_reference(launch, base, 
 
     dpo = launch("dpo", *stage("dpo"), *ON, "--model_name_or_path", sft, output="dpo")
     said = capsys.readouterr().out
-    assert f"training goes on with the adapter {sft} (r 4, alpha 32), on its base {base}" in said
+    assert f"the adapter {sft} is trained further, as it is (r 4, alpha 32), on its base {base}" in said
     first, second = train_metrics(dpo)
     assert first["loss"] == pytest.approx(0.693147, abs=1e-5) and second["loss"] != pytest.approx(0.693147, abs=1e-3)
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (sft, dpo))
