@@ -182,7 +182,7 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
 
 
 def _decoded(column: str, value: Any) -> Any:
-    """A number as text, and messages that are given as JSON text; anything else, as text that is some other JSON, as it is."""
+    """A number as text; messages that are given as JSON text; anything else, as text that is some other JSON, as it is."""
     if type(value) in (int, float) and math.isfinite(value):
         return str(value)
     if column in CHATS and isinstance(value, str) and value.lstrip().startswith("[{"):

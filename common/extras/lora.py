@@ -55,7 +55,8 @@ def load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path 
     if is_adapter(name, revision):
         config, start = adapter_config(name, revision), name
         base, revision = config.base_model_name_or_path, config.revision
-        say(f"model: the adapter {name} is trained further, as it is (r {config.r}, alpha {config.lora_alpha}), on its base {base}")
+        settings = f"r {config.r}, alpha {config.lora_alpha}"
+        say(f"model: the adapter {name} is trained further, as it is ({settings}), on its base {base}")
     model = load_pretrained(args, base, len(tokenizer), revision=revision, device=device)
     return add_lora(args, model, checkpoint, start=start, new_tokens=_new_tokens(args, tokenizer, name))
 
