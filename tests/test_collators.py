@@ -4,40 +4,25 @@ import contextlib
 import math
 from types import SimpleNamespace
 
+from common import collators
 from common.args import CommonArgs
-from common.collators import Window, Windows, eval_batches, flat_batch
+from common.collators import Window, Windows, eval_batches, flat_batch, split_row
 from common.data.order import Order, Shuffled
 from common.data.types import whole
 from common.errors import UserError
 from common.extras.token_budget import balance
+from common.losses import segment_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
 import torch
 
-from tests.data.rows import cost, flat, lognormal
+from tests.data.rows import cost, flat, lognormal, make_examples
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 FEW = st.integers(1, 4)
-
-
-class Numbered:
-    """Examples of these many tokens, each with its own number as its tokens; those of `pairs` have two sequences."""
-
-    def __init__(self, lengths, counts=None, difficulty=None, pairs=False):
-        self.lengths, self.counts, self.pairs = np.array(lengths), counts or [len(lengths)], pairs
-        self.longest, self.sources = max(lengths), [f"source {s}" for s in range(len(self.counts))]
-        self.difficulty = None if difficulty is None else np.array(difficulty, float)
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, i):
-        n = int(self.lengths[i])
-        cut = n // 2 if self.pairs and n > 1 else n
-        return [whole(np.full(size, i)) for size in (cut, n - cut) if size]
 
 
 def process(rank=0, world=1, accumulation=1):
@@ -55,7 +40,7 @@ def settings_of(batch_size=1, num_epochs=1.0, max_steps=-1):
 
 
 def windows(lengths, rank=0, world=1, accumulation=1, batch_size=1, seed=0, max_tokens=0, **length):
-    train = Shuffled(Numbered(lengths), Order([len(lengths)], seed))
+    train = Shuffled(make_examples([lengths]), Order([len(lengths)], seed))
     args = settings_of(batch_size, **length)
     return Windows(args, process(rank, world, accumulation), train, max_tokens=max_tokens)
 
@@ -98,15 +83,8 @@ def test_each_example_comes_once_on_any_processes(N, world, accumulation, batch_
     assert found == [order[p] for p in range(max(1, round(epochs * N)))]
 
 
-@pytest.mark.parametrize("world, accumulation, batch_size", [(1, 1, 12), (2, 3, 2), (3, 1, 4), (4, 3, 1), (12, 1, 1)])
-def test_windows_do_not_depend_on_processes(world, accumulation, batch_size):
-    order, found = Order([30], 0), windows([3] * 30, world - 1, world, accumulation, batch_size, max_steps=7)
-    assert len(found) == 7
-    assert [numbers(found[s]) for s in range(7)] == [[order[p] for p in range(12 * s, 12 * s + 12)] for s in range(7)]
-
-
 def test_denominators_are_those_of_all_processes():
-    examples = Numbered([4, 6, 3, 5, 9], pairs=True)  # as 2 + 2, 3 + 3, 1 + 2, 2 + 3, 4 + 5
+    examples = make_examples([[4, 6, 3, 5, 9]], pairs=True)  # as 2 + 2, 3 + 3, 1 + 2, 2 + 3, 4 + 5
     train = Shuffled(examples, Order([5], 0))
     for rank in range(2):
         window = Windows(settings_of(), process(rank, 2, 3), train)[0]
@@ -204,6 +182,7 @@ def test_a_budget_is_used_up_and_not_exceeded():
 def test_a_window_is_a_function_of_its_step(options, run):
     lengths = lognormal(60, most=1500)
     once = windows(lengths, 1, 2, 2, **options, **run)
+    assert len(once) == run.get("max_steps", len(once))
     one_after_the_other = [[members(batch) for batch in once[step]] for step in range(len(once))]
     for step in np.random.default_rng(0).permutation(len(once)).tolist():
         fresh = windows(lengths, 1, 2, 2, **options, **run)
@@ -246,45 +225,59 @@ def test_evaluation_sees_each_example_once(N, world, batch_size):
 # --- flat rows ------------------------------------------------------------------------------------------------------
 
 
-def random_examples(random):
-    return [
-        [
-            {
-                "input_ids": np.array([random.randrange(9) for _ in range(n)], np.uint16),
-                "loss_mask": np.array([random.randrange(2) for _ in range(n)], np.uint8),
-                "old_logps": np.array([random.random() for _ in range(n)]),
-                "advantage": random.random(),
-            }
-            for n in [random.randrange(1, 6) for _ in range(random.randrange(1, 3))]
-        ]
-        for _ in range(random.randrange(1, 5))
-    ]
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=200)
 @given(st.randoms(use_true_random=False))
 def test_a_flat_row_is_that_of_a_loop(random):
-    examples = random_examples(random)
-    ids, positions, mask, field, borders = [], [], [], [], [0]
-    for sequence in [sequence for example in examples for sequence in example]:
-        for t, token in enumerate(sequence["input_ids"].tolist()):
-            ids.append(token)
-            positions.append(t)
-            mask.append(int(sequence["loss_mask"][t]) if t else 0)  # the first token has nothing before it
-            field.append(np.float32(sequence["old_logps"][t]))
-        borders.append(len(ids))
-    batch = flat_batch(examples, CPU)
-    assert batch["input_ids"].tolist() == [ids] and batch["position_ids"].tolist() == [positions]
-    assert batch["cu_seqlens"].tolist() == borders and batch["lengths"] == np.diff(borders).tolist()
-    assert batch["loss_mask"].tolist() == mask and batch["old_logps"].tolist() == field
-    advantages = [sequence["advantage"] for example in examples for sequence in example]
-    assert batch["advantage"].tolist() == pytest.approx(advantages, abs=1e-6)
+    """Over sequences and their tokens; a start that neighbours share stands in it once, if it is long enough."""
+    least = random.choice([1, 2, 4, 99])
+    sequences = []
+    for _ in range(random.randrange(1, 8)):
+        n = random.randrange(1, 12)
+        ids = [random.randrange(2) for _ in range(n)] if random.random() < 0.3 else [7] * n
+        mask = [int(t >= n * random.random() * 1.5) for t in range(n)]
+        field = [random.choice([0.0, 0.0, 0.0, random.random()]) for _ in range(n)]
+        sequences.append(
+            {"input_ids": np.array(ids), "loss_mask": np.array(mask), "field": np.array(field), "number": n / 7}
+        )
+    row, maps, borders = [], [], [0]  # a token of the row: sequence, position in it
+    for s, one in enumerate(sequences):
+        before, shared = sequences[s - 1], 0
+        while (
+            s > 0
+            and shared < min(len(before["input_ids"]), len(one["input_ids"]))
+            and before["input_ids"][shared] == one["input_ids"][shared]
+            and before["field"][shared] == one["field"][shared] == 0
+            and not one["loss_mask"][shared]
+            and any(one["loss_mask"])
+        ):
+            shared += 1
+        shared = shared if shared >= least else 0
+        maps.append([*(maps[-1][:shared] if shared else []), *range(len(row), len(row) + len(one["input_ids"]) - shared)])
+        row += [(s, t) for t in range(shared, len(one["input_ids"]))]
+        borders.append(len(row))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collators, "LEAST_SHARED", least)
+        batch = flat_batch([sequences[i : i + 2] for i in range(0, len(sequences), 2)], CPU)
+    assert batch["input_ids"][0].tolist() == [sequences[s]["input_ids"][t] for s, t in row]
+    assert batch["position_ids"][0].tolist() == [t for _, t in row]
+    assert batch["loss_mask"].tolist() == [float(t > 0 and sequences[s]["loss_mask"][t]) for s, t in row]
+    assert batch["field"].tolist() == [np.float32(sequences[s]["field"][t]) for s, t in row]
+    assert batch["number"].tolist() == [np.float32(one["number"]) for one in sequences]
     assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "cu_seqlens", "targets"))
-    if any(mask):
-        assert batch["targets"].tolist() == [t for t, trained in enumerate(mask) if trained]
-        assert not set(batch["targets"].tolist()) & set(borders)
-    else:
-        assert batch["targets"].tolist() == [min(1, len(ids) - 1)]  # every parameter takes part in the backward pass
+    assert batch["cu_seqlens"].tolist() == borders and batch["lengths"] == [len(one["input_ids"]) for one in sequences]
+    token_map = [token for of_sequence in maps for token in of_sequence]
+    assert (batch["token_map"] is None) == (len(row) == len(token_map))
+    assert batch["token_map"] is None or batch["token_map"].tolist() == token_map
+    for values, of_sequence in zip(split_row(torch.arange(len(row)), batch), maps, strict=True):
+        assert values.tolist() == of_sequence
+    trained = [at for at, (s, t) in enumerate(row) if t > 0 and sequences[s]["loss_mask"][t]]
+    assert batch["targets"].tolist() == (trained or [min(1, len(row) - 1)])
+    if trained:
+        assert batch["previous"].tolist() == [maps[row[at][0]][row[at][1] - 1] for at in trained]
+    # Nothing that is trained is lost, and each sequence counts its own.
+    counts = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).tolist()
+    assert counts == [one["loss_mask"][1:].sum() for one in sequences]
 
 
 @given(st.randoms(use_true_random=False))

@@ -1,10 +1,11 @@
-"""What the tests of data share: files of rows, what is read of them, and one process's accelerator."""
+"""What the tests of data share: files of rows, what is read of them, examples, and one process's accelerator."""
 
 import functools
 import json
 
 import accelerate
 from common.args import CommonArgs
+from common.data.examples import Examples, TokenFile
 from common.data.sources import Source, find_sources, read_rows
 import numpy as np
 from transformers import AutoTokenizer
@@ -54,6 +55,23 @@ def found(*names, **settings):
     """find_sources with the defaults of the flags."""
     names = [name if isinstance(name, str) else json.dumps(name) for name in names]
     return find_sources(CommonArgs(dataset_name=names, **settings))
+
+
+def make_examples(sources, difficulty=None, pairs=False, by_place=False):
+    """Examples of these many tokens in each source, which are the number of the example, or their place in the source; those
+    of `pairs` have two sequences."""
+    files, first = [], 0
+    for lengths in sources:
+        rows, sizes = np.arange(len(lengths)), np.array(lengths)
+        ids = np.arange(sum(lengths)) if by_place else np.repeat(first + rows, lengths)
+        if pairs:
+            sizes = np.stack([sizes // 2, sizes - sizes // 2], 1).flatten()
+        ends = np.cumsum(sizes)
+        files.append(TokenFile(ids, None, ends - sizes, ends, 1 + pairs, rows, rows * 1.0, {}))
+        first += len(lengths)
+    examples = Examples(files, [Source(f"source {s}") for s in range(len(files))])
+    examples.difficulty = None if difficulty is None else np.array(difficulty, float)
+    return examples
 
 
 def ids(data, count):

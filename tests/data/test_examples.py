@@ -2,8 +2,7 @@
 
 import time
 
-from common.data.examples import Examples, TokenFile, best_fit, chunk, pack
-from common.data.sources import Source
+from common.data.examples import best_fit, chunk, pack
 from common.errors import UserError
 from common.extras.token_budget import balance
 from hypothesis import given, settings
@@ -11,25 +10,9 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from tests.data.rows import cost, flat, lognormal
+from tests.data.rows import cost, flat, lognormal, make_examples
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
-
-
-def numbered(lengths, counts=None, difficulty=None, pairs=False):
-    """Examples of these many tokens, each with its own number as its tokens; those of `pairs` have two sequences."""
-    files, first = [], 0
-    for count in counts or [len(lengths)]:
-        ids = np.repeat(np.arange(first, first + count), lengths[first : first + count])
-        sizes = np.array(lengths[first : first + count])
-        if pairs:
-            sizes = np.stack([sizes // 2, sizes - sizes // 2], 1).flatten()
-        ends, rows = np.cumsum(sizes), np.arange(count)
-        files.append(TokenFile(ids, None, ends - sizes, ends, 1 + pairs, rows, rows * 1.0, {}))
-        first += count
-    examples = Examples(files, [Source(f"source {s}") for s in range(len(files))])
-    examples.difficulty = None if difficulty is None else np.array(difficulty, float)
-    return examples
 
 
 # --- packing --------------------------------------------------------------------------------------------------------
@@ -64,11 +47,11 @@ def test_an_example_over_max_length_is_not_packed():
 
 @given(st.lists(LENGTHS, min_size=1, max_size=3), st.sampled_from([1, 10]), st.randoms(use_true_random=False))
 def test_sources_do_not_share_a_pack(sources, bands, random):
-    lengths, counts = flat(sources), [len(source) for source in sources]
-    difficulty = [random.randrange(20) for _ in lengths] if bands > 1 else None
-    packs = pack(numbered(lengths, counts, difficulty), 50)
+    counts = [len(source) for source in sources]
+    difficulty = [random.randrange(20) for _ in flat(sources)] if bands > 1 else None
+    packs = pack(make_examples(sources, difficulty), 50)
     firsts = np.cumsum([0, *counts])
-    assert sum(packs.counts) == len(packs) and sorted(flat([m.tolist() for m in packs.members])) == list(range(len(lengths)))
+    assert sum(packs.counts) == len(packs)
     at = 0
     for s, count in enumerate(packs.counts):
         inside = sorted(flat([m.tolist() for m in packs.members[at : at + count]]))
@@ -79,14 +62,14 @@ def test_sources_do_not_share_a_pack(sources, bands, random):
 
 def test_examples_of_like_difficulty_share_a_pack():
     difficulty = np.random.default_rng(0).permutation(1000)
-    packs = pack(numbered(lognormal(1000, most=500), None, difficulty), 500)
+    packs = pack(make_examples([lognormal(1000, most=500)], difficulty), 500)
     for chosen, mean in zip(packs.members, packs.difficulty, strict=True):
         assert len({difficulty[i] // 100 for i in chosen}) == 1
         assert mean == pytest.approx(sum(difficulty[i] for i in chosen) / len(chosen))
 
 
 def test_packs_give_the_sequences_of_their_examples():
-    examples = numbered(lognormal(50, most=60), pairs=True)
+    examples = make_examples([lognormal(50, most=60)], pairs=True)
     packs = pack(examples, 100)
     for i in range(len(packs)):
         wanted = [sequence for j in packs.members[i] for sequence in examples[j]]
@@ -99,18 +82,6 @@ def test_packs_give_the_sequences_of_their_examples():
 # --- chunks ---------------------------------------------------------------------------------------------------------
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_size=1, max_size=3)
-
-
-def examples_of(sources, difficulty=False):
-    """Examples of documents of these many tokens in each source; token t of a source has the id t."""
-    files = []
-    for sizes in sources:
-        ends, n = np.cumsum(sizes), np.arange(len(sizes))
-        files.append(TokenFile(np.arange(sum(sizes)), None, ends - sizes, ends, 1, n, n * 1.0, {}))
-    examples = Examples(files, [Source(f"source {s}") for s in range(len(files))])
-    if difficulty:
-        examples.difficulty = np.concatenate([100.0 * s + file.difficulty for s, file in enumerate(files)])
-    return examples
 
 
 @settings(deadline=None)
@@ -129,7 +100,8 @@ def test_cut_documents_are_those_of_a_loop(sources, max_length, across, difficul
                     begins.append(100 * s + of[piece[0]])
                     count += 1
         counts.append(count)
-    cut = chunk(examples_of(sources, difficulty), max_length, across)
+    documents = [100 * s + d for s, sizes in enumerate(sources) for d in range(len(sizes))]
+    cut = chunk(make_examples(sources, documents if difficulty else None, by_place=True), max_length, across)
     assert [cut[i][0]["input_ids"].tolist() for i in range(len(cut))] == wanted and cut.counts == counts
     assert cut.lengths.tolist() == [len(piece) for piece in wanted]
     assert cut.longest == max(map(len, wanted), default=0)

@@ -6,14 +6,11 @@ import functools
 from common import collators
 from common.collators import flat_batch, split_row
 from common.extras import varlen
-from common.losses import segment_sum
 from common.model import attention
 from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import base_lm, body
 from common.model.lm_head import logits_of
 from common.model.wrap import wrap
-from hypothesis import given, settings
-from hypothesis import strategies as st
 import numpy as np
 import pytest
 import torch
@@ -106,59 +103,6 @@ def test_a_shared_start_changes_nothing(kind, row):
     for found, expected in zip(gradients, wanted_gradients, strict=True):
         if expected is not None:
             torch.testing.assert_close(found, expected, atol=tolerance * float(expected.abs().max() + 1), rtol=tolerance)
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.randoms(use_true_random=False))
-def test_a_row_holds_each_start_once(random):
-    """Against a loop over sequences and tokens."""
-    least = random.choice([1, 2, 4])
-    sequences = []
-    for _ in range(random.randrange(1, 8)):
-        n = random.randrange(1, 12)
-        ids = [random.randrange(2) for _ in range(n)] if random.random() < 0.3 else [7] * n
-        mask = [int(t >= n * random.random() * 1.5) for t in range(n)]
-        field = [random.choice([0.0, 0.0, 0.0, random.random()]) for _ in range(n)]
-        sequences.append(
-            {"input_ids": np.array(ids), "loss_mask": np.array(mask), "field": np.array(field), "number": n / 7}
-        )
-    row, maps, borders = [], [], [0]  # a token of the row: sequence, position in it
-    for s, one in enumerate(sequences):
-        before, shared = sequences[s - 1], 0
-        while (
-            s > 0
-            and shared < min(len(before["input_ids"]), len(one["input_ids"]))
-            and before["input_ids"][shared] == one["input_ids"][shared]
-            and before["field"][shared] == one["field"][shared] == 0
-            and not one["loss_mask"][shared]
-            and any(one["loss_mask"])
-        ):
-            shared += 1
-        shared = shared if shared >= least else 0
-        maps.append([*(maps[-1][:shared] if shared else []), *range(len(row), len(row) + len(one["input_ids"]) - shared)])
-        row += [(s, t) for t in range(shared, len(one["input_ids"]))]
-        borders.append(len(row))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collators, "LEAST_SHARED", least)
-        batch = flat_batch([[one] for one in sequences], CPU)
-    assert batch["input_ids"][0].tolist() == [sequences[s]["input_ids"][t] for s, t in row]
-    assert batch["position_ids"][0].tolist() == [t for _, t in row]
-    assert batch["loss_mask"].tolist() == [float(t > 0 and sequences[s]["loss_mask"][t]) for s, t in row]
-    assert batch["field"].tolist() == [np.float32(sequences[s]["field"][t]) for s, t in row]
-    assert batch["cu_seqlens"].tolist() == borders and batch["lengths"] == [len(one["input_ids"]) for one in sequences]
-    token_map = [token for of_sequence in maps for token in of_sequence]
-    assert (batch["token_map"] is None) == (len(row) == len(token_map))
-    assert batch["token_map"] is None or batch["token_map"].tolist() == token_map
-    for values, of_sequence in zip(split_row(torch.arange(len(row)), batch), maps, strict=True):
-        assert values.tolist() == of_sequence
-    trained = [at for at, (s, t) in enumerate(row) if t > 0 and sequences[s]["loss_mask"][t]]
-    assert batch["targets"].tolist() == (trained or [min(1, len(row) - 1)])
-    if trained:
-        assert batch["previous"].tolist() == [maps[row[at][0]][row[at][1] - 1] for at in trained]
-    # Nothing that is trained is lost, and each sequence counts its own.
-    counts = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).tolist()
-    assert counts == [one["loss_mask"][1:].sum() for one in sequences]
 
 
 @pytest.mark.parametrize("row", ROWS)
