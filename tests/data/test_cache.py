@@ -144,13 +144,17 @@ def test_ids_take_two_bytes_where_they_fit(tmp_path, largest, kind):
 
 
 def test_several_processes_make_the_same_files(tmp_path):
-    rows = [{"text": "bad" if i % 400 == 399 else f"row {i} " * (i % 3 + 1), "n": i} for i in range(2300)]
+    texts = ["bad" if i % 400 == 399 else f"row {i} " * (i % 3 + 1) for i in range(2300)]
+    rows = [{"text": text, "n": i} | ({"id": i} if i % 500 == 3 else {}) for i, text in enumerate(texts)]
     rows, found = source(tmp_path / "a.jsonl", rows), []
     for num_proc in (1, 2, 3):
         examples = prepare(tmp_path / str(num_proc), rows, dataset_num_proc=num_proc, column="n")
         assert examples.difficulty.tolist() == [i for i in range(2300) if i % 400 != 399] == examples.files[0].rows.tolist()
         found.append({f.name: f.read_bytes() for f in folders(tmp_path / str(num_proc))[0].iterdir()})
-    assert found[0] == found[1] == found[2] and json.loads(found[0]["facts.json"])["dropped"]["a bad row"]["count"] == 5
+    facts = json.loads(found[0]["facts.json"])
+    assert found[0] == found[1] == found[2] and facts["columns"] == ["n", "text"] and facts["rows"] == 2300
+    assert facts["dropped"] == {"a bad row": {"count": 5, "first": [f"{rows.path}:{i}" for i in range(400, 2001, 400)]}}
+    assert facts["noted"] == {"not read: id": {"count": 5, "first": [f"{rows.path}:{i}" for i in range(4, 2005, 500)]}}
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
@@ -417,23 +421,15 @@ def test_rows_left_out_are_said_again(tmp_path, capsys):
         assert examples.facts()[0]["dropped"] == dropped and examples.facts()[0]["rows"] == 9
 
 
-def test_a_source_without_a_usable_row_is_refused(tmp_path):
-    rows = source(tmp_path / "a.jsonl", [{"text": "bad"}] * 3)
+@pytest.mark.parametrize("count, read", [(3, 3), (900, 200)])
+def test_a_source_without_a_usable_row_is_refused(tmp_path, monkeypatch, count, read):
+    """Without reading a large one to its end."""
+    monkeypatch.setattr(cache, "ENOUGH", 50)
+    rows = source(tmp_path / "a.jsonl", [{"text": "bad"}] * count)
     for _ in range(2):
-        with pytest.raises(UserError, match="none of the 3 rows.* can be used.*a bad row") as caught:
+        with pytest.raises(UserError, match=f"none of the {read} rows.* can be used.*a bad row") as caught:
             prepare(tmp_path, rows)
         line(caught)
-
-
-def test_a_useless_source_is_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "ENOUGH", 50)
-    rows = source(tmp_path / "a.jsonl", [{"text": "bad"}] * 900)
-    with open(rows.path, "a") as file:
-        file.write("{")
-    for _ in range(2):
-        with pytest.raises(UserError, match="none of the 200 rows"):
-            prepare(tmp_path, rows)
-    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_curriculum_takes_numbers_from_the_rows(tmp_path, capsys):

@@ -3,7 +3,7 @@
 from common.args import CommonArgs
 from common.collators import Window
 from common.data import BadRow, chunk, drop_turns, load_data, pack, truncate, whole
-from common.data.encode import CHUNK, Account, Job, agree, check_sequence, encode_all
+from common.data.encode import CHUNK, Job, agree, check_sequence, encode_all
 from common.data.types import RESERVED, Row
 from common.errors import UserError
 from common.extras import stream
@@ -258,31 +258,3 @@ def test_tensors_and_masks_of_floats_are_taken():
     assert found["g"].tolist() == [2.0, 2.0] and found["n"].dtype == np.int64
     with pytest.raises(UserError, match="the field b"):  # numpy has no bfloat16
         check_sequence({"input_ids": [1, 2], "loss_mask": [0, 1], "b": torch.ones(2, dtype=torch.bfloat16)})
-
-
-# --- rows left out ----------------------------------------------------------------------------------------------------
-
-
-def test_counts_of_several_workers_are_put_together():
-    def encode(row):
-        if row["reason"]:
-            raise BadRow(row["reason"])
-        return row
-
-    def account(name, reasons):
-        found = Account()
-        for i, reason in enumerate(reasons):
-            found.attempt(encode, Row({"reason": reason, "id": i}, f"{name}:{i}"))
-        return found
-
-    first = account("a", ["short"] * 4 + [""])
-    first.merge(account("b", ["short"] * 4 + ["long"] * 10))
-    facts = first.facts()
-    assert (facts["rows"], facts["examples"], facts["columns"]) == (19, 1, ["reason"])
-    assert list(facts["dropped"].items()) == [
-        ("long", {"count": 10, "first": [f"b:{i}" for i in range(4, 9)]}),
-        ("short", {"count": 8, "first": ["a:0", "a:1", "a:2", "a:3", "b:0"]}),
-    ]
-    assert facts["noted"] == {"not read: id": {"count": 1, "first": ["a:4"]}}
-    many = account("c", [f"too long: {i}" for i in range(50)])  # each with a value of its row
-    assert len(many.dropped) < 25 and sum(found["count"] for found in many.dropped.values()) == 50

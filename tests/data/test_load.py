@@ -63,7 +63,8 @@ def test_chunks_may_be_enough_for_the_weights(tmp_path, tokenizer):
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_is_lost_of_rows_is_said(tmp_path, tokenizer, capsys, row, encode, note, streaming):
+def test_what_is_lost_of_rows_is_said(tmp_path, tokenizer, capsys, monkeypatch, row, encode, note, streaming):
+    monkeypatch.setattr(stream, "BLOCK_ROWS", 100)
     good = {"messages": [U, A], "id": None}
     for bad, said in ((3, True), (1, False)):  # of 100: up to two go without a word, and are in the facts
         name = jsonl(tmp_path / f"{bad}.jsonl", [row] * bad + [good] * (100 - bad))
@@ -123,12 +124,20 @@ def encode_prompt(row, tokenizer, args):
     return as_prompt(row) | {"prompt_ids": list(range(len(row["prompt"])))}
 
 
-@pytest.mark.parametrize("settings", [{}, {"curriculum_column": "n"}, {"curriculum_column": "length"}])
-def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, settings):
-    rows = [{"prompt": "x" * (i % 7 + 1), "n": i, "answer": str(i)} for i in range(30)]
-    args = arguments(tmp_path, jsonl(tmp_path / "a.jsonl", rows), eval_fraction=0.2, **settings)
+@pytest.mark.parametrize("column", [None, "n", "length"])
+def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, capsys, column):
+    rows = [{"prompt": "x" * (i % 7 + 1), "n": f"{60 - i}", "answer": str(i)} for i in range(60)]
+    name = jsonl(tmp_path / "a.jsonl", [*rows, {"prompt": "x", "n": "hard"}] if column == "n" else rows)
+    args = arguments(tmp_path, name, eval_fraction=0.2, curriculum_column=column)
     prompts, held_out = load_prompts(args, encode_prompt, tokenizer)
-    assert len(prompts) + len(held_out) == 30 and held_out.difficulty is None and len(held_out) > 0
+    assert ("prompts left out: n is not a number (first: " in capsys.readouterr().out) == (column == "n")
+    assert len(prompts) + len(held_out) == 60 and held_out.difficulty is None and len(held_out) > 0
+    if column:  # from easy to hard in the first half of the first epoch
+        difficulty = [len(row["prompt"]) if column == "length" else float(row["n"]) for row in prompts.rows]
+        assert prompts.difficulty.tolist() == difficulty
+        found = [prompts.at(position) for position in range(len(prompts) // 2)]
+        ranks = [len(row["prompt"]) if column == "length" else float(row["n"]) for row in found]
+        assert max(ranks[:4]) < min(ranks[-4:])
     for epoch in range(2):
         found = [prompts.at(position)["n"] for position in range(epoch * len(prompts), (epoch + 1) * len(prompts))]
         assert sorted(found) == sorted(prompts[i]["n"] for i in range(len(prompts)))

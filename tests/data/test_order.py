@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-from common.data.load import load_prompts
 from common.data.order import BANDS, Order, Shuffled, drop_turns, shares, shorten
 from common.data.types import whole
 from common.errors import UserError
@@ -10,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-
-from tests.data.rows import arguments, base_tokenizer, jsonl
 
 COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 WEIGHTS = st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.5]), min_size=4, max_size=4)
@@ -225,31 +222,3 @@ def test_dropped_turns_depend_on_seed_epoch_example():
     assert [by_example(once, epoch) for epoch in (2, 0, 1)] == [by_example(shuffled(), epoch) for epoch in (2, 0, 1)]
     assert by_example(once, 0) != by_example(once, 1) and by_example(once, 0) != by_example(shuffled(1), 0)
     assert {shuffled().size(p) for p in range(60)} == {18}  # before turns are dropped: what micro-batches are planned with
-
-
-# --- prompts --------------------------------------------------------------------------------------------------------
-
-
-def prompts(tmp_path, rows, column):
-    args = arguments(tmp_path, jsonl(tmp_path / "a.jsonl", rows), curriculum_column=column)
-    encode = lambda row, tokenizer, args: row | {"prompt_ids": [0] * len(row["prompt"])}  # noqa: E731
-    return load_prompts(args, encode, base_tokenizer())[0]
-
-
-def test_prompts_follow_a_curriculum(tmp_path):
-    rows = [{"prompt": "x" * (i % 17 + 1), "n": f"{100 - i}"} for i in range(100)]
-    made = prompts(tmp_path, rows, "n")
-    ranks = [int(made.at(position)["n"]) for position in range(50)]
-    assert all(max(ranks[5 * b : 5 * b + 5]) < min(ranks[5 * b + 5 : 5 * b + 10]) for b in range(9))
-    made = prompts(tmp_path, rows, "length")
-    sizes = [len(made.at(position)["prompt_ids"]) for position in range(100)]
-    assert max(sizes[:5]) <= min(sizes[45:50]) and made.facts()[0]["tokens"] == sum(sizes)
-
-
-def test_a_prompt_without_a_number_is_left_out(tmp_path, capsys):
-    rows = [{"prompt": "x", "n": i} for i in range(3)] + [{"prompt": "y", "n": "hard"}]
-    made = prompts(tmp_path, rows, "n")
-    assert len(made) == len(made.order) == 3 and made.difficulty.tolist() == [0, 1, 2]
-    assert "1 of 4 prompts left out: n is not a number (first: " in capsys.readouterr().out
-    with pytest.raises(UserError, match="a.jsonl:1: --curriculum_column m"):
-        prompts(tmp_path, rows, "m")
