@@ -3,11 +3,10 @@
 The check is by decoding: the trained tokens of a chat, decoded, are the words of its assistant turns.
 """
 
-from functools import cache
+import copy
 from itertools import pairwise
-from types import SimpleNamespace
 
-from common.data.chat import end_of_turn, read_chat_template, stop_token_ids
+from common.data.chat import read_chat_template, stop_token_ids
 from common.data.tokens import (
     show_trained,
     tokenize_completion,
@@ -27,118 +26,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-import tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig
 
-LLAMA2 = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}
-{%- set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}
-{%- if loop.first and system is defined %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m.content %}
-{%- else %}{% set content = m.content %}{% endif %}{{ '[INST] ' + content.strip() + ' [/INST]' }}
-{%- elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}
-{%- else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"""
-LLAMA3 = """{{ bos_token }}{% for m in messages %}
-{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
-CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-PHI3 = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
-GEMMA = """{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}
-{{- raise_exception('System role not supported') }}{% endif %}{% set role = 'model' if m.role == 'assistant' else m.role %}
-{{- '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
-QWEN3 = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}
-{%- endif %}{% endfor %}{% for m in messages %}{% if m.role != 'assistant' %}
-{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% else %}{% set content = m.content %}{% set think = '' %}
-{%- if '</think>' in content %}{% set think = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
-{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}
-{%- if loop.index0 > ns.last %}{{ '<think>\n' + think + '\n</think>\n\n' }}{% endif %}{{ content + '<|im_end|>\n' }}
-{%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-HEADER = "add_generation_prompt %}{{ '<|im_start|>assistant\n"
-THINKS_ALWAYS = QWEN3.replace("loop.index0 > ns.last", "true").replace(HEADER, HEADER + "<think>\n\n</think>\n\n")
-MARKED_OUTSIDE = """{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}
-{%- generation %}{{ m.content }}{%- endgeneration %}{{ '<|im_end|>\n' }}
-{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-NO_END = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
-
-# template, the end of a turn, what the template writes between the header and the words
-TEMPLATES = {
-    "chatml, shipped": (read_chat_template("chatml"), "<|im_end|>", ""),
-    "plain, shipped": (read_chat_template("plain"), "<|endoftext|>", ""),
-    "chatml": (CHATML, "<|im_end|>", ""),
-    "end outside the markers": (MARKED_OUTSIDE, "<|im_end|>", ""),
-    "llama2": (LLAMA2, " <|endoftext|>", " "),
-    "llama3": (LLAMA3, "<|eot_id|>", ""),
-    "phi3": (PHI3, "<|end|>", ""),
-    "gemma": (GEMMA, "<end_of_turn>", ""),
-    "header with closed thinking": (THINKS_ALWAYS, "<|im_end|>", ""),
-}
-ALL = {**TEMPLATES, "qwen3": (QWEN3, "<|im_end|>", "")}
-SPECIALS = (
-    "<|bos|> <|eot_id|> <|start_header_id|> <|end_header_id|> <|end|> <|user|> <|assistant|> <|system|> "
-    "<start_of_turn> <end_of_turn>"
-).split()
-TEXTS = ["Hello there, how are you?\n\nI am well.", "The answer is 42. 你好世界 é 🙂", "def f(x):\n    return x\n"] * 20
-
-SYSTEM = {"role": "system", "content": "Be brief."}
-CHAT = [
-    {"role": "user", "content": "What is 1+1?"},
-    {"role": "assistant", "content": "It is 2."},
-    {"role": "user", "content": "And 2+2?"},
-    {"role": "assistant", "content": "4\n\nYes, 4."},
-]
-
-
-@cache
-def make_tokenizer(template: str = read_chat_template("chatml"), adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    tokenizer = train_bpe(TEXTS, 400)
-    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[1:]})
-    tokenizer.chat_template = template
-    if adds_bos:
-        tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
-        )
-    return tokenizer
-
-
-@cache
-def make_spm_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Llama's kind: a space before the text, ▁ for spaces, bytes where a character is unknown."""
-    alphabet = sorted(set("".join(TEXTS) + "Y▁") - set(" \n"))
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *alphabet, "▁t", "▁th", "4Y", "th", "▁▁"]
-    merges = [("▁", "t"), ("▁t", "h"), ("4", "Y"), ("t", "h"), ("▁", "▁")]
-    model = tokenizers.models.BPE(
-        {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
-    )
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    backend.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    tokenizer.pad_token = "</s>"
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def decode(ids, tokenizer) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def trained(sequence, tokenizer) -> list[str]:
-    """The trained stretches of a sequence as text."""
-    mask = sequence["loss_mask"].astype(bool)
-    stretches = np.split(np.arange(len(mask)), np.flatnonzero(np.diff(mask)) + 1)
-    return [decode(sequence["input_ids"][part], tokenizer) for part in stretches if mask[part[0]]]
-
+from tests.data.templates import (
+    ALL,
+    CHAT,
+    CHATML,
+    GEMMA,
+    LLAMA2,
+    LLAMA3,
+    MARKED_OUTSIDE,
+    NO_END,
+    QWEN3,
+    R1,
+    SYSTEM,
+    TEMPLATES,
+    TEXTS,
+    THINKS_ALWAYS,
+    decode,
+    make_gpt2_tokenizer,
+    make_spm_tokenizer,
+    make_tokenizer,
+    trained,
+)
 
 # --- what is trained ------------------------------------------------------------------------------------------------
 
@@ -185,15 +95,9 @@ def test_thinking_is_trained_or_refused():
     assert trained(tokenize_messages([CHAT[0], thinks], tokenizer), tokenizer) == [whole]
 
 
-# As DeepSeek-R1's: what is sampled begins in <think>, what an earlier turn thought is cut off, and answers are trained so, too.
-R1 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% endif %}
-{%- if m.role == 'assistant' %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"""
-
-
 def test_thinking_opened_for_samples_only_is_refused():
     """Its answers would be trained after another header than they are sampled after; the remedy works."""
-    tokenizer = make_tokenizer(R1)
+    tokenizer = copy.deepcopy(make_tokenizer(R1))
     for chat in (CHAT, [CHAT[0], {"role": "assistant", "content": "<think>hm</think>2"}]):
         with pytest.raises(BadRow, match="begins what is sampled with <think>"):
             tokenize_messages(chat, tokenizer)
@@ -224,8 +128,6 @@ def test_tool_calls_are_trained_or_refused():
 
 # --- turns that say whether they are trained ------------------------------------------------------------------------
 
-SEES_FLAGS = "{% for m in messages if 'train' in m %}{{ raise_exception('it sees the flag') }}{% endfor %}" + CHATML
-
 
 def flagged(chat: list, *untrained: int) -> list:
     return [m | {"train": i not in untrained} for i, m in enumerate(chat)]
@@ -240,7 +142,8 @@ def test_a_chat_without_trained_turn_is_refused():
 
 
 def test_no_template_sees_the_flag():
-    tokenizer, chat = make_tokenizer(SEES_FLAGS), flagged(CHAT, 1)
+    template = "{% for m in messages if 'train' in m %}{{ raise_exception('it sees the flag') }}{% endfor %}" + CHATML
+    tokenizer, chat = make_tokenizer(template), flagged(CHAT, 1)
     plain = tokenize_messages(CHAT, tokenizer)
     assert tokenize_messages(chat, tokenizer)["input_ids"].tolist() == plain["input_ids"].tolist()
     assert tokenize_prompt(chat[:3], tokenizer) == tokenize_prompt(CHAT[:3], tokenizer)
@@ -362,20 +265,12 @@ def test_tokens_are_split_at_borders_of_spans():
 
 
 def test_stop_tokens_of_model_tokenizer_and_template():
-    tokenizer = make_tokenizer(LLAMA3)
+    tokenizer = copy.deepcopy(make_tokenizer(LLAMA3))
     ids = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|endoftext|>", "<|eot_id|>")]
-    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=None)) == sorted(ids)
-    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=7)) == sorted([7, *ids])
-    assert stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=[7, 8])) == sorted([7, 8, *ids])
-
-
-def test_end_of_turn_follows_a_changed_template():
-    tokenizer = train_bpe(TEXTS, 300)
-    assert end_of_turn(tokenizer) == "<|im_end|>"
-    tokenizer.chat_template = NO_END
-    assert end_of_turn(tokenizer) is None
-    tokenizer.chat_template = None
-    assert end_of_turn(tokenizer) is None
+    for stop, found in ((None, []), (7, [7]), ([7, 8], [7, 8])):
+        assert stop_token_ids(tokenizer, GenerationConfig(eos_token_id=stop)) == sorted([*found, *ids])
+    tokenizer.chat_template = NO_END  # as a flag changes it
+    assert stop_token_ids(tokenizer, GenerationConfig()) == ids[:1]
 
 
 # --- truncation, pairs, display -------------------------------------------------------------------------------------
@@ -441,17 +336,6 @@ def test_a_trained_tokenizer_reads_any_text_back():
 OPENINGS = ["x", " x", "\nx", "\n\nx", "  - y", "Z"]
 
 
-@cache
-def make_gpt2_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """GPT-2's kind: it takes line breaks and spaces together, by what follows them."""
-    tokenizer = train_bpe([*TEXTS, *["one\n\ntwo\n\n\nthree\n  four\n\n"] * 50], 450)
-    tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[1:]})
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 @pytest.mark.parametrize("train_on", ["all_turns", "last_turn"])
 @pytest.mark.parametrize("make", [make_tokenizer, make_gpt2_tokenizer, make_spm_tokenizer])
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -500,22 +384,19 @@ def test_any_chat_gives_back_its_answers(turns, name):
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=READABLE, cuts=st.lists(st.integers(0, 40), max_size=8), spm=st.booleans())
-def test_any_spans_of_text_are_trained_exactly(text, cuts, spm):
-    tokenizer = make_spm_tokenizer(LLAMA2) if spm else make_tokenizer()
+@given(text=READABLE, cuts=st.lists(st.integers(0, 40), max_size=8))
+def test_any_spans_of_text_are_trained_exactly(text, cuts):
+    tokenizer = make_tokenizer()
     cuts = sorted({min(cut, len(text)) for cut in cuts})
     spans = list(pairwise(cuts))[::2]
     sequence = tokenize_spans(text, spans[::-1], tokenizer)
     inside, mask = "".join(text[start:end] for start, end in spans), sequence["loss_mask"].astype(bool)
-    if spm:  # it writes a space before the text, and has no token for some
-        assert mask.any() == bool(inside) and mask.all() == (inside == text)
-        return
     assert decode(sequence["input_ids"], tokenizer) == text
     assert decode(sequence["input_ids"][mask], tokenizer) == inside
 
 
 def test_a_system_prompt_makes_chats_of_strings():
-    tokenizer = train_bpe(["What is 1+1? It is 2."] * 20, 300)
+    tokenizer = make_tokenizer()
     row = tokenize_row({"prompt": "What is 1+1?", "answer": "2"}, tokenizer, system_prompt="Be brief.")
     assert [message["role"] for message in row["prompt"]] == ["system", "user"] and row["answer"] == "2"
     assert row["prompt_ids"] == tokenize_prompt(row["prompt"], tokenizer)

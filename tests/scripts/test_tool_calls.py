@@ -5,7 +5,7 @@ from common.errors import UserError
 import pytest
 
 from experiments.tool_calls import Tools, describe_tools, read_calls, tokenize_reply
-from tests.data.test_tokens import ALL, CHAT, decode, make_tokenizer
+from tests.data.templates import ALL, CHAT, decode, make_tokenizer
 from tests.scripts.one_step import tokenizer
 
 HERMES = """{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}

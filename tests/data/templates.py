@@ -1,0 +1,125 @@
+"""Chat templates as released models have them, tokenizers of every kind, and what of a sequence is trained, as text."""
+
+from functools import cache, partial
+
+from common.data.chat import read_chat_template
+from common.extras.tokenizer import train_bpe
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+LLAMA2 = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}
+{%- set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}
+{%- if loop.first and system is defined %}{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + m.content %}
+{%- else %}{% set content = m.content %}{% endif %}{{ '[INST] ' + content.strip() + ' [/INST]' }}
+{%- elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}
+{%- else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"""
+LLAMA3 = """{{ bos_token }}{% for m in messages %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+PHI3 = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+GEMMA = """{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}
+{{- raise_exception('System role not supported') }}{% endif %}{% set role = 'model' if m.role == 'assistant' else m.role %}
+{{- '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+QWEN3 = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}
+{%- endif %}{% endfor %}{% for m in messages %}{% if m.role != 'assistant' %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% else %}{% set content = m.content %}{% set think = '' %}
+{%- if '</think>' in content %}{% set think = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}
+{%- if loop.index0 > ns.last %}{{ '<think>\n' + think + '\n</think>\n\n' }}{% endif %}{{ content + '<|im_end|>\n' }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+HEADER = "add_generation_prompt %}{{ '<|im_start|>assistant\n"
+THINKS_ALWAYS = QWEN3.replace("loop.index0 > ns.last", "true").replace(HEADER, HEADER + "<think>\n\n</think>\n\n")
+MARKED_OUTSIDE = """{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}
+{%- generation %}{{ m.content }}{%- endgeneration %}{{ '<|im_end|>\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+NO_END = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+
+
+# As DeepSeek-R1's: what is sampled begins in <think>, what an earlier turn thought is cut off, and answers are trained so, too.
+R1 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% endif %}
+{%- if m.role == 'assistant' %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"""
+
+# The name of a template: it, the end of a turn, what the template writes between the header and the words
+TEMPLATES = {
+    "chatml, shipped": (read_chat_template("chatml"), "<|im_end|>", ""),
+    "plain, shipped": (read_chat_template("plain"), "<|endoftext|>", ""),
+    "chatml": (CHATML, "<|im_end|>", ""),
+    "end outside the markers": (MARKED_OUTSIDE, "<|im_end|>", ""),
+    "llama2": (LLAMA2, " <|endoftext|>", " "),
+    "llama3": (LLAMA3, "<|eot_id|>", ""),
+    "phi3": (PHI3, "<|end|>", ""),
+    "gemma": (GEMMA, "<end_of_turn>", ""),
+    "header with closed thinking": (THINKS_ALWAYS, "<|im_end|>", ""),
+}
+ALL = {**TEMPLATES, "qwen3": (QWEN3, "<|im_end|>", "")}
+SPECIALS = (
+    "<|bos|> <|eot_id|> <|start_header_id|> <|end_header_id|> <|end|> <|user|> <|assistant|> <|system|> "
+    "<start_of_turn> <end_of_turn>"
+).split()
+TEXTS = ["Hello there, how are you?\n\nI am well.", "The answer is 42. 你好世界 é 🙂", "def f(x):\n    return x\n"] * 20
+TEXTS += ["one\n\ntwo\n\n\nthree\n  four\n\n"] * 50
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHAT = [
+    {"role": "user", "content": "What is 1+1?"},
+    {"role": "assistant", "content": "It is 2."},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "4\n\nYes, 4."},
+]
+
+
+@cache
+def make_tokenizer(
+    template: str = read_chat_template("chatml"), adds_bos: bool = False, joins_spaces: bool = False
+) -> PreTrainedTokenizerFast:
+    """joins_spaces: GPT-2's kind, which takes line breaks and spaces together, by what follows them."""
+    tokenizer = train_bpe(TEXTS, 450)
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[1:]})
+    tokenizer.chat_template = template
+    if joins_spaces:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if adds_bos:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+        )
+    return tokenizer
+
+
+make_gpt2_tokenizer = partial(make_tokenizer, joins_spaces=True)
+
+
+@cache
+def make_spm_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Llama's kind: a space before the text, ▁ for spaces, bytes where a character is unknown."""
+    alphabet = sorted(set("".join(TEXTS) + "Y▁") - set(" \n"))
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *alphabet, "▁t", "▁th", "4Y", "th", "▁▁"]
+    merges = [("▁", "t"), ("▁t", "h"), ("4", "Y"), ("t", "h"), ("▁", "▁")]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.pad_token = "</s>"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def decode(ids, tokenizer) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def trained(sequence, tokenizer) -> list[str]:
+    """The trained stretches of a sequence as text."""
+    mask = sequence["loss_mask"].astype(bool)
+    stretches = np.split(np.arange(len(mask)), np.flatnonzero(np.diff(mask)) + 1)
+    return [decode(sequence["input_ids"][part], tokenizer) for part in stretches if mask[part[0]]]
