@@ -21,30 +21,68 @@ SIZE = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+HEAD, MOE = {"head_dim": 8}, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FEW = {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
+WINDOW = {**SIZE, **HEAD, "sliding_window": 6}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+# The name of the configuration's class, and its sizes.
 TINY = {
-    "llama": lambda: transformers.LlamaConfig(**SIZE),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZE, head_dim=12, tie_word_embeddings=True),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=V,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=128,
-        initializer_range=0.3,
-        resid_pdrop=0.5,
-        embd_pdrop=0.5,
-        attn_pdrop=0.5,
-        bos_token_id=0,
-        eos_token_id=1,
+    "llama": ("LlamaConfig", SIZE),
+    "qwen3": ("Qwen3Config", {**SIZE, "head_dim": 12, "tie_word_embeddings": True}),
+    "gpt2": (
+        "GPT2Config",
+        {**FEW, "n_positions": 128, "initializer_range": 0.3, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     ),
-    "mistral": lambda: transformers.MistralConfig(**SIZE, head_dim=8, sliding_window=6),
+    "mistral": ("MistralConfig", WINDOW),
 }
+FAMILIES = TINY | {
+    "llama-tied": ("LlamaConfig", {**SIZE, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3TextConfig", WINDOW),
+    "granite": ("GraniteConfig", {**SIZE, "logits_scaling": 3.0}),
+    "mixtral": ("MixtralConfig", {**SIZE, "num_local_experts": 4}),
+    "gpt-neox": ("GPTNeoXConfig", {name: SIZE[name] for name in SIZE if name != "num_key_value_heads"}),
+    # Scores that soft-capping changes, and sinks that take a share.
+    "gemma2": ("Gemma2Config", {**WINDOW, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 1.5}),
+    "gpt-oss": ("GptOssConfig", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    # These go through padded batches.
+    "bloom": ("BloomConfig", FEW),
+    "falcon": (
+        "FalconConfig",
+        {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
+        | {"bos_token_id": 0, "eos_token_id": 1},
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        {
+            **SIZE,
+            "sliding_window": 5,
+            "num_local_experts": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {**SIZE, **HEAD, "intermediate_size_mlp": 64, "attention_chunk_size": 5, "num_local_experts": 4}
+        | {"num_experts_per_tok": 1},
+    ),
+    # Its layers choose four of the tokens before: among those of one prompt, sampled by itself.
+    "deepseek-v32": (
+        "DeepseekV32Config",
+        {**SIZE, **LATENT, "num_key_value_heads": 4, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 8}
+        | {"first_k_dense_replace": 2},
+    ),
+}
+
+
+def tiny_config(kind: str) -> transformers.PreTrainedConfig:
+    name, sizes = FAMILIES[kind]
+    return getattr(transformers, name)(**sizes)
 
 
 def tiny_lm(kind: str, seed: int = 0) -> transformers.PreTrainedModel:
     """A model as transformers makes it, in eval mode. gpt2 has dropout, mistral a sliding window of 6 tokens."""
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(TINY[kind]()).eval()
+    return transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
 
 
 def tiny_pair(kind: str, seed: int = 0) -> tuple[FlatModel, transformers.PreTrainedModel]:
@@ -54,7 +92,6 @@ def tiny_pair(kind: str, seed: int = 0) -> tuple[FlatModel, transformers.PreTrai
 
 
 # Models with layers that carry a state along a sequence: the name of the configuration's class, and its sizes.
-HEAD, MOE = {"head_dim": 8}, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FOUR = {**SIZE, "num_hidden_layers": 4, "num_key_value_heads": 4}
 LINEAR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4}
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -118,15 +155,20 @@ HYBRIDS = {
     ),
 }
 HYBRIDS = {name: made for name, made in HYBRIDS.items() if hasattr(transformers, made[0])}
+FAMILIES |= HYBRIDS
 
 
-def tiny_hybrid(name: str, seed: int = 0) -> transformers.PreTrainedModel:
+def spread(name: str, sizes: dict, seed: int = 0, **options: str) -> transformers.PreTrainedModel:
     """In eval mode, with weights that set its distributions apart from place to place."""
-    kind, sizes = HYBRIDS[name]
     torch.manual_seed(seed)
-    lm = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes)).eval()
+    config = getattr(transformers, name)(**sizes)
+    lm = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
-        for p in lm.parameters():
-            if p.dim() >= 2:
+        for name, p in lm.named_parameters():
+            if p.dim() >= 2 or "sinks" in name:
                 p.normal_(0, 0.2)
     return lm
+
+
+def tiny_family(kind: str, seed: int = 0, **options: str) -> transformers.PreTrainedModel:
+    return spread(*FAMILIES[kind], seed, **options)

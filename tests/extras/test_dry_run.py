@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from tests.conftest import run_script
-from tests.tiny import HYBRIDS, SIZE, V, tiny_hybrid
+from tests.tiny import HYBRIDS, SIZE, V, tiny_family
 
 GIB = 2**30
 UNEQUAL = [50, 12, 31, 30, 44, 12, 47]
@@ -130,7 +130,7 @@ def test_adapters_have_the_profiler_s_peak(kind, recompute):
 def test_recurrent_layers_have_the_profiler_s_peak(name):
     if name not in HYBRIDS:
         pytest.skip("this transformers does not know it")
-    model = wrap(tiny_hybrid(name)).train()
+    model = wrap(tiny_family(name)).train()
     assert estimated(model, UNEQUAL) == pytest.approx(measured(model, UNEQUAL), rel=0.1)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny import HYBRIDS, V, tiny_hybrid
+from tests.tiny import HYBRIDS, V, tiny_family
 
 CPU = torch.device("cpu")
 FAST = ("qwen3.5", "lfm2")
@@ -66,7 +66,7 @@ def assert_near(found, wanted, tolerance):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_flat_row_equals_each_sequence_alone(name):
-    lm = tiny_hybrid(name)
+    lm = tiny_family(name)
     model = wrap(copy.deepcopy(lm))
     assert not model.padded and model.hybrid.mixers
     batch = flat_batch(ROW, CPU)
@@ -84,7 +84,7 @@ def test_what_is_recomputed_belongs_to_its_own_row(name):
     """Between the two passes the model is called on another row, as a reference or another micro-batch does."""
     found = []
     for recomputed in (False, True):
-        model = wrap(tiny_hybrid(name)).train()
+        model = wrap(tiny_family(name)).train()
         if recomputed:
             enable_gradient_checkpointing(model)
         loss = model(flat_batch(ROW, CPU)).logps.sum()
@@ -99,11 +99,11 @@ def test_adapters_and_compiled_blocks_see_the_same_batches(monkeypatch):
     pytest.importorskip("peft")
     monkeypatch.setattr(hybrids, "_batch_by_batch", hybrids._batch_by_batch)  # put back, uncompiled, at the end
     batch = flat_batch(ROW, CPU)
-    model = wrap(tiny_hybrid("lfm2")).train()
+    model = wrap(tiny_family("lfm2")).train()
     wanted = model(batch).logps.detach()
     model = add_lora(CommonArgs(lora_r=2), model)
     torch.testing.assert_close(model(batch).logps.detach(), wanted, atol=1e-4, rtol=1e-4)
-    model = wrap(tiny_hybrid("lfm2")).train()
+    model = wrap(tiny_family("lfm2")).train()
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: calls.append(type(self).__name__))
     calls = []
     compile_layers(model)
@@ -113,7 +113,7 @@ def test_adapters_and_compiled_blocks_see_the_same_batches(monkeypatch):
 
 def test_sharded_mixers_are_called_once(monkeypatch):
     """ZeRO-3 gathers weights call by call."""
-    model = wrap(tiny_hybrid("lfm2"))
+    model = wrap(tiny_family("lfm2"))
     mixer, sizes = model.hybrid.mixers[0], []
     mixer.in_proj.register_forward_pre_hook(lambda module, args: sizes.append(tuple(args[0].shape[:2])))
     batch = flat_batch(ROW, CPU)

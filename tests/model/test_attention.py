@@ -14,15 +14,11 @@ from common.model.wrap import wrap
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from tests.tiny import TINY, V, tiny_lm
 
 CPU = torch.device("cpu")
-OTHERS = {
-    "bloom": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4),
-    "mamba": lambda: transformers.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4),
-}
+OTHERS = ("bloom", "mamba")
 
 
 def sequence(prompt, answer, **fields):
@@ -82,11 +78,7 @@ def alone(lm, examples, weights):
 @pytest.mark.parametrize("kind", [*TINY, *OTHERS])
 def test_a_shared_start_changes_nothing(kind, row):
     examples, T = ROWS[row]
-    if kind in OTHERS:
-        torch.manual_seed(0)
-        lm = transformers.AutoModelForCausalLM.from_config(OTHERS[kind]()).eval()
-    else:
-        lm = tiny_lm(kind)
+    lm = tiny_lm(kind)
     model = wrap(copy.deepcopy(lm))
     assert model.padded == (kind == "bloom")
     in_float64(model.lm), in_float64(lm)
@@ -152,28 +144,43 @@ def naive(q, k, v, scale, window, softcap, sinks):
     return torch.stack(outputs, 1)
 
 
+LENGTHS = [
+    [300, 280, 37],
+    [256, 256],
+    [257],
+    [640],
+    [641, 255],
+    [14, 3, 3],
+    [3, 3, 14],
+    [7],
+    [9, 8, 8, 2, 1],
+    [9, 9],
+    [12, 2],
+]
+
+
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("kind", ["softcap", "sinks"])
-@pytest.mark.parametrize("lengths", [(9, 9), (300, 40, 7), (12, 2)])
-def test_soft_capping_and_sinks_are_the_formulas(kind, window, lengths):
-    """Float64; sequences that are strips, one bucket, several buckets."""
-    draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("kind", ["plain", "softcap", "sinks"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_attention_of_a_row_is_the_formulas(kind, window, lengths):
+    """Sequences that are strips, one bucket, several buckets, in the order of the buckets and in another one."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     T = sum(lengths)
-    leaves = [draw(1, heads, T, 8).requires_grad_() for heads in (4, 2, 2)]
-    sinks = draw(4).requires_grad_() if kind == "sinks" else None
-    softcap, leaves = (1.5 if kind == "softcap" else None), leaves + ([sinks] if kind == "sinks" else [])
-    options = {"scaling": 0.7, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
-    row = plan_flat_row(lengths, CPU)
-    found = flat_attention(torch.nn.Module(), *leaves[:3], None, flat_row=row, **options)[0][0]
-    parts = zip(*(x[0].split(lengths, 1) for x in leaves[:3]), strict=True)
-    wanted = torch.cat([naive(*part, 0.7, window, softcap, sinks) for part in parts])
-    weights = draw(T, 4, 8)
-    torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
-    for a, b in zip(*(torch.autograd.grad((x * weights).sum(), leaves) for x in (found, wanted)), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
-    leaves, options["s_aux"] = [x.float() for x in leaves], None if sinks is None else sinks.float()
-    rounded = flat_attention(torch.nn.Module(), *leaves[:3], None, flat_row=plan_flat_row(lengths, CPU), **options)[0][0]
-    torch.testing.assert_close(rounded.double(), wanted, atol=2e-5, rtol=1e-4)
+    numbers = [draw(1, heads, T, 8) for heads in (4, 2, 2)] + [draw(4)] * (kind == "sinks")
+    weights, softcap = draw(T, 4, 8), 1.5 if kind == "softcap" else None
+    exact = [x.double().requires_grad_() for x in numbers]
+    parts = zip(*(x[0].split(lengths, 1) for x in exact[:3]), strict=True)
+    wanted = torch.cat([naive(*part, 8**-0.5, window, softcap, *(exact[3:] or [None])) for part in parts])
+    wanted_gradients = torch.autograd.grad((wanted * weights).sum(), exact)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        inputs = [x.to(dtype).requires_grad_() for x in numbers]
+        options = {"sliding_window": window, "softcap": softcap, "s_aux": inputs[3] if kind == "sinks" else None}
+        row = plan_flat_row(lengths, CPU)
+        found = flat_attention(torch.nn.Module(), *inputs[:3], None, flat_row=row, **options)[0][0]
+        torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+        gradients = torch.autograd.grad((found * weights).sum(), inputs)
+        for a, b in zip(gradients, wanted_gradients, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["softcap", "sinks"])
@@ -270,26 +277,3 @@ def test_varlen_and_buckets_agree_on_a_gpu(sharing, window, monkeypatch):
         results.append((out.float(), *torch.autograd.grad(out.float().square().sum(), inputs)))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
-
-
-# --- buckets and strips ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [[300, 280, 37], [256, 256], [257], [640], [641, 255], [14, 3, 3], [3, 3, 14], [7], [9, 8, 8, 2, 1]],
-    ids=str,
-)
-def test_buckets_and_strips_change_nothing(lengths):
-    """In the order of the buckets and in another one. Float32 against float64, with gradients."""
-    rng = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, h, sum(lengths), 8, generator=rng, requires_grad=True) for h in (4, 2, 2)]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    weights = torch.randn(sum(lengths), 4, 8, generator=rng)
-    out, _ = flat_attention(None, *inputs, None, flat_row=plan_flat_row(lengths, CPU))
-    parts = zip(*(x[0].split(lengths, 1) for x in exact), strict=True)
-    wanted = torch.cat([naive(*part, 8**-0.5, None, None, None) for part in parts])
-    torch.testing.assert_close(out[0].double(), wanted, atol=1e-5, rtol=1e-5)
-    gradients = torch.autograd.grad((out[0] * weights).sum(), inputs)
-    for found, expected in zip(gradients, torch.autograd.grad((wanted * weights).sum(), exact), strict=True):
-        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)

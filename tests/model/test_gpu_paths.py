@@ -1,9 +1,10 @@
-"""Paths of CUDA without CUDA: which kernel is asked for, what is said, and the model on a device without numbers.
+"""Paths for GPUs without one: which kernel is asked for, compiled blocks, and the model on a device without numbers.
 
 Kernels, captures and NCCL are for tests marked `gpu`.
 """
 
 from contextlib import nullcontext
+import shutil
 from types import SimpleNamespace
 
 from accelerate.utils import DistributedType
@@ -13,7 +14,6 @@ from common.extras.cuda_graph import completions_at_once
 from common.extras.mfu import peak_flops
 from common.extras.varlen import Ragged
 from common.model import attention
-from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap
 from common.run.nonfinite import MOST_SKIPPED, NonFinite
 from common.sampling.generate import FlatDecoder, generating
@@ -23,14 +23,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import transformers
 
-from tests.tiny import SIZE, V, tiny_lm
+from tests.conftest import assert_same, losses, run_script, torchrun
+from tests.run.test_health import STAGES
+from tests.scripts.test_equivalence import arguments
+from tests.tiny import V, tiny_lm
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-FAMILIES = {
-    "llama": lambda: transformers.LlamaConfig(**SIZE),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZE, head_dim=8, sliding_window=8),
-    "gpt-neox": lambda: transformers.GPTNeoXConfig(**{k: v for k, v in SIZE.items() if k != "num_key_value_heads"}),
-}
+FAMILIES = ("llama", "gemma3", "gpt-neox")
 
 
 @pytest.fixture
@@ -90,13 +89,6 @@ def test_a_gpu_samples_as_many_as_fit(free, tokens, wanted, monkeypatch):
     weight = SimpleNamespace(device=CUDA, dtype=torch.bfloat16)
     lm = SimpleNamespace(config=config, get_input_embeddings=lambda: SimpleNamespace(weight=weight))
     assert completions_at_once(lm, tokens) in wanted
-
-
-@pytest.mark.parametrize("gib, rows", [(16, 441), (80, 1413), (141, 1766)])
-def test_a_large_gpu_takes_more_logits_at_once(gib, rows, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
-    assert chunk_rows(CUDA, 151936) == rows
 
 
 def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
@@ -172,6 +164,49 @@ def test_weights_are_cast_once_while_sampling(frozen):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.lm.parameters() if p.requires_grad)
 
 
+# --- compiled blocks --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that a run has compiled, which run as they are."""
+    found, compile_module = [], torch.nn.Module.compile
+
+    def keep(graph, inputs):
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **words: compile_module(self, backend=keep, **words))
+    torch.compiler.reset()
+    yield found
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_blocks_are_compiled_once_for_all_windows(stage, graphs, launch):
+    """Windows differ in the number of their sequences, in their lengths and in what these share."""
+    words = [*STAGES[stage], "--max_steps", "8", "--save_steps", "0"]
+    plain = launch(stage, *words, output="plain")
+    assert not graphs
+    compiled = launch(stage, *words, "--torch_compile", output="compiled")
+    assert 1 <= len(graphs) <= 6  # of a block: attention is called between them
+    assert_same(losses(plain), losses(compiled), tolerance=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "grpo"])
+def test_two_processes_with_compiled_blocks_are_one_without(stage, launch, tmp_path):
+    """By the real compiler."""
+    whole = losses(launch(stage, *arguments(stage, 8, 1)))
+    command = torchrun()
+    command += [f"train_{stage}.py", *arguments(stage, 2, 2), "--torch_compile", "--output_dir", str(tmp_path / "two")]
+    run = run_script(command)
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert_same(whole, losses(tmp_path / "two"), tolerance=1e-4)
+
+
 # --- a device without numbers -----------------------------------------------------------------------------------------
 
 
@@ -197,7 +232,7 @@ def without_autocast(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_training_asks_the_device_for_nothing(family):
     """A value asked of a tensor without numbers is an error, and so is a tensor on another device."""
-    model = wrap(transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())).to("meta").train()
+    model = wrap(tiny_lm(family)).to("meta").train()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     batch = batch_of((12, 30, 7), "meta")
     out = model(batch, nll_weights=batch["loss_mask"] / 7)
@@ -210,7 +245,7 @@ def test_a_step_of_training_asks_the_device_for_nothing(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_sampling_asks_the_device_for_nothing(family):
     """So it can be a CUDA graph."""
-    model = wrap(transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())).to("meta")
+    model = wrap(tiny_lm(family)).to("meta")
     with generating(model) as lm:
         decoder = FlatDecoder(lm, [[3, 4, 5], [6, 7]], [0, 0, 1], 70, static=True)
         decoder.read_prompts()

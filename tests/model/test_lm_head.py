@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 import transformers
 
-from tests.model.test_model import CONFIGS, GROUPED, LENGTHS, PADDED, alone_in_float64, examples, make
-from tests.tiny import SSM
+from tests.model.test_model import LENGTHS, alone_in_float64, examples
+from tests.tiny import FAMILIES, LATENT, SIZE, SSM, spread
 
 CPU = torch.device("cpu")
 # Factors, caps and scales as released, where the defaults of transformers are 1 or none: config class, values.
@@ -29,8 +29,8 @@ SCALED = {
     "cohere2": ("Cohere2Config", {"logit_scale": 0.25, "head_dim": 8, "sliding_window": 5}),
     "deepseek-v3": (
         "DeepseekV3Config",
-        {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
-        | {"v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        {"num_key_value_heads": 4, **LATENT}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
         | {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
         | {"num_local_experts": 4, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
@@ -52,8 +52,7 @@ SCALED = {
     ),
     "minicpm3": (
         "MiniCPM3Config",
-        {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
-        | {"v_head_dim": 8, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 8},
+        {"num_key_value_heads": 4, **LATENT} | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 8},
     ),
     "nemotron": ("NemotronConfig", {"partial_rotary_factor": 0.5, "head_dim": 8}),
     "olmo": ("OlmoConfig", {"clip_qkv": 0.5}),
@@ -61,11 +60,8 @@ SCALED = {
     "vaultgemma": ("VaultGemmaConfig", {"head_dim": 8, "final_logit_softcapping": 3.0, "sliding_window": 5}),
     "yarn": ("Qwen2Config", {"rope_parameters": YARN | {"attention_factor": 1.2}}),
 }
-SCALED = {
-    name: lambda cls=cls, values=values: getattr(transformers, cls)(**GROUPED | values)
-    for name, (cls, values) in SCALED.items()
-    if hasattr(transformers, cls)
-}
+SCALED = {name: (cls, SIZE | values) for name, (cls, values) in SCALED.items() if hasattr(transformers, cls)}
+NAMES = "llama llama-tied qwen3 gpt2 mistral gemma3 mixtral gpt-oss mamba lfm2 bloom".split()
 CURVES = {
     "plain": {},
     "cohere": {"logit_scale": 0.3},
@@ -172,13 +168,13 @@ def test_results_are_those_of_full_logits(curve, bias, frozen, elements, rows, c
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "chunk"), [*((name, 7) for name in [*CONFIGS, *PADDED, *SCALED]), ("llama", 10**6)])
+@pytest.mark.parametrize(("name", "chunk"), [*((name, 7) for name in [*NAMES, *SCALED]), ("llama", 10**6)])
 def test_a_model_is_that_of_full_logits(name, chunk, chunks):
     chunks(chunk)
-    config = (CONFIGS | PADDED | SCALED)[name]
+    made = (FAMILIES | SCALED)[name]
     weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
-    models = [disable_dropout(wrap(make(config)).train()) for _ in range(2)]
-    assert models[0].padded == (name in (*PADDED, "nemotron"))
+    models = [disable_dropout(wrap(spread(*made)).train()) for _ in range(2)]
+    assert models[0].padded == (name in ("bloom", "nemotron"))
     batch = flat_batch(examples(), CPU)
     out = models[0](batch, temperature=0.7, nll_weights=weights)
     again = models[1](batch, temperature=0.7, entropy=True)
@@ -189,7 +185,7 @@ def test_a_model_is_that_of_full_logits(name, chunk, chunks):
     (2 * loss).backward()
     (-2 * (weights * again.logps).sum()).backward()
 
-    lm = make(config)
+    lm = spread(*made)
     parts = [alone_in_float64(lm, example, 0.7) for example in examples()]
     logps = torch.cat([nn.functional.pad(part[1:], (1, 0)) for part in parts])
     torch.testing.assert_close(again.logps.double(), logps.double(), atol=3e-4, rtol=1e-4)
@@ -431,7 +427,7 @@ def test_memory_does_not_grow_with_the_logits(way, frozen):
 
 def test_full_logits_and_masks_never_exist():
     V, T = 20_000, 4096
-    config = transformers.LlamaConfig(**GROUPED | {"vocab_size": V})
+    config = transformers.LlamaConfig(**SIZE | {"vocab_size": V})
     model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
     batch = flat_batch(examples((128,) * (T // 128)), CPU)
     with Peak() as counted:

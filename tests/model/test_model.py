@@ -14,50 +14,9 @@ import pytest
 import torch
 import transformers
 
-V = 512
-SMALL = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-GROUPED = SMALL | {"num_key_value_heads": 2}
-CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=False),
-    "llama-tied": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
-    "qwen3-tied": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
-    "gpt2-tied": lambda: transformers.GPT2Config(
-        vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
-    ),
-    "mistral-sliding-window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=5),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=5),
-    "granite-scaled-logits": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=3.0),
-    "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
-    "gemma2-soft-capping": lambda: transformers.Gemma2Config(
-        **GROUPED, head_dim=8, sliding_window=5, attn_implementation="eager"
-    ),
-    "gpt-oss-sinks": lambda: transformers.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4),
-    "mamba-state": lambda: transformers.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4),
-    "lfm2-convolution": lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
-}
-PADDED = {
-    "bloom-alibi": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4),
-}
-MASKED_ONLY = {
-    "phimoe": lambda: transformers.PhimoeConfig(
-        **GROUPED, sliding_window=5, num_local_experts=4, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
-    ),
-    "llama4": lambda: transformers.Llama4TextConfig(
-        **GROUPED, head_dim=8, intermediate_size_mlp=64, attention_chunk_size=5, num_local_experts=4, num_experts_per_tok=1
-    ),
-}
+from tests.tiny import FEW, HEAD, SIZE, V, spread, tiny_family, tiny_lm
+
 LENGTHS = (7, 40, 2, 13, 13, 64, 5, 30)
-
-
-def make(config, std=0.2) -> torch.nn.Module:
-    torch.manual_seed(0)
-    lm = transformers.AutoModelForCausalLM.from_config(config())
-    with torch.no_grad():  # larger weights than at initialisation: differences would not hide in near-uniform logits
-        for p in lm.parameters():
-            if p.dim() >= 2:
-                p.normal_(0, std)
-    return lm
 
 
 def examples(lengths=LENGTHS, seed=0):
@@ -78,10 +37,10 @@ def alone_in_float64(lm, example, temperature=1.0):
     return torch.cat([torch.zeros(1), chosen])
 
 
-@pytest.mark.parametrize("name", MASKED_ONLY)
+@pytest.mark.parametrize("name", ["phimoe", "llama4"])
 def test_a_window_in_a_mask_only_is_found(name):
     """A flat row has no mask: these go through padded batches, though the tokens of the check are fewer than the window."""
-    lm = make(MASKED_ONLY[name]).eval()
+    lm = tiny_family(name)
     model, batch = wrap(copy.deepcopy(lm)), flat_batch(examples(), torch.device("cpu"))
     assert model.padded
     with torch.no_grad():
@@ -95,7 +54,7 @@ def test_a_window_in_a_mask_only_is_found(name):
 def test_recomputation_changes_no_gradient():
     gradients, batch = [], flat_batch(examples(), torch.device("cpu"))
     for recompute in (False, True):
-        model = wrap(make(CONFIGS["llama"])).train()
+        model = wrap(tiny_lm("llama")).train()
         if recompute:
             enable_gradient_checkpointing(model)
         model(batch).logps.sum().backward()
@@ -115,19 +74,14 @@ def test_loaded_weights_are_aligned_as_new_ones():
 
 # --- what draws at random in training -------------------------------------------------------------------------------
 
-TINY_SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
-HEADS = {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
 RANDOM = {
-    "opt": lambda: transformers.OPTConfig(
-        **TINY_SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.3, attention_dropout=0.3, max_position_embeddings=64
+    "opt": ("OPTConfig", {**SIZE, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.3, "attention_dropout": 0.3}),
+    "seed-oss": ("SeedOssConfig", {**SIZE, **HEAD, "attention_dropout": 0.3, "residual_dropout": 0.3}),
+    "phimoe": (
+        "PhimoeConfig",
+        {**SIZE, "num_local_experts": 4, "num_experts_per_tok": 2, "input_jitter_noise": 0.3, "router_jitter_noise": 0.3},
     ),
-    "seed-oss": lambda: transformers.SeedOssConfig(
-        **TINY_SIZES, **HEADS, head_dim=8, attention_dropout=0.3, residual_dropout=0.3
-    ),
-    "phimoe": lambda: transformers.PhimoeConfig(
-        **TINY_SIZES, **HEADS, num_local_experts=4, num_experts_per_tok=2, input_jitter_noise=0.3, router_jitter_noise=0.3
-    ),
-    "bloom": lambda: transformers.BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.3),
+    "bloom": ("BloomConfig", {**FEW, "hidden_dropout": 0.3}),
 }
 
 
@@ -135,8 +89,7 @@ RANDOM = {
 @pytest.mark.parametrize("name", RANDOM)
 def test_nothing_is_random_once_dropout_is_disabled(name, recomputed):
     """In training mode: dropout as a module, as a call, with a rate from the config, and the random routing of experts."""
-    torch.manual_seed(0)
-    model = wrap(transformers.AutoModelForCausalLM.from_config(RANDOM[name]()))
+    model = wrap(spread(*RANDOM[name]))
     batch = flat_batch(examples(), torch.device("cpu"))
     if recomputed:
         enable_gradient_checkpointing(model)
@@ -147,14 +100,14 @@ def test_nothing_is_random_once_dropout_is_disabled(name, recomputed):
     found = model(batch).logps
     assert model.training and torch.equal(found.detach(), wanted)
     found.sum().backward()
-    rates = {n: v for n, v in RANDOM[name]().to_dict().items() if "drop" in n and isinstance(v, float)}
+    rates = {n: rate for n, rate in RANDOM[name][1].items() if "drop" in n}
     assert {n: getattr(model.config, n) for n in rates} == rates  # what is saved stays
 
 
 def test_a_generation_config_never_stops_a_save(tmp_path):
     """What transformers reads, and would not write again, goes, but for the tokens."""
     base, tokenizer = tmp_path / "base", transformers.AutoTokenizer.from_pretrained("data/base_model")
-    make(CONFIGS["llama"]).to(torch.bfloat16).save_pretrained(base)
+    tiny_lm("llama").to(torch.bfloat16).save_pretrained(base)
     for settings, kept in (
         ({"top_k": 20}, False),
         ({"early_stopping": True}, False),
@@ -169,5 +122,5 @@ def test_a_generation_config_never_stops_a_save(tmp_path):
         assert saved["eos_token_id"] == 2 and (settings.items() <= saved.items()) == kept
     assert load_pretrained(CommonArgs(dtype="bfloat16"), base).lm.dtype == torch.bfloat16
     assert load_pretrained(CommonArgs(dtype="auto"), base).lm.dtype == torch.bfloat16
-    make(CONFIGS["llama"]).half().save_pretrained(base)
+    tiny_lm("llama").half().save_pretrained(base)
     assert load_pretrained(CommonArgs(dtype="auto"), base).lm.dtype == torch.float32  # float16 gradients would vanish

@@ -3,7 +3,6 @@
 import shutil
 from types import SimpleNamespace
 
-from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.examples import Examples, TokenFile
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import train_metrics
+from tests.data.rows import alone
 from tests.run.test_health import STAGES
 from tests.tiny import tiny_pair
 
@@ -45,11 +45,7 @@ def scored(pairs, accelerator, folder, batch_size=2, model=None):
 
 @pytest.fixture
 def accelerator():
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    return Accelerator(cpu=True)
+    return alone()
 
 
 def test_scores_are_those_of_each_answer_alone(pairs, accelerator, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tests.conftest import demo
-from tests.tiny import V, tiny_hybrid
+from tests.tiny import V, tiny_family
 
 SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHORT = ["--max_steps", "1", "--eval_steps", "0", "--per_device_train_batch_size", "2"]
@@ -45,7 +45,7 @@ def base(tmp_path):
 
 def test_adapters_on_shared_weights_are_not_merged(base, launch):
     pytest.importorskip("peft")
-    config = tiny_hybrid("zamba2").config
+    config = tiny_family("zamba2").config
     config.vocab_size = 1024
     with pytest.raises(UserError, match="share their weights, with adapters of their own"):
         launch(*base(config), "--use_peft", "--merge_lora")

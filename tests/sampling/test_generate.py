@@ -21,7 +21,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import HYBRIDS, SIZE, TINY, V, tiny_hybrid, tiny_pair
+from tests.tiny import FAMILIES, HYBRIDS, TINY, V, tiny_config, tiny_family, tiny_pair
 
 LENGTHS = [5, 1, 9, 3, 9, 2, 14, 6]
 PROMPTS = [np.random.default_rng(i).integers(2, V, n).tolist() for i, n in enumerate(LENGTHS)]
@@ -230,42 +230,16 @@ def test_any_prompt_lengths_and_a_growing_cache(pair, monkeypatch, static, lengt
     assert_as_trained(model, prompts, found, 2.0)
 
 
-PLAIN = {"vocab_size": V, "hidden_size": 32, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.3}
-WINDOW = SIZE | {"head_dim": 8, "sliding_window": 6}
-UNUSUAL = {
-    # Scores that soft-capping changes, and sinks that take a share.
-    "gemma2": lambda: transformers.Gemma2Config(**WINDOW, query_pre_attn_scalar=4, attn_logit_softcapping=1.5),
-    "gpt_oss": lambda: transformers.GptOssConfig(**WINDOW, num_local_experts=4, num_experts_per_tok=2),
-    "bloom": lambda: transformers.BloomConfig(**PLAIN, n_layer=2, n_head=4),
-    "falcon": lambda: transformers.FalconConfig(**PLAIN, num_hidden_layers=2, num_attention_heads=4, alibi=True),
-    # Its layers choose four of the tokens before: among those of one prompt, sampled by itself.
-    "deepseek_v32": lambda: transformers.DeepseekV32Config(
-        **SIZE | {"num_key_value_heads": 4},
-        **LATENT,
-        index_topk=4,
-        index_n_heads=16,
-        index_head_dim=8,
-        first_k_dense_replace=2,
-    ),
-}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-
-
 @pytest.mark.parametrize(
-    "kind", ["gemma2", "gpt_oss", "bloom", *(pytest.param(k, marks=pytest.mark.slow) for k in ("falcon", "deepseek_v32"))]
+    "kind", ["gemma2", "gpt-oss", "bloom", *(pytest.param(k, marks=pytest.mark.slow) for k in ("falcon", "deepseek-v32"))]
 )
 def test_unusual_attention_samples_as_transformers_does(kind):
     """Soft-capping and sinks over our cache; where attention cannot be replaced, over transformers' own."""
-    if kind == "deepseek_v32" and not hasattr(transformers, "DeepseekV32Config"):
+    if not hasattr(transformers, FAMILIES[kind][0]):
         pytest.skip("transformers does not have it")
-    torch.manual_seed(0)
-    lm = transformers.AutoModelForCausalLM.from_config(UNUSUAL[kind](), attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, p in lm.named_parameters():
-            if "sinks" in name:
-                p.normal_(0, 1)
+    lm = tiny_family(kind, attn_implementation="eager")
     model = wrap(copy.deepcopy(lm))
-    assert model.padded == (kind not in ("gemma2", "gpt_oss"))
+    assert model.padded == (kind not in ("gemma2", "gpt-oss"))
     stop_ids = [theirs(lm, PROMPTS[0], [])[3]]
     assert_as_transformers(model, lm, PROMPTS, stop_ids)
     assert_same_in_any_batch(model, PROMPTS, KEYS, stop_ids)
@@ -279,7 +253,7 @@ FAST, OWN_CACHE = ("qwen3.5", "lfm2", "mamba"), ("minimax", "recurrent-gemma")
 )
 def test_hybrids_sample_as_transformers_does(name):
     """Prompts of one token, of unequal lengths, one of them twice; completions of unequal lengths."""
-    lm = tiny_hybrid(name)
+    lm = tiny_family(name)
     model = wrap(copy.deepcopy(lm)).train()
     prompts, keys = (PROMPTS[:5], KEYS[:5]) if name in FAST else (PROMPTS, KEYS)
     stop_ids = [theirs(lm, PROMPTS[0], [])[3]]
@@ -291,7 +265,7 @@ def test_hybrids_sample_as_transformers_does(name):
 @pytest.mark.parametrize("name", [name for name in ("nemotron-h", "zamba2") if name in HYBRIDS])
 def test_time_steps_are_limited_as_in_training(name):
     """transformers forgets it where a layer reads one token after its state: its cache is another model."""
-    lm = tiny_hybrid(name)
+    lm = tiny_family(name)
     for module in lm.modules():
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = (0.7, 0.9)
@@ -318,7 +292,7 @@ def test_in_bfloat16_log_probabilities_are_near(autocast):
 def test_growing_rotary_tables_do_not_stop_training():
     """Dynamic NTK scaling makes new frequencies beyond the length that the model knows; sampling makes no gradients."""
     torch.manual_seed(0)
-    config = TINY["llama"]()
+    config = tiny_config("llama")
     config.max_position_embeddings = 16
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()

@@ -13,7 +13,7 @@ from experiments.classifier import score_head
 from experiments.scored import up_to_the_score
 from tests.conftest import read_metrics, train_metrics
 from tests.scripts.one_step import HELD_OUT_PAIRS, PAIRS, PLAIN, exact, make_model, pair_rows, tokenizer, write_rows
-from tests.tiny import tiny_hybrid, tiny_lm
+from tests.tiny import tiny_family, tiny_lm
 
 ROWS = [row | {"margin": m} for row, m in zip(pair_rows(PAIRS), (0.5, None, 2, 0.0), strict=True)]
 HELD_OUT = [row | {"margin": m} for row, m in zip(pair_rows(HELD_OUT_PAIRS), (1.0, None, 0.5), strict=True)]
@@ -125,4 +125,4 @@ def test_the_last_token_without_padding_is_scored():
 def test_a_model_without_classifier_is_refused():
     assert score_head(FlatModel(tiny_lm("llama"))).weight.shape == (1, 32)
     with pytest.raises(UserError, match="no AutoModelForSequenceClassification for a mamba"):
-        score_head(FlatModel(tiny_hybrid("mamba")))
+        score_head(FlatModel(tiny_family("mamba")))
