@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, ParallelismConfig
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from common.errors import UserError
 from common.run.launch import check_shared_disk, refuse_launch
 import pytest
@@ -17,37 +16,19 @@ import yaml
 from tests.conftest import ROOT, free_port, run_script
 
 FOLDER = ROOT / "accelerate_configs"
+PARTS = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config")
 FILES = sorted(FOLDER.glob("*.yaml"))
-
-
-def launched(path, *words):
-    """(arguments of the launcher, the environment of the processes) for a config file."""
-    parser = launch_command_parser()
-    command = ["--config_file", str(path), *words, "train_sft.py"]
-    args, _, _ = _validate_launch_command(parser.parse_args(command))
-    if args.use_deepspeed:
-        args.deepspeed_fields_from_accelerate_config = ""
-        return args, prepare_deepspeed_cmd_env(args)[1]
-    if args.use_fsdp or args.multi_gpu:
-        return args, prepare_multi_gpu_env(args)
-    return args, prepare_simple_launcher_cmd_env(args)[1]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_key_of_a_config_is_one_that_the_launcher_reads(path):
     """Unknown keys of a part are taken in silence."""
-    known = vars(launch_command_parser().parse_args(["train_sft.py"])).keys()
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train_sft.py"]))
     settings = yaml.safe_load(path.read_text())
-    args, env = launched(path)
-    for name, part in settings.items():
+    for part in [settings, *settings.values()]:
         for key, value in part.items() if isinstance(part, dict) else []:
-            assert key in known, f"{name}: {key}"
-            assert getattr(args, key) == value
-    assert args.num_processes == settings["num_processes"] and args.num_machines == settings["num_machines"]
-    assert env["ACCELERATE_MIXED_PRECISION"] == settings["mixed_precision"]
-    assert args.use_cpu == settings.get("use_cpu", False) == ("cpu" in path.stem)
-    if settings["num_machines"] > 1:
-        assert (args.machine_rank, args.main_process_port, args.rdzv_backend) == (0, 29500, "static")
+            assert key in PARTS or getattr(args, key) == value, key
+    assert args.use_cpu == ("cpu" in path.stem)
 
 
 def started(**settings):
@@ -56,27 +37,20 @@ def started(**settings):
     return SimpleNamespace(**(plain | {"device": torch.device("cpu")} | settings))
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    """Accelerate gives process i the GPU i modulo their number, and NCCL says `Duplicate GPU detected`, minutes later."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for local in ("1", "2"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        refuse_launch(started(device=torch.device("cuda")))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    refuse_launch(started())
-    with pytest.raises(UserError, match="2 GPUs.*--num_processes 2"):
-        refuse_launch(started(device=torch.device("cuda")))
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)}, "tp_size"),
         ({"distributed_type": DistributedType.FSDP, "is_fsdp2": False}, "fsdp_version: 2"),
         ({"mixed_precision": "fp17"}, "fp17"),
+        # Accelerate gives process i the GPU i modulo their number, and NCCL says `Duplicate GPU detected`, minutes later.
+        ({"device": torch.device("cuda")}, "2 GPUs.*--num_processes 2"),
     ],
 )
-def test_what_runs_as_something_else_is_refused(settings, named):
+def test_what_runs_as_something_else_is_refused(settings, named, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    refuse_launch(started())
     with pytest.raises(UserError, match=named):
         refuse_launch(started(**settings))
 

@@ -6,13 +6,12 @@ otherwise), and the LM head runs in chunks.
 """
 
 import importlib.util
-import shutil
 
 import pytest
-import torch
 
-from tests.conftest import ROOT, read_metrics, run_script, torchrun
-from tests.run.test_fsdp import COMMON, STAGES, assert_same_run, weights
+from tests.conftest import read_metrics, run_script, torchrun
+from tests.run.test_fsdp import STAGES, assert_goes_on, assert_same_run
+from tests.run.test_fsdp import words as words  # a fixture
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,15 +46,7 @@ sys.argv[1:] = sys.argv[4:]
 exec(os.environ.get("FIRST", ""))
 launch(script.main, script.Args, f"data/configs/{stage}.yaml")
 """
-SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2 --learning_rate 1e-4"  # another rate at every step
-
-
-@pytest.fixture
-def arguments(tmp_path):
-    """arguments(stage): of one stage, with a single prompt to complete, so that the second process has none."""
-    prompt = (ROOT / "data/prompts/chat_validation.jsonl").read_text().splitlines()[0]
-    (tmp_path / "prompt.jsonl").write_text(prompt + "\n")
-    return lambda stage: [*f"{STAGES[stage]} {COMMON} {SCHEDULE} --eval_prompts {tmp_path}/prompt.jsonl".split()]
+SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2 --learning_rate 1e-4".split()  # another rate at every step
 
 
 @pytest.fixture
@@ -79,21 +70,14 @@ def sharded(tmp_path, token_cache):
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, zero, launch, sharded, arguments):
-    one = launch(stage, *arguments(stage), "--per_device_train_batch_size", "8", output="one")
-    two = sharded(stage, zero, *arguments(stage))
+def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, zero, launch, sharded, words):
+    one = launch(stage, *words(stage), *SCHEDULE, "--per_device_train_batch_size", "8", output="one")
+    two = sharded(stage, zero, *words(stage), *SCHEDULE)
     assert_same_run(one, two)
     rates = [[row["learning_rate"] for row in read_metrics(run) if "loss" in row] for run in (one, two)]
     assert rates[0] == rates[1] and len(set(rates[0])) > 1
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(zero, sharded, arguments, tmp_path):
-    whole = sharded("sft", zero, *arguments("sft"))
-    shutil.copytree(whole, tmp_path / "again")
-    for name in ("summary.json", "model.safetensors"):
-        (tmp_path / "again" / name).unlink()
-    again = sharded("sft", zero, *arguments("sft"), output="again")
-    assert read_metrics(whole) == read_metrics(again)
-    ours, theirs = weights(whole)[0], weights(again)[0]
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(zero, sharded, words):
+    assert_goes_on(sharded, "sft", zero, *words("sft"), *SCHEDULE)

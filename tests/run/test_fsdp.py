@@ -44,18 +44,20 @@ def words(tmp_path):
 @pytest.fixture
 def sharded(tmp_path, token_cache):
     """sharded(stage, *arguments): train_<stage>.py under FSDP2, two micro-batches on each process, of two conversations; or
-    under HSDP, two copies on two processes each, of one."""
+    under HSDP, two copies on two processes each, of one. first: code that is run before; it may kill, and then `died` is to
+    be True."""
 
-    def launch(stage, *argv, output="sharded", mixed_precision="no", first="", config="fsdp2"):
+    def launch(
+        stage, *argv, output="sharded", mixed_precision="no", first="", config="fsdp2", processes=0, died=False, **environ
+    ):
         launcher = tmp_path / "launcher.py"
         launcher.write_text(LAUNCHER)
-        processes = 4 if config == "hsdp" else 2
-        command = torchrun(processes)
-        command += [str(launcher), stage, mixed_precision, *argv, "--output_dir", str(tmp_path / output)]
+        processes = processes or (4 if config == "hsdp" else 2)
+        command = [*torchrun(processes), str(launcher), stage, mixed_precision, *argv]
         command += ["--per_device_train_batch_size", str(4 // processes), "--gradient_accumulation_steps", "2"]
-        command += ["--dataset_cache_dir", str(token_cache)]
-        run = run_script(command, timeout=100 * processes // 2, FIRST=first, CONFIG=config)
-        assert run.returncode == 0, run.stderr[-6000:]
+        command += ["--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache)]
+        run = run_script(command, timeout=240, FIRST=first, CONFIG=config, **environ)
+        assert (run.returncode != 0) == died, run.stderr[-6000:]
         return tmp_path / output
 
     return launch
@@ -119,16 +121,23 @@ def test_a_reward_model_is_that_of_one_process(launch, sharded):
     assert all(torch.allclose(a[name], b[name], rtol=0, atol=1e-5) for name in a)
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "hsdp"])
-def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(config, sharded, words, tmp_path):
-    whole = sharded("sft", *words("sft"), config=config)
-    shutil.copytree(whole, tmp_path / "again")
+def assert_goes_on(train, *words, **options):
+    """A run that was stopped after its checkpoint of step 2 is in the end the one that was not."""
+    whole = train(*words, **options)
+    again = whole.parent / "again"
+    shutil.copytree(whole, again)
     for name in ("summary.json", "model.safetensors"):
-        (tmp_path / "again" / name).unlink()
-    again = sharded("sft", *words("sft"), output="again", config=config)
+        (again / name).unlink()
+    train(*words, output="again", **options)
     assert read_metrics(whole) == read_metrics(again)
     ours, theirs = weights(whole)[0], weights(again)[0]
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("stage", "config"), [("sft", "fsdp2"), ("ema", "fsdp2"), ("sft", "hsdp")])
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(stage, config, sharded, words):
+    """ema has a sharded average by run.keep."""
+    assert_goes_on(sharded, stage, *words(stage), config=config)
 
 
 def test_log_probabilities_and_gradients_are_not_rounded_with_bf16(launch, sharded, words):
@@ -161,7 +170,6 @@ def assert_same_untied_model(one, other):
     assert not torch.equal(models[0].lm_head.weight, models[0].model.embed_tokens.weight)
 
 
-@pytest.mark.slow
 def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, words, untied):
     argv = [*words("sft"), "--model_name_or_path", str(untied)]
     one, two = launch("sft", *argv, "--per_device_train_batch_size", "8", output="one"), sharded("sft", *argv)
@@ -170,7 +178,6 @@ def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, words, un
         assert_same_untied_model(one / folder, two / folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("merge", [False, True])
 def test_lora_adapters_are_those_of_one_process(merge, launch, sharded, words):
     lora = ["--use_peft", "--lora_r", "4", "--merge_lora", str(merge)]
@@ -185,7 +192,6 @@ def test_lora_adapters_are_those_of_one_process(merge, launch, sharded, words):
         assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], atol=1e-5) for name in a)
 
 
-@pytest.mark.slow
 def test_muon_turns_whole_matrices_and_no_shards_of_them(launch, sharded, words):
     """Its products are in bfloat16, and in another order: a few percent of an update (of shards it would be half of it)."""
     argv = [*words("sft"), "--optim", "muon", "--learning_rate", "1e-3"]

@@ -78,14 +78,3 @@ def test_each_source_has_its_own_evaluation_loss_beside_the_weighted_mean(stage,
     # At the first step all preference losses are ln 2.
     assert row["eval_loss"] == pytest.approx(np.average(own, weights=[3, 1]), rel=1e-6)
     assert own[0] != own[1] or stage == "dpo"
-
-
-def test_without_weights_the_evaluation_loss_is_that_of_all_trained_tokens(launch, tmp_path):
-    one, two = (write_chats(tmp_path / f"{name}.jsonl", CHATS[i : i + 1]) for i, name in enumerate(("one", "two")))
-    words = [*STAGES["sft"], "--eval_dataset_name", one, two, "--max_steps", "1", "--eval_steps", "1"]
-    both = next(row for row in read_metrics(launch("sft", *words)) if "eval_loss" in row)
-    joined = write_chats(tmp_path / "joined.jsonl", CHATS[:2])
-    words[words.index(one) : words.index(two) + 1] = [joined]
-    alone = next(row for row in read_metrics(launch("sft", *words, output="joined")) if "eval_loss" in row)
-    assert both["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-6)
-    assert both["eval_one_loss"] != both["eval_two_loss"] and "eval_joined_loss" not in alone

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import torch
 
 from tests.conftest import EXPERIMENTS, ROOT, demo, read_metrics, teacher, train_metrics, words_of
+from tests.scripts.one_step import make_model
 
 COMMON = "--logging_steps 1 --eval_steps 4 --save_steps 3 --max_steps 8 --model_name_or_path data/base_model".split()
 COMMON += ["--eval_prompts", "data/prompts/chat_validation.jsonl", "--max_eval_samples", "8", "--eval_max_new_tokens", "4"]
@@ -61,7 +62,7 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-SHORT = ("pretrain", "sft", "sft streamed", "dpo")
+SHORT = ("pretrain", "sft", "sft streamed", "dpo", "ema")
 
 
 @pytest.mark.parametrize("stage", [s if s in SHORT else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
@@ -81,15 +82,8 @@ def test_resumed_runs_equal_uninterrupted_ones(stage, launch, monkeypatch):
 
 
 def test_an_evaluation_changes_no_dropout(launch, tmp_path):
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
-
-    model, folder = (
-        GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=256)),
-        tmp_path / "m",
-    )
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained("data/base_model").save_pretrained(folder)
-    words = [*STAGES["sft"], *COMMON, "--model_name_or_path", folder, "--max_steps", "4", "--eval_steps"]
+    model = make_model(tmp_path / "model", "gpt2")
+    words = [*STAGES["sft"], *COMMON, "--model_name_or_path", model, "--max_steps", "4", "--eval_steps"]
     plain, evaluated = (train_metrics(launch("sft", *words, every, output=every)) for every in ("0", "2"))
     assert [row["loss"] for row in plain] == [row["loss"] for row in evaluated]
 

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import format_utils as dcp
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import read_metrics, run_script, torchrun
-from tests.run.fsdp import LAUNCHER
-from tests.run.test_fsdp import words as words  # a fixture
+from tests.conftest import read_metrics
+from tests.run.test_fsdp import sharded as sharded  # fixtures
+from tests.run.test_fsdp import words as words
 
 pytestmark = pytest.mark.slow
 
@@ -56,22 +56,9 @@ KILLS += ["0 os rename before", "0 os rename after", "0 common.run.checkpoint pr
 
 
 @pytest.fixture
-def run(tmp_path, token_cache):
-    """run(processes, stage, *arguments): train_<stage>.py under FSDP2; returns its output folder. first: code that is run
-    before; it may kill, and then `died` is to be True."""
-
-    def launch(processes, stage, *argv, output="out", first=SHARDED, died=False, **environ):
-        launcher = tmp_path / "launcher.py"
-        launcher.write_text(LAUNCHER)
-        command = torchrun(processes)
-        command += [str(launcher), stage, "no"]
-        command += [*argv, "--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache)]
-        command += ["--per_device_train_batch_size", str(4 // processes), "--gradient_accumulation_steps", "2"]
-        found = run_script(command, timeout=240, FIRST=first, **environ)
-        assert (found.returncode != 0) == died, found.stderr[-6000:]
-        return tmp_path / output
-
-    return launch
+def run(sharded):
+    """run(processes, stage, *arguments): `sharded`, with sharded checkpoints."""
+    return lambda processes, *words, first=SHARDED, **how: sharded(*words, processes=processes, first=first, **how)
 
 
 def rewound(whole, again, keep=2):
