@@ -59,8 +59,8 @@ class Device:
     def set_mode(self, mode):
         self.mode = mode
 
-    def watched(self, step):
-        """The step, which a captured graph can run again."""
+    def graph(self, step):
+        """Of the step, which a captured graph can run again."""
 
         def run(tokens):
             logits = step(tokens)
@@ -68,7 +68,7 @@ class Device:
                 self.capturing.run = lambda: logits.copy_(step(tokens))
             return logits
 
-        return run
+        return StepGraph(run)
 
 
 @pytest.fixture
@@ -76,17 +76,17 @@ def device(monkeypatch):
     return Device(monkeypatch)
 
 
-def logits_of_steps(device=None, hook=None) -> list[torch.Tensor]:
-    """Of each step; a completion leaves after the 30th. device: with graphs. hook: before the second layer's MLP."""
-    model = wrap(tiny_lm("llama"))
+def logits_of_steps(graph=None, hook=None, steps=STEPS, where="cpu") -> list[torch.Tensor]:
+    """Of each step; a completion leaves after the 30th. graph: makes one of a step. hook: before the second layer's MLP."""
+    model = wrap(tiny_lm("llama")).to(where)
     found = []
     with generating(model) as lm:
         decoder = FlatDecoder(lm, PROMPTS, OWNER, 256, static=True)
-        decoder.graph = StepGraph(device.watched(decoder._next)) if device else None
-        found.append(decoder.read_prompts())
+        decoder.graph = graph(decoder._next) if graph else None
+        found.append(decoder.read_prompts().clone())
         handle = hook and lm.model.layers[1].mlp.register_forward_pre_hook(hook)
-        for t in range(STEPS):
-            tokens = torch.tensor([10, 20, 30, 40])[: 4 if t < 30 else 3] + t % 9
+        for t in range(steps):
+            tokens = torch.tensor([10, 20, 30, 40], device=where)[: 4 if t < 30 else 3] + t % 9
             if t == 30:
                 decoder.keep(np.array([True, False, True, True]))
             found.append(decoder.next_logits(tokens).clone())
@@ -100,14 +100,14 @@ def eager():
     return logits_of_steps()
 
 
-def assert_same(found, wanted):
+def assert_same(found, wanted, **tolerance):
     for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, **tolerance)
 
 
 def test_a_graph_is_captured_once_per_shape(device, eager):
     """Four shapes: at the start, after a completion has left, and as the cache grows to 128 and 256 tokens."""
-    assert_same(logits_of_steps(device), eager)
+    assert_same(logits_of_steps(device.graph), eager)
     assert (device.captured, device.replayed) == (4, STEPS - 4) and device.mode == 0
 
 
@@ -119,7 +119,7 @@ def test_a_failed_capture_leaves_sampling_right(error, device, eager, capsys):
         if device.capturing:
             raise (torch.OutOfMemoryError if "memory" in error else RuntimeError)(error)
 
-    assert_same(logits_of_steps(device, die), eager)
+    assert_same(logits_of_steps(device.graph, die), eager)
     # Without memory the next size is tried again; any other error is the step's own.
     assert device.captured == (4 if "memory" in error else 1) and not device.capturing
     assert "sampling: no CUDA graph" in capsys.readouterr().out
@@ -132,36 +132,19 @@ def test_a_step_that_waits_is_never_captured(device, eager):
         if device.mode == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
 
-    assert_same(logits_of_steps(device, ask), eager)
+    assert_same(logits_of_steps(device.graph, ask), eager)
     assert device.captured == 0 and device.mode == 0
 
 
 # --- with a GPU -----------------------------------------------------------------------------------------------------
 
 
-def on_gpu(with_graph: bool, steps: int = 130, hook=None) -> list[torch.Tensor]:
-    """Logits of many steps, rows leaving at some, in float32."""
-    model = wrap(tiny_lm("llama")).to("cuda")
-    found, rows = [], np.arange(4)
-    with generating(model) as lm:
-        decoder = FlatDecoder(lm, PROMPTS, OWNER, steps + 1)
-        decoder.graph = decoder.graph if with_graph else None
-        found.append(decoder.read_prompts().clone())
-        handle = hook and lm.model.layers[1].mlp.register_forward_pre_hook(hook)
-        for t in range(steps):
-            if t in (40, 90):
-                keep = np.arange(len(rows)) != 1
-                rows = rows[decoder.keep(keep).cpu().numpy()]
-            tokens = torch.tensor([3 + (7 * t + 5 * int(row)) % 50 for row in rows], device="cuda")
-            found.append(decoder.next_logits(tokens).clone())
-        if handle:
-            handle.remove()
-    return found
+ON_GPU = {"atol": 1e-4, "rtol": 1e-4}
 
 
 @pytest.mark.gpu
 def test_graphs_give_the_steps_logits_on_a_gpu(monkeypatch):
-    """Captured for each of five shapes, replayed otherwise."""
+    """Captured for each of four shapes, replayed otherwise."""
     counts = {"capture_begin": 0, "replay": 0}
 
     class Counted(torch.cuda.CUDAGraph):
@@ -174,9 +157,8 @@ def test_graphs_give_the_steps_logits_on_a_gpu(monkeypatch):
             super().replay()
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Counted)
-    for one, other in zip(on_gpu(True), on_gpu(False), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-    assert counts == {"capture_begin": 5, "replay": 125}
+    assert_same(logits_of_steps(StepGraph, where="cuda"), logits_of_steps(where="cuda"), **ON_GPU)
+    assert counts == {"capture_begin": 4, "replay": STEPS - 4}
 
 
 @pytest.mark.gpu
@@ -185,7 +167,7 @@ def test_on_a_gpu_a_failed_capture_is_harmless():
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("no")
 
-    for one, other in zip(on_gpu(True, 20, ask), on_gpu(False, 20), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    few = {"steps": 20, "where": "cuda"}
+    assert_same(logits_of_steps(StepGraph, ask, **few), logits_of_steps(**few), **ON_GPU)
     torch.cuda.empty_cache()
     torch.ones(8, device="cuda").sum().item()

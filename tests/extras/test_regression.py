@@ -2,11 +2,6 @@
 
 import itertools
 import json
-import os
-import re
-import shlex
-import shutil
-import subprocess
 import sys
 
 from accelerate import Accelerator
@@ -15,11 +10,12 @@ from common.errors import UserError
 from common.evaluate import Completed
 from common.extras import regression as suites
 from common.extras.regression import ALL, CHECKS, Case, Regression, Suite, compare, outcome
+from common.run.metrics import Metrics
 import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import ROOT, demo, read_metrics, run_script
+from tests.conftest import demo, events_of, read_metrics, run_script
 from tests.run.test_resume import Stop, stop_after_save
 from tools import regression as gate
 
@@ -137,41 +133,29 @@ def test_turned_cases_are_those_that_stayed_the_same():
     assert compare(then, now["cases"])["first"].p == 1 / 2**5
 
 
-class Told:
-    """What a run's Metrics is given."""
-
-    def __init__(self):
-        self.events, self.rows, self.values = [], [], []
-
-    def event(self, kind, step, text):
-        self.events.append((kind, step, text))
-
-    def append(self, file, rows):
-        self.rows += rows
-
-    def log_eval(self, step, values, samples, show):
-        self.values.append(values)
-
-
 def test_a_fall_is_told_once(tmp_path, capsys):
     """Eight cases pass, then fail twice, then pass; each time by a part that knows a checkpoint alone."""
-    args = CommonArgs(regression_suite=write(tmp_path / "suite.jsonl", GOOD))
-    told, state = Told(), {}
+    args = CommonArgs(output_dir=str(tmp_path), regression_suite=write(tmp_path / "suite.jsonl", GOOD))
+    accelerator, state = Accelerator(cpu=True), {}
     for step, good in ((0, True), (2, False), (4, False), (6, True)):
-        part = Regression(args, Accelerator(cpu=True))
+        part = Regression(args, accelerator)
         part.restore(0, state)
         part.tokenizer, part.suite.run = None, lambda *_, good=good: outcome_of([good] * 8)
-        assert part.run(None, step, told) == {f"eval_regression/{name}": float(good) for name in ("all", "first", "last")}
+        found = part.run(None, step, Metrics(accelerator, args))
+        assert found == {f"eval_regression/{name}": float(good) for name in ("all", "first", "last")}
         state = json.loads(json.dumps(part.state(0)))
-    assert told.events == [
-        ("regression", 2, "all has fallen since step 0, to 0 of 8 (p = 0.0039)"),
-        ("regression", 2, "first has fallen since step 0, to 0 of 6 (p = 0.016)"),
+    told = [(event["step"], event["text"]) for event in events_of(tmp_path, "regression")]
+    assert told == [
+        (2, "all has fallen since step 0, to 0 of 8 (p = 0.0039)"),
+        (2, "first has fallen since step 0, to 0 of 6 (p = 0.016)"),
     ]
     assert "fell since step 0: c0, c1" in capsys.readouterr().out
-    assert [len(row["turned"]["since_last"]["fell"]) for row in told.rows[1:]] == [8, 0, 0]
-    assert [len(row["turned"]["since_base"]["fell"]) for row in told.rows[1:]] == [8, 8, 0]
-    assert [len(row["turned"]["since_last"]["rose"]) for row in told.rows[1:]] == [0, 0, 8]
-    assert [len(row["failed"]) for row in told.rows] == [0, 8, 8, 0]
+    rows = lines(tmp_path)
+    turned = [row["turned"] for row in rows[1:]]
+    assert [len(since["since_last"]["fell"]) for since in turned] == [8, 0, 0]
+    assert [len(since["since_base"]["fell"]) for since in turned] == [8, 8, 0]
+    assert [len(since["since_last"]["rose"]) for since in turned] == [0, 0, 8]
+    assert [len(row["failed"]) for row in rows] == [0, 8, 8, 0]
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------
@@ -295,22 +279,3 @@ def test_a_fall_is_exit_code_1_and_named(run_gate, tmp_path):
     assert run_gate(bad, "--baseline", save, "--alpha", "0.001")[0] == 0
     with pytest.raises(UserError, match="--max_new_tokens"):
         run_gate(bad, "--baseline", save, "--max_new_tokens", "9")
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_page_run_as_written(tmp_path):
-    """In a folder with the demo's data, where outputs/sft is the base model."""
-    (tmp_path / "data").symlink_to(ROOT / "data")
-    shutil.copytree(ROOT / MODEL, tmp_path / "outputs" / "sft")
-    page = (ROOT / "docs" / "regression.md").read_text()
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.S))
-    commands = [line.split("#")[0] for line in blocks.splitlines() if line.startswith("python -m tools.regression")]
-    assert len(commands) == 3
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    for command in commands:
-        parts = [sys.executable, *shlex.split(command)[1:]]
-        done = subprocess.run(parts, cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environ)
-        assert done.returncode == 0 and "refusing     0/6" in done.stdout, (command, done.stderr[-2000:])
-    rows = [json.loads(line) for line in re.search(r"```json\n(.*?)```", page, re.S)[1].splitlines()]
-    shipped = [json.loads(line) for line in (ROOT / "data" / "regression.jsonl").read_text().splitlines()]
-    assert all(row in shipped for row in rows)

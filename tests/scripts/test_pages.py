@@ -182,7 +182,7 @@ def test_the_commands_on_data_of_ones_own_run(stage, launch, local):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["README.md", "docs/use.md", "docs/parallel.md", "docs/models.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/use.md", "docs/parallel.md", "docs/models.md", "docs/regression.md"])
 def test_the_other_commands_run_as_they_stand(name, local):
     """But for fewer steps; not those on a Hub, a server or a cluster."""
     pytest.importorskip("peft")
@@ -199,6 +199,7 @@ def test_the_other_commands_run_as_they_stand(name, local):
         if any(f"train_{stage}.py" in words for stage in STAGES):
             words += "--max_steps 2 --eval_steps 0 --save_steps 0 --max_train_samples 40".split()
             words += ["--max_length", "256"] if "--max_length" in words else []  # the model that stands in has 512 positions
+            words += ["--output_dir", f"outputs/{done}"] if "--regression_suite" in words else []  # beside outputs/sft
         python = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
         ran = subprocess.run([*python, *words[1:]], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
         assert ran.returncode == 0, (command, ran.stderr[-2000:])
