@@ -56,6 +56,8 @@ def test_hostile_text_on_a_page_stays_text(tmp_path, browse):
     assert "<img" not in markup and "<title>run&lt;/script&gt;" in markup and "&lt;img src=x" in markup
     assert markup.count('<figure class="frame') == 3 and len(re.findall(r'class="line"', markup)) >= 2
     assert 'data-switch="x=tokens" aria-pressed="true"' in markup and "4,000 tokens" in text
+    assert "mean reward 0.5 of 16 completions" in text and "try 1 at 3" in text and "cut" in text
+    assert markup.count('class="completion"') == 12 and len(re.findall(r'class="column( current)?"', markup)) == 3
 
 
 @pytest.mark.slow
@@ -73,25 +75,9 @@ def test_switches_change_what_is_drawn(tmp_path, browse):
     assert len({curve for _, curve in (plain, linear, smooth)}) == 3
     assert 'class="raw"' in smooth[0] and 'class="raw"' not in plain[0]
     assert "200 steps" in plain[0] and "6 min" in smooth[0] and "40 steps" in zoomed[0] and 'data-theme="dark"' in zoomed[0]
-    changed = at("#show=changed&prompt=1")[0]
+    changed = at("#show=changed&prompt=1&rollout=0")[0]
+    assert "try 1 at 1" in changed
     assert changed.count('class="prompt"') == 10 and "<mark>200</mark>" in changed
-
-
-@pytest.mark.slow
-def test_rollouts_are_shown_with_their_rewards(tmp_path, browse):
-    folder = a_run(tmp_path / "run", name="grpo")
-    rows = [
-        {"step": step, "prompt": f"question {k // 4}", "completion": f"try {k} at {step}", "finished": k != 3}
-        | {"rewards": {"exact": float(k % 2)}, "reward": float(k % 2), "advantage": k % 2 - 0.5}
-        for step in (1, 2, 3)
-        for k in range(16)
-    ]
-    write_lines(folder / "completions.jsonl", rows)
-    write_report([folder], folder / "report.html")
-    last, text = visible(browse(address_of(folder / "report.html")))
-    assert "mean reward 0.5 of 16 completions" in text and "try 1 at 3" in text and "cut" in text
-    assert last.count('class="completion"') == 12 and len(re.findall(r'class="column( current)?"', last)) == 3
-    assert "try 1 at 1" in visible(browse(address_of(folder / "report.html", "#rollout=0")))[1]
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ print(json.dumps([needed, memory(torch.device("cpu")).peak]))
 
 def make(kind="llama", *, lora=False, recompute=False):
     torch.manual_seed(0)
-    model = wrap(transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()))
+    model = wrap(tiny_family(kind) if kind in HYBRIDS else transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()))
     if lora:
         pytest.importorskip("peft")
         model = add_lora(CommonArgs(lora_r=4, lora_alpha=8), model)
@@ -102,36 +102,18 @@ def estimated(model, lengths, **options):
     return (parts["gradients"] + parts["activations"]) * GIB
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_the_peak_is_the_profiler_s(kind, recompute, mixed_precision):
-    model = make(kind, recompute=recompute)
-    peak = measured(model, UNEQUAL, mixed_precision)
-    assert estimated(model, UNEQUAL, mixed_precision=mixed_precision) == pytest.approx(peak, rel=0.1)
+PEAKS = [(kind, UNEQUAL, {"recompute": r}, p) for kind in CONFIGS for r in (False, True) for p in ("no", "bf16")]
+# With dropout PyTorch's attention keeps the weights of all pairs of tokens.
+PEAKS += [(kind, lengths, {}, "no") for kind in ("llama", "gpt2") for lengths in ([120], [60] * 6)]
+PEAKS += [(kind, UNEQUAL, {"lora": True, "recompute": r}, "no") for kind in ("llama", "gpt2") for r in (False, True)]
+PEAKS += [(kind, UNEQUAL, {}, "no") for kind in ("qwen3.5", "lfm2", "mamba2", "jamba", "zamba2") if kind in HYBRIDS]
 
 
-@pytest.mark.parametrize("lengths", [[120], [60] * 6], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_any_lengths_have_the_profiler_s_peak(kind, lengths):
-    """With dropout PyTorch's attention keeps the weights of all pairs of tokens."""
-    model = make(kind)
-    assert estimated(model, lengths) == pytest.approx(measured(model, lengths), rel=0.1)
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_adapters_have_the_profiler_s_peak(kind, recompute):
-    model = make(kind, lora=True, recompute=recompute)
-    assert estimated(model, UNEQUAL) == pytest.approx(measured(model, UNEQUAL), rel=0.1)
-
-
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "mamba2", "jamba", "zamba2"])
-def test_recurrent_layers_have_the_profiler_s_peak(name):
-    if name not in HYBRIDS:
-        pytest.skip("this transformers does not know it")
-    model = wrap(tiny_family(name)).train()
-    assert estimated(model, UNEQUAL) == pytest.approx(measured(model, UNEQUAL), rel=0.1)
+@pytest.mark.parametrize(("kind", "lengths", "settings", "mixed_precision"), PEAKS, ids=str)
+def test_the_peak_is_the_profiler_s(kind, lengths, settings, mixed_precision):
+    model = make(kind, **settings)
+    peak = measured(model, lengths, mixed_precision)
+    assert estimated(model, lengths, mixed_precision=mixed_precision) == pytest.approx(peak, rel=0.1)
 
 
 def test_later_micro_batches_start_with_gradients():

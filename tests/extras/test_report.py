@@ -56,6 +56,13 @@ def a_run(folder, *, steps=40, name="run", evil="", better=0):
     events = [{"step": 0, "time": 1e9, "kind": "started", "text": f"from the beginning{evil}", "script": "train_sft.py"}]
     events += [{"step": steps // 2, "time": 1e9 + 60, "kind": "spike", "text": f"the loss jumps{evil}"}]
     write_lines(folder / "events.jsonl", [*events, {"step": steps, "time": 1e9 + 99, "kind": "finished", "text": ""}])
+    rollout = [
+        {"step": step, "prompt": f"question {k // 4}{evil}", "completion": f"try {k} at {step}{evil}", "finished": k != 3}
+        | {"rewards": {"exact": float(k % 2)}, "reward": float(k % 2), "advantage": k % 2 - 0.5}
+        for step in (1, 2, 3)
+        for k in range(16)
+    ]
+    write_lines(folder / "completions.jsonl", rollout)
     (folder / "args.yaml").write_text(f"run_name: {json.dumps(name + evil)}\nlearning_rate: {0.1 + better}\nseed: 0\n")
     source = {"source": f"chats{evil}", "path": evil, "columns": ["messages"], "rows": 3, "examples": 2, "tokens": 9}
     source |= {"share": 1.0, "dropped": {f"empty{evil}": {"count": 1, "first": [f"x:1{evil}"]}}}
