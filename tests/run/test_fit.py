@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import assert_same, events_of, losses, read_metrics, run_script, torchrun
+from tests.conftest import assert_same, events_of, losses, read_metrics
 from tests.run.test_health import STAGES
 from tests.tiny import tiny_lm
 
@@ -107,35 +107,6 @@ def accelerator():
 
 def two_micro_batches(accelerator):
     return Window(accelerator, [example(n) for n in (100, 10, 10, 10, 50, 20)], [[0, 1, 2, 3], [4, 5]])
-
-
-LIMITED = """
-import os, sys, runpy
-sys.path.insert(0, os.getcwd())
-from common.model import FlatModel
-import torch
-forward = FlatModel.forward
-def limited(self, batch, *args, **kwargs):
-    if os.environ["RANK"] == "1" and torch.is_grad_enabled() and len(batch["lengths"]) > 2:
-        raise MemoryError
-    return forward(self, batch, *args, **kwargs)
-FlatModel.forward = limited
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_one_of_two_processes_runs_out(launch, tmp_path):
-    words = [*STAGES["sft"], "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--max_steps", "3"]
-    whole = losses(launch("sft", *words, "--per_device_train_batch_size", "8"))
-    (tmp_path / "limited.py").write_text(LIMITED)
-    command = [*torchrun(), str(tmp_path / "limited.py"), "train_sft.py", *words]
-    run = run_script([*command, "--output_dir", str(tmp_path / "two"), "--auto_micro_batch"])
-    assert run.returncode == 0, run.stderr[-6000:]
-    assert_same(whole, losses(tmp_path / "two"))
-    run = run_script([*command, "--output_dir", str(tmp_path / "without")], timeout=100)
-    assert run.returncode != 0 and "--auto_micro_batch" in run.stderr
 
 
 def test_each_process_has_dropout_of_its_own(accelerator):

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import events_of, read_metrics, run_script, torchrun
+from tests.conftest import events_of, read_metrics
 
 STAGES = {
     stage: ["--config", f"data/configs/{stage}.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", "0"]
@@ -104,31 +104,6 @@ def test_weights_that_are_not_finite_are_not_saved(launch, tmp_path, monkeypatch
         with pytest.raises(UserError, match="step 1: weights are NaN or infinite"):
             launch("sft", *STAGES["sft"], *words, "--max_steps", "1", "--overwrite_output_dir")
         assert not (tmp_path / "out" / "model.safetensors").exists() and not checkpoints(str(tmp_path / "out"))
-
-
-@pytest.mark.slow
-def test_all_processes_pass_over_the_same_step(tmp_path):
-    """One of two processes meets a NaN."""
-    code = """
-import os, sys
-sys.path.insert(0, os.getcwd())
-import train_sft
-from common.command_line import launch
-from common.model import FlatModel
-right, calls = FlatModel.forward, iter(range(10**6))
-def wrong(*args, **kwargs):
-    out = right(*args, **kwargs)
-    bad = next(calls) == 2 and os.environ["RANK"] == "1"
-    return out._replace(nll=out.nll * (float("nan") if bad else 1.0))
-FlatModel.forward = wrong
-launch(train_sft.main, train_sft.Args, "data/configs/sft.yaml")
-"""
-    script = tmp_path / "train_sft_broken.py"
-    script.write_text(code)
-    command = torchrun()
-    run = run_script([*command, str(script), *STAGES["sft"], "--max_steps", "4", "--output_dir", str(tmp_path / "out")])
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["bad_steps"] == [2]
 
 
 def test_collapsing_answers_and_jumps_of_the_loss_are_said_once(tmp_path, capsys):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.conftest import assert_same, free_port, losses, read_metrics, run_script, train_metrics
+from tests.conftest import assert_same, free_port, losses, run_script, train_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +19,7 @@ LAUNCHER = """
 import os, sys
 sys.path.insert(0, os.getcwd())
 import train_{stage} as script
+import torch
 from common.command_line import launch
 RANK = int(os.environ["RANK"])
 def fail(*args, **kwargs):
@@ -61,7 +62,6 @@ if RANK == 0:
     script.load_data = fail
 """
 SAVING = """
-import torch
 torch.save = fail
 """
 
@@ -92,20 +92,40 @@ script.sample = uneven
     assert rows[0]["completions/clipped_ratio"] == 0.5
 
 
-def test_three_rows_on_two_processes_are_trained_as_on_one(two, launch, tmp_path):
-    """Windows of 4, 4 and 1 out of 9 rows (three epochs): in the last one the second process has nothing of its own."""
-    rows = [
-        [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2. " * n}] for n in (1, 4, 9)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": rows[0]}) + "\n")
-    words = f"--dataset_name {tmp_path}/rows.jsonl --eval_dataset_name {tmp_path}/one.jsonl --max_steps -1 --eval_steps 1"
-    words = [*SFT, *words.split(), *"--num_train_epochs 3 --eval_reward_funcs length:8 --max_grad_norm 0".split()]
-    words += ["--eval_prompts", ""]
-    one = launch("sft", *words, "--per_device_train_batch_size", "4")
-    run, both, _ = two("sft", words)
+NAN = """
+from common.model import FlatModel
+forward, calls = FlatModel.forward, iter(range(1000))
+def wrong(*args, **kwargs):
+    out = forward(*args, **kwargs)
+    bad = torch.is_grad_enabled() and next(calls) == 1 and RANK == 1
+    return out._replace(nll=out.nll * (float("nan") if bad else 1.0))
+FlatModel.forward = wrong
+"""
+
+
+def test_all_processes_pass_over_the_same_step(two):
+    """One of them meets a NaN."""
+    run, output, _ = two("sft", [*SFT, "--eval_steps", "0"], NAN)
     assert run.returncode == 0, run.stderr[-4000:]
-    assert len(losses(one)) == 3
-    assert_same(losses(one), losses(both), tolerance=1e-6)
-    evaluations = [[row["eval_loss"] for row in read_metrics(output) if "eval_loss" in row] for output in (one, both)]
-    assert len(evaluations[0]) == 4 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-6)
+    assert json.loads((output / "summary.json").read_text())["bad_steps"] == [2]
+
+
+LIMITED = """
+from common.model import FlatModel
+forward = FlatModel.forward
+def limited(self, batch, *args, **kwargs):
+    if RANK == 1 and torch.is_grad_enabled() and len(batch["lengths"]) > 2:
+        raise MemoryError
+    return forward(self, batch, *args, **kwargs)
+FlatModel.forward = limited
+"""
+
+
+def test_one_of_two_processes_runs_out_of_memory(launch, two):
+    words = [*SFT, "--per_device_train_batch_size", "4", "--eval_steps", "0"]
+    whole = losses(launch("sft", *words, "--per_device_train_batch_size", "8"))
+    run, output, _ = two("sft", [*words, "--auto_micro_batch"], LIMITED)
+    assert run.returncode == 0, run.stderr[-6000:]
+    assert_same(whole, losses(output))
+    run, *_ = two("sft", [*words, "--overwrite_output_dir"], LIMITED)
+    assert run.returncode != 0 and "--auto_micro_batch" in run.stderr

@@ -161,23 +161,6 @@ def test_no_file_contains_a_chain_of_a_later_split(name):
     assert leaks(texts_of(name), allowed)[:3] == []
 
 
-@pytest.mark.parametrize(
-    "leak",
-    [
-        "What is 2+3+4?",
-        "Question: Tom has 2 nuts. He finds 3. He gets 4. How many nuts now?\nAnswer: 9",
-        "2+3=5. 5+4=9.",
-        "6-4+3+4: 6-4=2. 2+3=5. 5+4=9. So 6-4+3+4 is 9.",
-        "A bus has 6 riders. 4 get off. 3 get on. 4 get on. Now the bus has 9 riders.",
-        "Sure! 5-4=2. 2+3=5. 5+4=9. Answer: 9",  # by way of a wrong result
-        "Tom: What is 2+3?\nAnn: 2+3=5. It is 5.\nTom: What is 5+4?\nAnn: 5+4=9. It is 9.",  # across two questions
-    ],
-)
-def test_a_planted_leak_is_found(leak):
-    assert split_of((2, 3, 4)) == "test"
-    assert ((2, 3, 4), leak) in leaks([leak], {"train"})
-
-
 @pytest.mark.parametrize("name", [name for name in GENERATED if "grpo" in name or name.startswith("prompts")])
 def test_questions_have_their_own_split_and_the_right_answers(name):
     """Each once in the files of prompts, where as many are in words as in symbols, and as many of two steps as of three."""

@@ -105,10 +105,11 @@ def test_adamw_has_the_settings_that_were_asked_for(stage, launch):
 
 
 # Windows of 8 examples of uneven length; the second one of SFT and DPO holds 3, so that the second process has one at most.
+# Of DPO's evaluation it has none.
 STEP = {
     "pretrain": "--config data/configs/pretrain.yaml --packing_strategy bfd --max_train_samples 60 --max_length 64",
     "sft": "--config data/configs/sft.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1",
-    "dpo": "--config data/configs/dpo.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1",
+    "dpo": "--config data/configs/dpo.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1 --max_eval_samples 1",
     "grpo": "--config data/configs/grpo.yaml --num_generations 4 --beta 0.02 --num_iterations 2 --temperature 0.9",
 }
 
@@ -159,7 +160,7 @@ def on_two_processes(tmp_path_factory):
 def steps(stage, batch, accumulation):
     sizes = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulation}"
     evaluation = "--eval_steps 2 --max_eval_samples 5 --per_device_eval_batch_size 2 --eval_max_new_tokens 4"
-    return f"{BASE} --max_steps 2 {STEP[stage]} {evaluation} --save_steps 0 --warmup_steps 0 {sizes}".split()
+    return f"{BASE} --max_steps 2 {evaluation} {STEP[stage]} --save_steps 0 --warmup_steps 0 {sizes}".split()
 
 
 @pytest.mark.parametrize("stage", STEP)
