@@ -12,8 +12,11 @@ import common.run.signals  # noqa: F401  its import sets what children do at sig
 from common.sampling.rewards import Reward, call, from_file, load_rewards, must, score, score_by_name
 import pytest
 import torch
+import transformers
 
 from tests.conftest import run_script
+from tests.data.templates import LLAMA3, make_tokenizer
+from tests.tiny import SIZE
 
 CPU = torch.device("cpu")
 
@@ -49,14 +52,9 @@ CHAT = [{"role": "user", "content": "q"}]
     ("completion", "answer", "wanted"),
     [
         ("72", "72", 1),
-        ("It is 72.", "72", 1),
         ("73", "72", 0),
         ("First 24, then 48, in all 72", "72", 1),  # several: the last
-        ("72 is what I get, not 73", "72", 0),
-        ("48 + 24 = 72\n#### 72", "72", 1),
-        ("#### 72 after 10 steps", "72", 1),  # a mark goes before the last number
-        ("#### 5, no: #### 72", "72", 1),  # the last mark
-        ("Answer: 72. That took 3 steps.", "72", 1),
+        ("#### 5, no: #### 72 after 10 steps", "72", 1),  # the last mark, before the last number
         ("**Answer:** 72 (of 100)", "72", 1),
         (r"So \boxed{72} of 100", "72", 1),
         (r"Answer: \boxed{72}", "72", 1),
@@ -65,11 +63,9 @@ CHAT = [{"role": "user", "content": "q"}]
         ("#### 1,000,", "1000", 1),
         ("0.50", "0.5", 1),
         ("3.14", "3", 0),
-        ("-5", "-5", 1),
         ("5", "-5", 0),
         ("#### -5", "-5", 1),
         ("$72", "72", 1),
-        ("no number at all", "72", 0),
         ("", "72", 0),
         ("Answer: I do not know, 72?", "72", 1),
         ("10-3", "3", 1),
@@ -159,41 +155,27 @@ def test_rewards_are_named_and_come_in_order():
 # --- a user's own ---------------------------------------------------------------------------------------------------
 
 
-def test_a_function_gets_ids_and_every_column(tmp_path):
-    spec = user_file(
-        tmp_path,
-        """
-        def my_reward(prompts, completions, completion_ids, level, source, **kwargs):
-            assert prompts == ["p", "q"] and completions == ["a", "b"], (prompts, completions)
-            assert completion_ids == [[1], [2, 3]] and source == ["x", None], (completion_ids, source)
-            assert not kwargs, kwargs
-            return [n * 0.5 for n in level]
-        """,
-    )
-    (reward,) = load_rewards([spec], CPU)
-    assert reward.name == "my_reward"
-    rows = [{"prompt": "p", "level": 1, "source": "x"}, {"prompt": "q", "level": 3, "source": None}]
-    assert score([reward], rows, ["a", "b"], [[1], [2, 3]]) == [[0.5, 1.5]]
+def test_a_function_gets_ids_and_every_column():
+    rows, seen = [{"prompt": "p", "level": 1, "source": "x"}, {"prompt": "q", "level": 3, "source": None}], {}
+    reward = Reward("mine", lambda **given: seen.update(given) or [0.5, None])
+    assert score([reward], rows, ["a", "b"], [[1], [2, 3]]) == [[0.5, None]]
+    texts = {"prompts": ["p", "q"], "completions": ["a", "b"], "completion_ids": [[1], [2, 3]]}
+    assert seen == texts | {"level": [1, 3], "source": ["x", None]}
 
 
 def test_where_prompts_are_chats_completions_are_messages(tmp_path):
     """By a function that is awaited."""
-    spec = user_file(
-        tmp_path,
-        """
-        import asyncio
+    source = """
+    import asyncio
 
-        async def judge(messages):
-            await asyncio.sleep(0)
-            return float(len(messages[0]["content"]))
+    async def judge(prompt, messages):
+        await asyncio.sleep(0)
+        return float(prompt == [{"role": "user", "content": "q"}]) * len(messages[0]["content"])
 
-        async def my_reward(prompts, completions, **columns):
-            assert prompts[0] == [{"role": "user", "content": "q"}]
-            assert completions == [[{"role": "assistant", "content": "four"}], [{"role": "assistant", "content": "4"}]]
-            return await asyncio.gather(*map(judge, completions))
-        """,
-    )
-    assert run(spec, ["four", "4"], CHAT) == [4, 1]
+    async def my_reward(prompts, completions, **columns):
+        return await asyncio.gather(*map(judge, prompts, completions))
+    """
+    assert run(user_file(tmp_path, source), ["four", "4"], CHAT) == [4, 1]
 
 
 @pytest.mark.parametrize(
@@ -256,15 +238,11 @@ def test_a_function_that_never_lets_go_ends_the_run(tmp_path):
 def test_a_users_file_may_define_dataclasses(tmp_path):
     source = """
     from __future__ import annotations
-
     from dataclasses import dataclass
-    import typing
-
     @dataclass
     class Verdict:
         value: float
-
-    def my_reward(prompts, completions, **columns): return [Verdict(1.0).value for _ in completions]
+    def my_reward(completions, **columns): return [Verdict(1.0).value for _ in completions]
     """
     assert run(user_file(tmp_path, source), ["a"]) == [1]
 
@@ -286,47 +264,31 @@ def test_evaluations_have_scores_by_name_and_sum():
 
 # --- reward models --------------------------------------------------------------------------------------------------
 
-WORDS = ["<unk>", "<bos>", "user", "assistant", ":", "the", "sum", "is", "seven", "eight"]
 
-
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory) -> str:
-    """A tiny random classifier with one label, and a tokenizer that puts <bos> first, in a folder."""
-    import tokenizers
-    import transformers
-
-    folder = str(tmp_path_factory.mktemp("models") / "my_judge")
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, "<unk>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", WORDS.index("<bos>"))]
-    )
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", unk_token="<unk>")
-    tokenizer.chat_template = "<bos>{% for m in messages %} {{ m['role'] }} : {{ m['content'] }}{% endfor %}"
+def test_a_reward_model_scores_the_whole_text(tmp_path):
+    """A chat by the model's own template, which writes the token before all text as the tokenizer does."""
+    folder, tokenizer = tmp_path / "my_judge", make_tokenizer(LLAMA3, adds_bos=True)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.5,
-        num_labels=1,
-        pad_token_id=0,
-    )
-    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    return folder
-
-
-def judged(folder: str, words: str) -> float:
-    """The classifier's head on the state of the last token, by hand."""
-    import transformers
-
-    model = transformers.LlamaForSequenceClassification.from_pretrained(folder).eval()
-    ids = torch.tensor([[WORDS.index(word) for word in words.split()]])
-    with torch.no_grad():
-        return (model.model(ids).last_hidden_state[0, -1] @ model.score.weight[0]).item()
+    config = transformers.LlamaConfig(**SIZE | {"vocab_size": len(tokenizer)}, num_labels=1)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(folder)
+    assert load_rewards([str(folder)], CPU)[0].name == "my_judge"
+    start, end = "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"
+    chat = f"<|bos|>{start.format('user')}the sum is{end}{start.format('assistant')}"
+    for prompt, before, after in (
+        ("the sum is", "<|bos|>the sum is", ""),
+        ([{"role": "user", "content": "the sum is"}], chat, end),
+    ):
+        completions, wanted = [" seven", " eight", " is is is seven"], []
+        for text in completions:
+            ids = tokenizer(
+                before + (text.strip() if after else text) + after, add_special_tokens=False, return_tensors="pt"
+            )
+            with torch.no_grad():
+                wanted.append((model.model(**ids).last_hidden_state[0, -1] @ model.score.weight[0]).item())
+        found = run(str(folder), completions, prompt)
+        assert found == pytest.approx(wanted, abs=1e-5) and len(set(found)) == 3
 
 
 def test_of_several_turns_the_last_is_read():
@@ -340,19 +302,6 @@ def test_of_several_turns_the_last_is_read():
 
     rewards = [*load_rewards(["exact_number", "regex:3"], CPU), Reward("seen", seen)]
     assert score(rewards, rows, said, [[1], [2]], {"states": state}) == [[0, 1], [0, 1], [1, 1]]
-
-
-def test_a_reward_model_scores_the_whole_text(reward_model):
-    """A chat by the model's own template."""
-    assert load_rewards([reward_model], CPU)[0].name == "my_judge"
-    chat = [{"role": "user", "content": "the sum is"}]
-    for prompt, completions, before in (
-        ("the sum is", [" seven", " eight", " is is is seven"], "<bos> the sum is"),
-        (chat, ["seven", "eight", "is seven"], "<bos> user : the sum is assistant :"),
-    ):
-        found = run(reward_model, completions, prompt)
-        wanted = [judged(reward_model, f"{before} {text.strip()}") for text in completions]
-        assert found == pytest.approx(wanted, abs=1e-5) and len(set(found)) == 3
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
@@ -383,34 +332,20 @@ def test_arguments_of_user_code_may_have_any_name():
     assert must("it", dict, 9, **arguments) == call(dict, 9, **arguments) == arguments
 
 
-@pytest.fixture
-def handlers():
-    """The handlers of a run, which note a signal and go on; put back afterwards."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
 def test_children_end_when_told_even_at_birth():
     """Python forgets a signal that reaches a child before its first line; a pool would wait for it forever."""
-    for _ in range(20):
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}  # as a run does
+    try:
+        for _ in range(20):
+            if (child := os.fork()) == 0:
+                time.sleep(5)
+                os._exit(0)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         if (child := os.fork()) == 0:
-            time.sleep(5)
-            os._exit(0)
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    if (child := os.fork()) == 0:
-        os.kill(os.getpid(), signal.SIGINT)  # as a terminal sends it to all: the run decides what is finished first
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-@pytest.mark.usefixtures("handlers")
-def test_a_reward_may_use_a_pool(tmp_path):
-    code = "import multiprocessing\ndef size(text): return float(len(text))\n"
-    code += "def mine(prompts, completions, **columns):\n    with multiprocessing.get_context('fork').Pool(2) as pool:\n"
-    code += "        return pool.map(size, completions)"
-    for _ in range(5):
-        assert run(user_file(tmp_path, code, "mine"), ["a", "bbb"]) == [1.0, 3.0]
+            os.kill(os.getpid(), signal.SIGINT)  # as a terminal sends it to all: the run decides what is finished first
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
