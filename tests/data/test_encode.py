@@ -72,28 +72,17 @@ def check(sequence, i, n, start=0):
 # --- where they arrive ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"dataset_streaming": True}])
+@pytest.mark.parametrize("settings", [{}, {"dataset_streaming": True}, {"curriculum_column": "i"}])
 @pytest.mark.parametrize("sources", [(rows_of(45),), (rows_of(30), rows_of(25, first=100))])
 def test_fields_of_every_kind_arrive_exactly(tmp_path, settings, sources):
-    for _ in range(2):  # made, and from the cache
-        train = load(tmp_path, *sources, **settings)
-        seen = set()
-        for p in range(45):
-            (sequence,) = train[p]
+    """As they are made, from the cache, and in packs."""
+    for arrange, positions in ((lambda data: data, 45), (lambda data: data, 45), (lambda data: pack(data, 20), 12)):
+        train, seen = arrange(load(tmp_path, *sources, **settings)), set()
+        for sequence in [sequence for p in range(positions) for sequence in train[p]]:
             i = int(sequence["input_ids"][0])
             check(sequence, i, i % 7 + 2)
             seen.add(i)
         assert len(seen) > 30
-
-
-@pytest.mark.parametrize("settings", [{}, {"dataset_streaming": True}, {"curriculum_column": "i"}])
-def test_packs_have_the_fields_of_their_sequences(tmp_path, settings):
-    train = pack(load(tmp_path, rows_of(45), **settings), 20)
-    sequences = [sequence for p in range(8) for sequence in train[p]]
-    assert len(sequences) > 20
-    for sequence in sequences:
-        i = int(sequence["input_ids"][0])
-        check(sequence, i, i % 7 + 2)
 
 
 def test_both_sequences_of_a_pair_have_fields(tmp_path):

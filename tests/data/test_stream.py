@@ -105,24 +105,28 @@ def process(rank=0, world=1, accumulation=2):
 # --- what comes when ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows, size", [(50, 20), (60, 20), (7, 20), (1, 3), (100, 100)])
-def test_a_stream_is_shuffled_blocks_without_end(tmp_path, tokenizer, block_rows, rows, size):
-    a = numbered(tmp_path / "a.jsonl", rows)
+@pytest.mark.parametrize(
+    "rows, weights, size, shares",
+    [
+        ([50], [None], 20, [20]),
+        ([60], [None], 20, [20]),
+        ([7], [None], 20, [20]),
+        ([1], [None], 3, [3]),
+        ([100], [None], 100, [100]),
+        ([13, 70], [None, None], 20, [10, 10]),
+        ([13, 70], [1.0, 3.0], 20, [5, 15]),
+        ([13, 70], [7.0, 1.0], 20, [18, 2]),
+    ],
+)
+def test_a_stream_is_shuffled_blocks_of_all_sources(tmp_path, tokenizer, block_rows, rows, weights, size, shares):
+    """Without end, with its share of every block for each."""
     block_rows(size)
-    found = stream(tokenizer, a)
-    wanted = naive(tokenizer, [a], 170, size)
-    assert [ids(found[p]) for p in range(170)] == wanted
-    assert [found.size(p) for p in range(160, 170)] == [len(example[0]) for example in wanted[160:]]
-
-
-@pytest.mark.parametrize("weights", [(None, None), (1.0, 3.0), (7.0, 1.0)])
-def test_several_sources_have_their_shares_of_every_block(tmp_path, tokenizer, weights):
-    sources = [numbered(tmp_path / f"{name}.jsonl", n, weight=w) for name, n, w in zip("ab", (13, 70), weights, strict=True)]
-    found, wanted = stream(tokenizer, *sources), naive(tokenizer, sources, 200)
+    sources = [numbered(tmp_path / f"{name}.jsonl", n, weight=w) for name, n, w in zip("ab", rows, weights)]  # noqa: B905
+    found, wanted = stream(tokenizer, *sources), naive(tokenizer, sources, 200, size)
     assert [ids(found[p]) for p in range(200)] == wanted
-    rows = [row["rows"] for row in found.data.facts()]
+    assert [found.size(p) for p in range(190, 200)] == [len(example[0]) for example in wanted[190:]]
     blocks = found.blocks[-1].number + 1
-    assert rows == [blocks * quota for quota in {None: (10, 10), 1.0: (5, 15), 7.0: (18, 2)}[weights[0]]]
+    assert [row["rows"] for row in found.data.facts()] == [blocks * share for share in shares]
 
 
 # --- to go on -------------------------------------------------------------------------------------------------------
