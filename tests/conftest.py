@@ -131,16 +131,24 @@ def run_script(command: list[str], timeout: float = 240, **environ: str) -> subp
     return subprocess.CompletedProcess(command, process.returncode, *texts)
 
 
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def read_metrics(output: Path) -> list[dict]:
     """The lines of metrics.jsonl without what depends on the clock."""
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(output / "metrics.jsonl")
     return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
 
 
 def events_of(output: Path, kind: str) -> list[dict]:
     """What events.jsonl says of a kind."""
-    rows = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
+    return [row for row in read_rows(output / "events.jsonl") if row["kind"] == kind]
 
 
 def train_metrics(output: Path) -> list[dict]:

@@ -12,7 +12,8 @@ from common.extras.report import page
 from common.extras.report_data import describe_run
 import pytest
 
-from tests.extras.test_report import EVIL, a_run, write_lines
+from tests.conftest import write_rows
+from tests.extras.test_report import EVIL, a_run
 from tools.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -83,7 +84,7 @@ def test_switches_change_what_is_drawn(tmp_path, browse):
 @pytest.mark.slow
 def test_a_comparison_lays_runs_side_by_side(tmp_path, browse):
     folders = [a_run(tmp_path / name, name=name + EVIL, better=better) for name, better in (("one", 0), ("two", 6))]
-    write_lines(folders[1] / "metrics.jsonl", [{"step": step, "eval_right": 0.0, "loss": 1 / (step + 1)} for step in (0, 9)])
+    write_rows(folders[1] / "metrics.jsonl", [{"step": step, "eval_right": 0.0, "loss": 1 / (step + 1)} for step in (0, 9)])
     write_report(folders, tmp_path / "both.html")
     markup, text = visible(browse(address_of(tmp_path / "both.html")))
     assert "2 runs compared" in text and "McNemar, exact: 6 gained, 0 lost" in text and "p = 0.031" in text

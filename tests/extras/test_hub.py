@@ -14,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 import pytest
 import yaml
 
-from tests.conftest import ROOT, demo, run_script
+from tests.conftest import ROOT, demo, read_rows, run_script, write_rows
 from tools import push
 import train_grpo
 import train_sft
@@ -88,8 +88,7 @@ def test_a_run_leaves_a_card(launch):
     card = (output / "README.md").read_text()
     kind = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["plainloop", "sft"]}
     assert head(card) == kind and is_sealed(output / "README.md")
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    first, last = [line for line in lines if "eval_loss" in line]
+    first, last = [line for line in read_rows(output / "metrics.jsonl") if "eval_loss" in line]
     assert f"| loss | {first['eval_loss']:.4g} | {last['eval_loss']:.4g} |" in card
     assert "max_steps: 2\n" in card and str(output) not in card
 
@@ -100,7 +99,7 @@ def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
     private.mkdir()
     user, answer = {"role": "user"}, {"role": "assistant", "content": "It is."}
     chats = [{"messages": [user | {"content": f"{SECRET} {i}?"}, answer]} for i in range(24)]
-    (private / "meetings.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    write_rows(private / "meetings.jsonl", chats)
     (private / "judge.py").write_text("def acme_judge(completions, **_):\n    return [0.0] * len(completions)\n")
     base = shutil.copytree(ROOT / "data/base_model", private / "acme_base")
     words = [*SMALL[:-1], str(base), "--dataset_name", str(private / "meetings.jsonl"), "data/sft/train.jsonl"]
@@ -141,7 +140,7 @@ def test_the_results_are_those_of_the_exported_model(tmp_path):
     """An evaluation and a suite are lines of their own."""
     lines = [{"step": 0, "eval_regression/all": 0.1}, {"step": 0, "eval_loss": 4.0, "eval_clients_loss": 1.0}]
     lines += [{"step": 2, "eval_loss": 3.0}, {"step": 4, "eval_regression/all": 0.3}, {"step": 4, "eval_loss": 3.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(tmp_path / "metrics.jsonl", lines)
     card = card_of(tmp_path, "--model_name_or_path", "a/b", "--dataset_name", "c/d")
     assert "| loss | 4 | 3.5 |" in card and "| regression/all | 0.1 | 0.3 |" in card
     assert "clients" not in card

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import demo, events_of, read_metrics, run_script
+from tests.conftest import demo, events_of, read_metrics, read_rows, run_script, write_rows
 from tests.run.test_resume import Stop, stop_after_save
 from tools import regression as gate
 
@@ -23,13 +23,8 @@ CPU, MODEL = torch.device("cpu"), "data/base_model"
 GOOD = {"id": "a", "group": "g", "prompt": "x", "contains": "y"}
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def lines(folder):
-    return [json.loads(line) for line in (folder / "regression.jsonl").read_text().splitlines()]
+    return read_rows(folder / "regression.jsonl")
 
 
 # --- the maths ------------------------------------------------------------------------------------------------------
@@ -73,7 +68,7 @@ def test_the_p_value_is_that_of_coin_tosses(fell, rose):
     ],
 )
 def test_a_bad_row_is_named_in_one_line(tmp_path, changed, field):
-    path = write(tmp_path / "suite.jsonl", GOOD, {**GOOD, "id": "b", **changed})
+    path = write_rows(tmp_path / "suite.jsonl", [GOOD, {**GOOD, "id": "b", **changed}])
     with pytest.raises(UserError, match=f"suite.jsonl:2: {field}[:;]") as error:
         Suite(path, CPU)
     assert "\n" not in str(error.value)
@@ -104,7 +99,8 @@ def test_answers_are_judged_by_all_checks(tmp_path):
         {"reward": f"{own}:half", "given": 0.5},
         {"reward": f"{own}:half", "given": 0},
     ]
-    path = write(tmp_path / "s.jsonl", *({"id": str(i), "group": "g", "prompt": "x", **r} for i, r in enumerate(rows)))
+    rows = [{"id": str(i), "group": "g", "prompt": "x", **row} for i, row in enumerate(rows)]
+    path = write_rows(tmp_path / "s.jsonl", rows)
     suite = Suite(path, CPU)
     answers = [Completed([5], "a", finished) for finished in (True, False)]
     assert [suite._judge(suite.cases[0], answer) for answer in answers] == ["", "max_tokens: 3"]
@@ -135,7 +131,7 @@ def test_turned_cases_are_those_that_stayed_the_same():
 
 def test_a_fall_is_told_once(tmp_path, capsys):
     """Eight cases pass, then fail twice, then pass; each time by a part that knows a checkpoint alone."""
-    args = CommonArgs(output_dir=str(tmp_path), regression_suite=write(tmp_path / "suite.jsonl", GOOD))
+    args = CommonArgs(output_dir=str(tmp_path), regression_suite=write_rows(tmp_path / "suite.jsonl", [GOOD]))
     accelerator, state = Accelerator(cpu=True), {}
     for step, good in ((0, True), (2, False), (4, False), (6, True)):
         part = Regression(args, accelerator)
@@ -173,8 +169,8 @@ ROWS = [
 @pytest.fixture
 def words(tmp_path):
     """words(stage, *more): the command line of a short run with a suite."""
-    suite = write(tmp_path / "suite.jsonl", *ROWS)
-    few = write(tmp_path / "few.jsonl", {"prompt": ROWS[2]["messages"], "answer": "4", "kind": "sym", "steps": 1})
+    suite = write_rows(tmp_path / "suite.jsonl", ROWS)
+    few = write_rows(tmp_path / "few.jsonl", [{"prompt": ROWS[2]["messages"], "answer": "4", "kind": "sym", "steps": 1}])
 
     def of(stage, *more):
         return ["--config", demo(stage), *TINY, "--eval_prompts", few, *more, "--regression_suite", suite]
@@ -223,7 +219,7 @@ def test_answers_that_do_not_fit_are_refused(launch, words):
 def test_two_processes_answer_as_one(launch, words, tmp_path, token_cache):
     """Also where the second one has no case."""
     more = words("sft", "--eval_steps", "0", "--regression_steps", "2", "--save_steps", "2", "--max_steps", "4")
-    write(tmp_path / "suite.jsonl", ROWS[0])
+    write_rows(tmp_path / "suite.jsonl", ROWS[:1])
     one = lines(launch("sft", *more, "--per_device_train_batch_size", "4", output="one"))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
     command += ["--main_process_port", "0", "train_sft.py", *more, "--output_dir", str(tmp_path / "two")]
@@ -244,7 +240,7 @@ def run_gate(tmp_path, capsys):
     """run_gate(rows, *words): the exit code and what was printed."""
 
     def run(rows, *more, model=MODEL):
-        path = write(tmp_path / "suite.jsonl", *rows)
+        path = write_rows(tmp_path / "suite.jsonl", rows)
         code = gate.main([model, path, "--max_new_tokens", "4", *map(str, more)])
         return code, capsys.readouterr().out
 

@@ -14,17 +14,13 @@ from common.run.folder import lock as take_lock
 import numpy as np
 import pytest
 
-from tests.conftest import SFT
+from tests.conftest import SFT, read_rows, write_rows
 from tools import report
 from tools.report import write_report
 
 EVIL = (
     '</script><script>document.title="owned"</script><img src=x onerror="document.title=1"><!-- \u2028 \ud800 {{x}} @@data@@'
 )
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def data_of(text):
@@ -45,24 +41,24 @@ def a_run(folder, *, steps=40, name="run", evil="", better=0):
         more = {"num_tokens": 100 * step, "seconds": 2.0 * step}
         metrics.append({"step": step, "loss": 4 / step, f"odd{evil}": step % 3} | more)
     metrics.append({"step": steps, "eval_loss": 0.5, "eval_right": 0.5, "seconds": 2.0 * steps})
-    write_lines(folder / "metrics.jsonl", metrics)
+    write_rows(folder / "metrics.jsonl", metrics)
     samples = []
     for step in (0, steps):
         for i in range(20):
             text = f"answer {i} at {step if i % 2 else 0}{evil}"
             row = {"step": step, "temperature": 0.0, "prompt": f"question {i}{evil}", "completion": text}
             samples.append(row | {"right": float(step > 0 and i < 8 + better)})
-    write_lines(folder / "samples.jsonl", samples)
+    write_rows(folder / "samples.jsonl", samples)
     events = [{"step": 0, "time": 1e9, "kind": "started", "text": f"from the beginning{evil}", "script": "train_sft.py"}]
     events += [{"step": steps // 2, "time": 1e9 + 60, "kind": "spike", "text": f"the loss jumps{evil}"}]
-    write_lines(folder / "events.jsonl", [*events, {"step": steps, "time": 1e9 + 99, "kind": "finished", "text": ""}])
+    write_rows(folder / "events.jsonl", [*events, {"step": steps, "time": 1e9 + 99, "kind": "finished", "text": ""}])
     rollout = [
         {"step": step, "prompt": f"question {k // 4}{evil}", "completion": f"try {k} at {step}{evil}", "finished": k != 3}
         | {"rewards": {"exact": float(k % 2)}, "reward": float(k % 2), "advantage": k % 2 - 0.5}
         for step in (1, 2, 3)
         for k in range(16)
     ]
-    write_lines(folder / "completions.jsonl", rollout)
+    write_rows(folder / "completions.jsonl", rollout)
     (folder / "args.yaml").write_text(f"run_name: {json.dumps(name + evil)}\nlearning_rate: {0.1 + better}\nseed: 0\n")
     source = {"source": f"chats{evil}", "path": evil, "columns": ["messages"], "rows": 3, "examples": 2, "tokens": 9}
     source |= {"share": 1.0, "dropped": {f"empty{evil}": {"count": 1, "first": [f"x:1{evil}"]}}}
@@ -92,7 +88,7 @@ def test_a_long_log_gives_a_small_page(tmp_path):
     for step in range(20, 100_001, 20):
         row = {f"metric_{k}": round(draw.random(), 6) for k in range(25)} | {"loss": 1000.0 if step == 31_240 else 1 / step}
         rows.append({"step": step, **row, "num_tokens": step * 10})
-    write_lines(tmp_path / "metrics.jsonl", rows)
+    write_rows(tmp_path / "metrics.jsonl", rows)
     with (tmp_path / "metrics.jsonl").open("a") as out:
         out.write('{"step": 100010, "loss": null}\n{"step": 100020, "lo')
     run = describe_run(tmp_path)
@@ -122,7 +118,7 @@ def test_rollouts_show_the_groups_that_differ_most(tmp_path):
     rows = []
     for k, rewards in enumerate([(0, 0), (1, 1), (0, 1), (None, 5), (0, 0)]):
         rows += [{"step": 1, "prompt": f"q{k}", "completion": "x", "finished": False, "reward": r} for r in rewards]
-    write_lines(tmp_path / "completions.jsonl", rows)
+    write_rows(tmp_path / "completions.jsonl", rows)
     (rollout,) = describe_run(tmp_path)["completions"]
     assert [group["prompt"] for group in rollout["groups"]] == ["q0", "q3", "q2"]
     assert [row["reward"] for row in rollout["groups"][1]["rows"]] == [5, None]
@@ -177,14 +173,13 @@ def test_a_resumed_run_has_one_history(launch, tmp_path):
     words += ["--save_best", "eval_loss", "--save_steps", "2", "--max_train_samples", "40", "--logging_steps", "1"]
     launch("sft", *words, "--max_steps", "2")
     output = launch("sft", *words, "--max_steps", "4")
-    events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
-    kinds = [(event["kind"], event["step"]) for event in events if event["kind"] != "best"]
+    kinds = [(row["kind"], row["step"]) for row in read_rows(output / "events.jsonl") if row["kind"] != "best"]
     assert kinds == [("started", 0), ("saved", 2), ("finished", 2), ("resumed", 2), ("saved", 4), ("finished", 4)]
     run = shown_of(output)
     assert run["state"] == "finished" and run["step"] == run["steps"] == 4 and run["best"]["metric"] == "eval_loss"
     assert run["data"]["marked"][0]["parts"] and any(trained for _, trained in run["data"]["marked"][0]["parts"])
     assert run["frames"][0]["name"] == "loss" and run["frames"][1]["name"] == "mean_token_accuracy"
-    seconds = [json.loads(line)["seconds"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    seconds = [row["seconds"] for row in read_rows(output / "metrics.jsonl")]
     assert seconds == sorted(seconds), "over both stretches"
     changed = {name for group in run["settings"] for name, _, unchanged in group["rows"] if not unchanged}
     assert {"max_steps", "save_best"} <= changed and not {"seed", "weight_decay", "train_on"} & changed
@@ -221,7 +216,7 @@ def test_suites_are_compared_case_by_case(tmp_path):
         row = {"step": 40, "groups": {"easy": {"passed": right, "total": 9}}, "cases": cases}
         row |= {"turned": {"since_last": {"step": 0, "fell": [], "rose": ["a", "b"]}, "since_base": None}}
         row |= {"failed": {"c": {"why": "not equal", "completion": "7"}}}
-        write_lines(a_run(tmp_path / name) / "regression.jsonl", [row | {"step": 0}, row])
+        write_rows(a_run(tmp_path / name) / "regression.jsonl", [row | {"step": 0}, row])
     write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html")
     shown = data_of((tmp_path / "both.html").read_text())
     second = {rate["name"]: rate["runs"][1] for rate in shown["compared"]["rates"]}
@@ -236,11 +231,11 @@ def test_a_table_of_all_runs_of_a_folder(tmp_path, capsys):
     for name, seed, rate, last in [("a", 0, 0.1, 0.4), ("b", 1, 0.1, 0.5), ("c/d", 2, 0.1, 0.6), ("e", 3, 0.2, 0.3)]:
         folder = a_run(tmp_path / name, steps=100)
         (folder / "args.yaml").write_text(f"learning_rate: {rate}\nseed: {seed}\nrun_name: {name}\n")
-        write_lines(folder / "metrics.jsonl", [{"step": 0, "eval_loss": 5.0}, {"step": 100, "loss": 1.0, "eval_loss": last}])
+        write_rows(folder / "metrics.jsonl", [{"step": 0, "eval_loss": 5.0}, {"step": 100, "loss": 1.0, "eval_loss": last}])
         (folder / "checkpoint-5").mkdir(exist_ok=True)
     (tmp_path / "e" / "train_sft.py").write_text("edited = True")
     other = a_run(tmp_path / "other")
-    write_lines(other / "events.jsonl", [{"step": 0, "time": 1e9, "kind": "started", "script": "train_dpo.py"}])
+    write_rows(other / "events.jsonl", [{"step": 0, "time": 1e9, "kind": "started", "script": "train_dpo.py"}])
     report.main([str(tmp_path)])
     told = capsys.readouterr().out.splitlines()
     first, second = (re.split(" {2,}", line) for line in told if line[:2] in ("a ", "e "))

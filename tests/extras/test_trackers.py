@@ -1,12 +1,11 @@
 """A run that goes on is one run for its tracker, too: the same folder or id, and no step twice."""
 
-import json
 import sys
 
 from common.run.metrics import Metrics
 import pytest
 
-from tests.conftest import read_metrics, run_script
+from tests.conftest import read_metrics, read_rows, run_script
 from tests.run.test_resume import COMMON, STAGES, Stop
 
 SFT = [*STAGES["sft"], *COMMON, "--eval_steps", "0"]
@@ -40,7 +39,7 @@ def wandb(tmp_path, monkeypatch):
     (folder / "wandb.py").write_text(WANDB)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setenv("NOTES", str(notes))
-    return lambda: [json.loads(line) for line in notes.read_text().splitlines()]
+    return lambda: read_rows(notes)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ Accelerate takes FSDP for GPUs only. The launcher tells it that the two CPU proc
 in chunks, too, which the other side of the comparisons does not.
 """
 
-import json
 import shutil
 
 import pytest
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import ROOT, assert_same, losses, read_metrics, run_script, teacher, torchrun
+from tests.conftest import ROOT, assert_same, losses, read_metrics, read_rows, run_script, teacher, torchrun
 from tests.run.fsdp import LAUNCHER
 from tests.scripts.one_step import make_model
 
@@ -80,10 +79,6 @@ def evaluations(output):
     return [{k: v for k, v in row.items() if k.startswith("eval_")} for row in read_metrics(output) if "loss" not in row]
 
 
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def assert_same_run(one, two):
     assert_same(losses(one), losses(two))
     found = [evaluations(one), evaluations(two)]
@@ -91,11 +86,11 @@ def assert_same_run(one, two):
         run[0].pop("eval_rewards/accuracies", None)
     for a, b in zip(*found, strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
-    assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
+    assert read_rows(one / "samples.jsonl") == read_rows(two / "samples.jsonl")
     for folder in ("", "checkpoint-2"):
         assert_same_model(one / folder, two / folder)
     if (one / "completions.jsonl").exists():
-        tokens = [[(row["prompt"], row["completion"]) for row in lines(run / "completions.jsonl")] for run in (one, two)]
+        tokens = [[(row["prompt"], row["completion"]) for row in read_rows(run / "completions.jsonl")] for run in (one, two)]
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
 
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import events_of, read_metrics
+from tests.conftest import events_of, read_metrics, read_rows
 
 STAGES = {
     stage: ["--config", f"data/configs/{stage}.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", "0"]
@@ -63,7 +63,7 @@ def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage
     assert json.loads((output / "summary.json").read_text())["bad_steps"] == [3]
     assert [event["step"] for event in events_of(output, "bad")] == [3]
     (kept,) = (output / "bad_batches").iterdir()
-    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    lines = read_rows(kept)
     assert kept.name == "step-3.jsonl" and len(lines) >= 4
     assert all(line["trained"] and line["text"] for line in lines)
     if stage != "grpo":

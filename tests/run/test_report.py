@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.conftest import read_metrics
+from tests.conftest import read_metrics, write_rows
 
 BASE = ["--model_name_or_path", "data/base_model", "--eval_prompts", "", "--num_samples", "0", "--save_steps", "0"]
 STAGES = {
@@ -23,8 +23,7 @@ CHATS = [
 
 def write_chats(path, chats):
     rows = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(path, rows)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,6 +1,5 @@
 """What is printed, and terminals, pipes and logs that are gone: they end no run, and nothing hostile reaches them."""
 
-import json
 import os
 import pty
 import select
@@ -13,7 +12,7 @@ from common.errors import printable
 from common.run.signals import EXIT_CODE
 import pytest
 
-from tests.conftest import ROOT, read_metrics
+from tests.conftest import ROOT, read_metrics, write_rows
 from tests.run.test_folder import SFT
 
 BASE = ROOT / "data" / "base_model"
@@ -35,7 +34,7 @@ def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_c
     ]
     rows.append({"messages": [{"role": EVIL, "content": "x"}]})
     data = tmp_path / "\x1b[31mred.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data, rows)
     command = [sys.executable, "train_sft.py", "--model_name_or_path", str(BASE), "--dataset_name", str(data)]
     command += ["--max_steps", "2", "--eval_fraction", "0.3", "--output_dir", str(tmp_path / "\x1b[32mout")]
     command += ["--eval_max_new_tokens", "4", "--dataset_cache_dir", str(tmp_path / "cache")]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.scripts.one_step import BASE, exact, make_model
+from tests.scripts.one_step import exact, make_model
+from tests.scripts.texts import BASE
 
 
 @pytest.fixture(scope="session")

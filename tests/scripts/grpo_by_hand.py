@@ -11,19 +11,9 @@ import statistics
 import pytest
 import torch
 
-from tests.scripts.one_step import (
-    assert_gradient,
-    assert_metrics,
-    chat,
-    exact,
-    gradient_of,
-    prompt_ids,
-    read_rows,
-    token_scores,
-    tokenizer,
-    watched,
-    write_rows,
-)
+from tests.conftest import read_rows, write_rows
+from tests.scripts.one_step import assert_gradient, assert_metrics, exact, gradient_of, token_scores, watched
+from tests.scripts.texts import chat, prompt_ids, tokenizer
 
 STOPS = (0, 2)  # the end of a text, and of a turn
 LONGEST = 8  # max_completion_length of the runs

@@ -6,8 +6,6 @@ without padding, batches or shared beginnings, from the formulas of the papers.
 """
 
 from dataclasses import dataclass, field
-from functools import cache
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,67 +13,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from tests.conftest import ROOT, train_metrics
+from tests.conftest import read_rows, train_metrics
+from tests.scripts.texts import tokenizer
 
-BASE = str(ROOT / "data" / "base_model")
 # Every step is one line of the metrics, and the gradient reaches AdamW as it is.
 PLAIN = ["--logging_steps", "1", "--eval_steps", "0", "--save_steps", "0", "--num_samples", "0", "--max_grad_norm", "0"]
 PLAIN += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--dataset_num_proc", "1"]
-
-
-@cache
-def tokenizer() -> Any:
-    """The tokenizer of data/base_model: 512 tokens, byte-level, with a chat template."""
-    return AutoTokenizer.from_pretrained(BASE)
-
-
-def ids_of(text: str) -> list[int]:
-    return tokenizer()(text, add_special_tokens=False).input_ids
-
-
-END = "<|im_end|>"  # of a turn, in its template
-
-
-def chat(*texts: str, system: str = "") -> list[dict[str, str]]:
-    """Turns of a user and an assistant."""
-    before = [{"role": "system", "content": system}] if system else []
-    return before + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-def prompt_ids(prompt: str | list[dict[str, str]]) -> list[int]:
-    """A text, or a chat up to where the assistant answers."""
-    if isinstance(prompt, str):
-        return ids_of(prompt)
-    return ids_of(tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# Chosen and rejected differ in length, now the one is longer and now the other; prompts of one turn and of several.
-PAIRS = [  # turns of the prompt, chosen answer, rejected one
-    (["What is 11-9+2?"], "Sure! 11-9=2. 2+2=4. Answer: 4", "Answer: 4"),
-    (["Zoe has 4 figs. She finds 6. She eats 3. So how many figs?"], "Answer: 7", "4+6=12. 12-3=9. I think. Answer: 9"),
-    (["Hi", "Hello!", "What is 5+5?"], "Sure! Answer: 10", "People ask me so much. That is fun. Answer: 11"),
-    (["How much is 15-6-4?"], "15-6=9. 9-4=5. So it is 5, as you can see. Answer: 5", "No."),
-]
-HELD_OUT_PAIRS = [
-    (["What is 3+4?"], "Sure! 3+4=7. Answer: 7", "8"),
-    (["Max has 9 cards. He buys 5. How many cards now?"], "14", "9+5=13. Then he sells some of them. Answer: 13"),
-    (["Hi"], "Hello! How are you?", "What?"),
-]
-
-
-def pair_rows(pairs: list[tuple[list[str], str, str]]) -> list[dict[str, Any]]:
-    return [{"prompt": chat(*p), "chosen": chat("", c)[1:], "rejected": chat("", r)[1:]} for p, c, r in pairs]
 
 
 # --- models ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 from common.errors import UserError
 import pytest
 
-from tests.conftest import read_metrics, teacher
+from tests.conftest import read_metrics, teacher, write_rows
 
 CHAT = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -76,21 +76,16 @@ TABLE = [
 ]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def files(tmp_path):
     """words(text): its words, with the files below at their places."""
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "rewards.py").write_text(REWARDS)
-    write(tmp_path / "columns.jsonl", [{"question": "1+1?", "solution": "2"}])
-    write(tmp_path / "questions.jsonl", [{"messages": CHAT["messages"][:1]}])
-    write(tmp_path / "pairs.jsonl", [PAIR] * 4)
-    write(tmp_path / "labelled.jsonl", [LABELLED])
-    write(tmp_path / "texts.jsonl", [{"text": "one two three " * 30}] * 8)
+    write_rows(tmp_path / "columns.jsonl", [{"question": "1+1?", "solution": "2"}])
+    write_rows(tmp_path / "questions.jsonl", [{"messages": CHAT["messages"][:1]}])
+    write_rows(tmp_path / "pairs.jsonl", [PAIR] * 4)
+    write_rows(tmp_path / "labelled.jsonl", [LABELLED])
+    write_rows(tmp_path / "texts.jsonl", [{"text": "one two three " * 30}] * 8)
 
     def words(text):
         found = text.replace("TEACHER", teacher()).split()
@@ -135,7 +130,7 @@ UNUSABLE = {  # flags, a good row, and bad ones
 @pytest.mark.parametrize("stage", UNUSABLE)
 def test_rows_that_cannot_be_used_are_left_out_and_counted(stage, launch, files, tmp_path, capsys):
     flags, good, bad = UNUSABLE[stage]
-    data = write(tmp_path / "some.jsonl", [good, *bad, good])
+    data = write_rows(tmp_path / "some.jsonl", [good, *bad, good])
     words = f"{MODEL} {flags} --max_steps 2 --per_device_train_batch_size 2 --save_steps 0 --logging_steps 1"
     output = launch(stage, *files(words), "--dataset_name", data)
     said, size = capsys.readouterr().out, 2 + len(bad)

@@ -7,7 +7,6 @@ sentence with a number in a form that is not listed here fails the test, so no c
 from collections.abc import Iterable, Iterator
 from functools import cache
 import hashlib
-import json
 from pathlib import Path
 import re
 import subprocess
@@ -15,7 +14,9 @@ import sys
 
 import pytest
 
-DATA = Path(__file__).parents[2] / "data"
+from tests.conftest import ROOT, read_rows
+
+DATA = ROOT / "data"
 GENERATED = [
     *(f"pretrain/{split}.txt" for split in ["train", "validation"]),
     *(f"{stage}/{s}.jsonl" for stage in ["sft", "dpo", "grpo", "grpo_zero"] for s in ["train", "validation"]),
@@ -118,10 +119,6 @@ def leaks(texts: Iterable[str], allowed: set[str]) -> list[tuple[Chain, str]]:
 # Reading files
 
 
-def rows_of(name: str) -> list[dict]:
-    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
-
-
 def joined(*messages: list[dict]) -> str:
     return "\n".join(message["content"] for part in messages for message in part)
 
@@ -130,7 +127,7 @@ def texts_of(name: str) -> list[str]:
     """Everything that a model reads as one piece: a document, a conversation, a prompt with one of its answers."""
     if name.endswith(".txt"):
         return (DATA / name).read_text(encoding="utf-8").rstrip("\n").split("\n\n")
-    rows = rows_of(name)
+    rows = read_rows(DATA / name)
     if name.startswith("sft"):
         return [joined(row["messages"]) for row in rows]
     if name.startswith("dpo"):
@@ -164,7 +161,7 @@ def test_no_file_contains_a_chain_of_a_later_split(name):
 @pytest.mark.parametrize("name", [name for name in GENERATED if "grpo" in name or name.startswith("prompts")])
 def test_questions_have_their_own_split_and_the_right_answers(name):
     """Each once in the files of prompts, where as many are in words as in symbols, and as many of two steps as of three."""
-    rows, texts, split = rows_of(name), texts_of(name), Path(name).stem.split("_")[-1]
+    rows, texts, split = read_rows(DATA / name), texts_of(name), Path(name).stem.split("_")[-1]
     for row, text in zip(rows, texts, strict=True):
         chain = chains_in(text)[-1]
         assert split_of(chain) == split and len(chain) in (3, 4) and row["answer"] == str(sum(chain))

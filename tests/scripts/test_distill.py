@@ -6,22 +6,10 @@ import pytest
 import torch
 
 import experiments.train_distill as script
+from tests.conftest import read_rows, write_rows
 from tests.scripts.grpo_by_hand import CHATS, STOPS, chat_rows
-from tests.scripts.one_step import (
-    END,
-    assert_metrics,
-    assert_step,
-    chat,
-    exact,
-    ids_of,
-    logits_of,
-    make_model,
-    prompt_ids,
-    read_rows,
-    tokenizer,
-    watched,
-    write_rows,
-)
+from tests.scripts.one_step import assert_metrics, assert_step, exact, logits_of, make_model, watched
+from tests.scripts.texts import END, chat, ids_of, prompt_ids, tokenizer
 
 LONGEST = 6
 ANSWERS = ["3+4=7. Answer: 7", "Hello! How are you?", "6", "13."]

@@ -5,24 +5,9 @@ import math
 import pytest
 import torch
 
-from tests.scripts.one_step import (
-    DROPOUT,
-    END,
-    HELD_OUT_PAIRS,
-    PAIRS,
-    assert_metrics,
-    assert_step,
-    chat,
-    exact,
-    ids_of,
-    make_model,
-    pair_rows,
-    prompt_ids,
-    token_scores,
-    tokenizer,
-    watched,
-    write_rows,
-)
+from tests.conftest import write_rows
+from tests.scripts.one_step import DROPOUT, assert_metrics, assert_step, exact, make_model, token_scores, watched
+from tests.scripts.texts import END, HELD_OUT_PAIRS, PAIRS, chat, ids_of, pair_rows, prompt_ids, tokenizer
 
 TEXTS = [
     ("Question: What is 8-5?\n", "Answer: 3", "I do not know, and nobody does."),

@@ -6,9 +6,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import assert_same, losses, train_metrics
+from tests.conftest import assert_same, losses, train_metrics, write_rows
 from tests.run.test_fsdp import sharded  # noqa: F401
-from tests.scripts.one_step import assert_gradient, gradient_of, make_model, nll_window, watched, write_rows
+from tests.scripts.one_step import assert_gradient, gradient_of, make_model, nll_window, watched
 from tests.scripts.test_equivalence import arguments, two_processes
 from tests.scripts.test_sft import CHATS, encoded
 

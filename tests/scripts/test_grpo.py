@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 
+from tests.conftest import read_rows, write_rows
 from tests.sampling.fake_vllm import FakeVLLM
 from tests.scripts.grpo_by_hand import (
     LONGEST,
@@ -21,18 +22,8 @@ from tests.scripts.grpo_by_hand import (
     run_grpo,
     text_rows,
 )
-from tests.scripts.one_step import (
-    DROPOUT,
-    assert_metrics,
-    chat,
-    exact,
-    logits_of,
-    make_model,
-    prompt_ids,
-    read_rows,
-    watched,
-    write_rows,
-)
+from tests.scripts.one_step import DROPOUT, assert_metrics, exact, logits_of, make_model, watched
+from tests.scripts.texts import chat, prompt_ids
 
 
 @pytest.fixture

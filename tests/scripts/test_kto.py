@@ -1,23 +1,15 @@
 """experiments/train_kto.py against float64: which answer is good, what the KL term is made of, and what the reference is."""
 
 from common.data.order import Order
+from common.data.types import BadRow
+import numpy as np
 import pytest
 import torch
 
-from tests.scripts.one_step import (
-    END,
-    HELD_OUT_PAIRS,
-    PAIRS,
-    assert_step,
-    chat,
-    exact,
-    ids_of,
-    make_model,
-    prompt_ids,
-    token_scores,
-    watched,
-    write_rows,
-)
+from experiments.labelled import as_labelled, mismatched
+from tests.conftest import write_rows
+from tests.scripts.one_step import assert_step, exact, make_model, token_scores, watched
+from tests.scripts.texts import END, HELD_OUT_PAIRS, PAIRS, chat, ids_of, prompt_ids
 
 
 def labelled(pairs):
@@ -119,3 +111,27 @@ def test_an_evaluation_has_the_kl_of_the_held_out_rows(launch, data, model):
     assert run.evals[1]["eval_loss"] == pytest.approx(loss.item(), rel=2e-4)
     accuracy = logged["rewards/accuracies"]
     assert run.evals[1]["eval_rewards/accuracies"] == pytest.approx(accuracy)
+
+
+def test_a_label_may_be_written_as_text_as_tables_have_it():
+    for label, good in (("True", True), ("false", False), (" 1", True), ("0", False), (1.0, True)):
+        assert as_labelled({"prompt": "q", "completion": "a", "label": label})["label"] is good
+    for label in ("good", "", "10", 2, -1.0):
+        with pytest.raises(BadRow, match="label"):
+            as_labelled({"prompt": "q", "completion": "a", "label": label})
+    for columns in ({"prompt": "q", "completion": "a"}, {"text": "t", "label": True}):
+        with pytest.raises(BadRow, match=", ".join(columns)):
+            as_labelled(columns)
+
+
+def test_answers_after_the_prompts_of_others():
+    """Each prompt, the tokens before the first trained one, with the next answer; of a prompt too long for it nothing remains."""
+    rows = [([1, 2, 3], [7, 8]), ([4], [9]), ([], [5, 6])]
+    rows = [
+        {"input_ids": np.array(p + a), "loss_mask": np.array([0] * len(p) + [1] * len(a)), "label": True} for p, a in rows
+    ]
+    found = mismatched(rows, 4)
+    assert all(len(example) == 1 and {*example[0]} == {"input_ids", "loss_mask"} for example in found)
+    assert [example[0]["input_ids"].tolist() for example in found] == [[7, 8], [1, 2, 3, 9], [4, 5, 6]]
+    assert [example[0]["loss_mask"].tolist() for example in found] == [[1, 1], [0, 0, 0, 1], [0, 1, 1]]
+    assert [example[0]["loss_mask"].tolist() for example in mismatched(rows, 3)] == [[1, 1], [0, 0, 0], [0, 1, 1]]

@@ -13,8 +13,9 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import ROOT, read_metrics, run_script, train_metrics
-from tests.scripts.one_step import BASE, exact, ids_of, prompt_ids, token_scores, tokenizer
+from tests.conftest import ROOT, read_metrics, run_script, train_metrics, write_rows
+from tests.scripts.one_step import exact, token_scores
+from tests.scripts.texts import BASE, ids_of, prompt_ids, tokenizer
 
 COMMON = ["--model_name_or_path", str(BASE), "--eval_steps", "0", "--logging_steps", "1", "--save_steps", "0"]
 COMMON += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "1e-3", "--num_samples", "0"]
@@ -56,7 +57,7 @@ def train(tmp_path, monkeypatch):
     return launch
 
 
-def write_rows(path, seed, count=12):
+def write_chats(path, seed, count=12):
     """Chats with a number of their own and a weight, of uneven length."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -66,7 +67,7 @@ def write_rows(path, seed, count=12):
         rows.append(
             {"messages": messages, "weight": round(float(rng.random()) + 0.5, 3), "score": int(rng.integers(0, 2**30))}
         )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return rows
 
 
@@ -120,7 +121,7 @@ def test_any_field_of_encode_arrives_in_the_batch(way, train, tmp_path):
     """A weight for each token and a number for each sequence."""
     flags, files, batch = WAYS[way]
     names = [tmp_path / f"{i}.jsonl" for i in range(files)]
-    rows = [row for i, name in enumerate(names) for row in write_rows(name, seed=i)]
+    rows = [row for i, name in enumerate(names) for row in write_chats(name, seed=i)]
     one_window = ["--max_steps", "1", "--per_device_train_batch_size", batch or len(rows)]
     source = changed(**FIELDS).replace("import torch\n", f"import torch\n{BLOCKS.format(len(rows))}")
     (row,) = train_metrics(train(source, "--dataset_name", *names, *one_window, *flags.split()))
@@ -153,7 +154,7 @@ HEAD = {
 
 @pytest.fixture
 def flags(tmp_path):
-    write_rows(tmp_path / "rows.jsonl", seed=0, count=24)
+    write_chats(tmp_path / "rows.jsonl", seed=0, count=24)
     return ["--dataset_name", tmp_path / "rows.jsonl", "--max_steps", "6", "--save_steps", "2"]
 
 

@@ -16,7 +16,19 @@ from safetensors.torch import load_file
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import EXPERIMENTS, ROOT, assert_same, demo, free_port, losses, read_metrics, run_script, teacher
+from tests.conftest import (
+    EXPERIMENTS,
+    ROOT,
+    assert_same,
+    demo,
+    free_port,
+    losses,
+    read_metrics,
+    read_rows,
+    run_script,
+    teacher,
+    write_rows,
+)
 
 STAGES = ("pretrain", "sft", "dpo", "grpo")
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -129,7 +141,7 @@ def test_every_metric_that_is_written_is_explained(launch):
         words = ["--config", demo(stage), *SMALL.get(stage, TINY), *more]
         words += ["--max_completion_length", "8"] if stage in ("ppo", "rft", "tools", "distill") else []
         output = launch(stage, *words, output=name)
-        keys = {key for line in (output / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)} - {"step"}
+        keys = {key for row in read_rows(output / "metrics.jsonl") for key in row} - {"step"}
         assert len(keys) > 5
         for key in keys:
             plain = re.sub(r"_t[\d.]+$", "", key.removeprefix("eval_"))
@@ -150,7 +162,7 @@ def local(tmp_path, monkeypatch):
     files |= {f"openai/gsm8k/{split}.jsonl": sums for split in ("train", "test")}
     for name, rows in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / name, rows)
     rows = [{"instruction": f"Add 1 to {i}", "input": "", "output": f"It is {i + 1}."} for i in range(20)]
     (tmp_path / "alpaca.json").write_text(json.dumps(rows))
     (tmp_path / "tinyshakespeare.txt").write_text("\n\n".join(f"Speak {i}, and be still. " * 4 for i in range(90)))

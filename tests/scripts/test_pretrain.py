@@ -7,21 +7,18 @@ import torch
 from torch.nn.functional import cross_entropy, silu
 import transformers
 
+from tests.conftest import read_rows, write_rows
 from tests.scripts.one_step import (
-    BASE,
     assert_gradient,
     assert_metrics,
     assert_nll_evaluations,
     assert_nll_step,
     gradient_of,
-    ids_of,
     make_model,
     nll_window,
-    read_rows,
-    tokenizer,
     watched,
-    write_rows,
 )
+from tests.scripts.texts import BASE, ids_of, tokenizer
 
 DOCUMENTS = [
     "Question: What is 10+5?\nAnswer: 15",

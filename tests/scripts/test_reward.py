@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from experiments.classifier import score_head
-from experiments.scored import up_to_the_score
-from tests.conftest import read_metrics, train_metrics
-from tests.scripts.one_step import HELD_OUT_PAIRS, PAIRS, PLAIN, exact, make_model, pair_rows, tokenizer, write_rows
+from experiments.scored import number_of, up_to_the_score
+from tests.conftest import read_metrics, train_metrics, write_rows
+from tests.scripts.one_step import PLAIN, exact, make_model
+from tests.scripts.texts import HELD_OUT_PAIRS, PAIRS, pair_rows, tokenizer
 from tests.tiny import tiny_family, tiny_lm
 
 ROWS = [row | {"margin": m} for row, m in zip(pair_rows(PAIRS), (0.5, None, 2, 0.0), strict=True)]
@@ -126,3 +127,16 @@ def test_a_model_without_classifier_is_refused():
     assert score_head(FlatModel(tiny_lm("llama"))).weight.shape == (1, 32)
     with pytest.raises(UserError, match="no AutoModelForSequenceClassification for a mamba"):
         score_head(FlatModel(tiny_family("mamba")))
+
+
+def test_a_number_may_be_written_as_text_as_tables_have_it():
+    for value, found in ((3, 3.0), (-0.5, -0.5), ("3", 3.0), (" -.5", -0.5), ("+1e3", 1000.0), ("2.", 2.0), (0, 0.0)):
+        assert number_of({"score": value}, "score") == found
+    for columns in ({"score": ""}, {"score": None}, {}):
+        assert number_of(columns, "score", 7.0) == 7
+    for value in ("x", "1_000", "nan", "inf", "1e16", "1 2", "٣", True, [1], float("nan"), 10**40):
+        with pytest.raises(BadRow, match="score is .*; expected a number"):
+            number_of({"score": value}, "score", 7.0)
+    for columns in ({}, {"score": None}, {"score": ""}):
+        with pytest.raises(BadRow, match="no number in the column score"):
+            number_of(columns, "score")

@@ -13,10 +13,9 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import ROOT, read_metrics, run_script, teacher, torchrun, train_metrics, words_of
+from tests.conftest import ROOT, read_metrics, read_rows, run_script, teacher, torchrun, train_metrics, words_of
 from tests.run.fsdp import LAUNCHER
 from tests.sampling.fake_vllm import FakeVLLM
-from tests.scripts.one_step import read_rows
 
 KEYS = [(42, rollout, i) for rollout in range(8) for i in range(64)]
 KEYS += [(42, rollout, i, turn) for rollout in range(8) for i in range(64) for turn in range(4)]

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig
 import yaml
 
-from tests.conftest import EXPERIMENTS, demo, read_metrics, run_script, teacher, torchrun, train_metrics
+from tests.conftest import EXPERIMENTS, demo, read_metrics, read_rows, run_script, teacher, torchrun, train_metrics
 from tests.scripts.one_step import ADAMW, assert_adamw, assert_clipped, make_model, watched
-from tests.scripts.one_step import BASE as BASE_MODEL
+from tests.scripts.texts import BASE as BASE_MODEL
 
 # script -> (flags that make the demo short, what must have happened between the first and the last evaluation)
 RUNS = {
@@ -215,7 +215,7 @@ def test_without_prompts_the_first_rows_are_completed(stage, launch, tmp_path):
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
     words = f"{BASE} --max_steps 2 --max_length 64 --eval_steps 2 --num_samples 2 --eval_max_new_tokens 4"
     output = launch(stage, *words.split(), "--dataset_name", tmp_path / "rows.jsonl")
-    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    samples = read_rows(output / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0, 0, 2, 2] and samples[0]["prompt"] == prompt
 
 

@@ -4,23 +4,21 @@ import itertools
 
 import pytest
 
+from tests.conftest import write_rows
 from tests.scripts.one_step import (
-    BASE,
     DROPOUT,
     apart,
     assert_gradient,
     assert_metrics,
     assert_nll_evaluations,
     assert_nll_step,
-    chat,
     exact,
     gradient_of,
     make_model,
     nll_window,
-    tokenizer,
     watched,
-    write_rows,
 )
+from tests.scripts.texts import BASE, chat, tokenizer
 
 CHATS = [
     chat("What is 3+4?", "3+4=7. Answer: 7"),

@@ -9,21 +9,9 @@ from safetensors.torch import load_file
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import ROOT
-from tests.scripts.one_step import (
-    END,
-    assert_step,
-    chat,
-    exact,
-    ids_of,
-    logits_of,
-    nll_window,
-    prompt_ids,
-    read_rows,
-    tokenizer,
-    watched,
-    write_rows,
-)
+from tests.conftest import ROOT, read_rows, write_rows
+from tests.scripts.one_step import assert_step, exact, logits_of, nll_window, watched
+from tests.scripts.texts import END, chat, ids_of, prompt_ids, tokenizer
 
 RECORDED = json.loads((ROOT / "tests" / "trl_recorded.json").read_text())["sft_dft"]
 CHATS = [("What is 2+3?", "2+3=5. Answer: 5"), ("Hi", "Hello! How are you?"), ("How much is 9-4-1?", "Answer: 4")]
@@ -72,16 +60,8 @@ def loss_of(name, policy):
 def test_a_step_is_that_of_the_paper(name, launch, model, tmp_path):
     """The loss that is logged stays the cross-entropy, which compares with that of train_sft.py."""
     script, flags = {"dft": ("sft", ["--loss_type", "dft"]), "label_smoothing": (name, ["--label_smoothing", "0.2"])}[name]
-    words = [
-        "--dataset_name",
-        chats(tmp_path),
-        "--per_device_train_batch_size",
-        3,
-        "--max_steps",
-        2,
-        "--learning_rate",
-        "3e-3",
-    ]
+    words = ["--dataset_name", chats(tmp_path), "--per_device_train_batch_size", 3, "--max_steps", 2]
+    words += ["--learning_rate", "3e-3"]
     run = watched(launch, script, model, *words, *flags)
     for step in range(2):
         policy = run.policy(step)

@@ -8,18 +8,10 @@ import pytest
 import torch
 
 from experiments.environments import Calculator, HigherOrLower
+from tests.conftest import read_rows, write_rows
 from tests.scripts.grpo_by_hand import CHATS
-from tests.scripts.one_step import (
-    assert_gradient,
-    chat,
-    gradient_of,
-    prompt_ids,
-    read_rows,
-    token_scores,
-    tokenizer,
-    watched,
-    write_rows,
-)
+from tests.scripts.one_step import assert_gradient, gradient_of, token_scores, watched
+from tests.scripts.texts import chat, prompt_ids, tokenizer
 
 script = importlib.import_module("experiments.train_tools")
 END = 2  # <|im_end|>

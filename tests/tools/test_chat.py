@@ -12,7 +12,7 @@ from common.errors import UserError
 import pytest
 import transformers
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, read_rows
 from tools import chat
 import train_sft
 
@@ -74,7 +74,7 @@ def test_a_chat_is_a_row_to_train_on(talk, tmp_path):
     for question in questions:
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": greedy(messages)})
-    first, second = (json.loads(line)["messages"] for line in file.read_text().splitlines())
+    first, second = (row["messages"] for row in read_rows(file))
     assert first == messages and all(message["content"] in out for message in messages[1::2]) and err == ""
     assert second[:2] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1+1?"}]
     args = train_sft.Args(dataset_name=[str(file)], max_length=1024)
@@ -87,7 +87,7 @@ def test_an_answer_may_be_drawn_again(talk, tmp_path):
     file = tmp_path / "chats.jsonl"
     lines = ["What is 3+4?", "/temperature 1.5", "/retry", f"/save {file}", "/temperature 0", "/retry", f"/save {file}"]
     talk(*lines)
-    drawn, greedy_one = (json.loads(line)["messages"] for line in file.read_text().splitlines())
+    drawn, greedy_one = (row["messages"] for row in read_rows(file))
     assert len(drawn) == len(greedy_one) == 2
     assert greedy_one[1]["content"] == greedy(greedy_one[:1]) != drawn[1]["content"]
 

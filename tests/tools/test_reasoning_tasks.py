@@ -1,13 +1,12 @@
 """tools/reasoning_tasks.py, with a stand-in for reasoning-gym: questions that repeat, a scorer of its own."""
 
-import json
 import subprocess
 import sys
 
 from common.sampling.rewards import load_rewards, score
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, read_rows
 
 PACKAGE = """
 class Doubles:
@@ -48,7 +47,7 @@ def write(tmp_path, monkeypatch):
 
 
 def rows_of(folder, name):
-    return [json.loads(line) for line in (folder / "rows" / f"{name}.jsonl").read_text().splitlines()]
+    return read_rows(folder / "rows" / f"{name}.jsonl")
 
 
 def test_no_question_is_held_out_and_trained(write, tmp_path):
