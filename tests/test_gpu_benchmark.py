@@ -13,13 +13,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu  # noqa: E402
 
-# Of each call, the tables that it prints beside that of its sections.
-TABLES = {
-    "a": {"tests", "scripts, 4 steps"},
-    "b": {"GRPO sampling", "GRPO step", "SFT", "pretrain", "loss head", "attention"},
-    "c": {"SFT at 8k", "DPO", "long row", "fixed GRPO task", "SFT beside TRL itself"},
-}
-
 
 def run(tmp_path, call):
     (tmp_path / "sitecustomize.py").write_text("import sys\nfor name in ('datasets', 'trl'): sys.modules[name] = None\n")
@@ -36,19 +29,11 @@ def run(tmp_path, call):
 def test_every_section_runs_and_all_sides_agree(call, tmp_path):
     rows = run(tmp_path, call)
     assert [row["ended"] for row in rows if row["section"] == "sections"] == ["done"] * len(gpu.CALLS[call])
-    tables = {row["section"] for row in rows}
-    assert {name for name in tables if not name.startswith("longest kernels")} == TABLES[call] | {"sections"}
-    assert any(name.startswith("longest kernels") for name in tables) == (call == "b")
     assert [row["side"] for row in rows if "failed" in row] == (["TRL", "TRL"] if call == "c" else [])  # it is not there
     assert "TOO FAR" not in str(rows)
-    losses = {}
-    for row in rows:
-        loss = row.get("first logp of a chosen answer", row.get("first loss", row.get("loss")))
-        if row["section"] in ("SFT", "SFT at 8k", "loss head", "DPO", "long row"):
-            kind = row["side"].split(",")[0] if row["section"] == "loss head" else row.get("chats", row.get("pairs"))
-            losses.setdefault((row["section"], kind), []).append(loss)
-    for same in losses.values():
-        assert same == pytest.approx([same[0]] * len(same), rel=1e-2)  # bfloat16
+    sides = [(row["section"], row.get("chats"), row["first loss"]) for row in rows if "first loss" in row]
+    for section, chats, loss in sides:
+        assert loss == pytest.approx(next(loss for *same, loss in sides if same == [section, chats]), rel=1e-2)  # bfloat16
 
 
 def test_the_plan_fits_three_times_ten_minutes():

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 
 from accelerate import Accelerator
 from common.args import CommonArgs
@@ -15,8 +14,9 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import demo, events_of, read_metrics, read_rows, run_script, write_rows
+from tests.conftest import demo, events_of, read_metrics, read_rows, write_rows
 from tests.run.test_resume import Stop, stop_after_save
+from tests.scripts.test_equivalence import two_processes
 from tools import regression as gate
 
 CPU, MODEL = torch.device("cpu"), "data/base_model"
@@ -216,16 +216,12 @@ def test_answers_that_do_not_fit_are_refused(launch, words):
 
 
 @pytest.mark.slow
-def test_two_processes_answer_as_one(launch, words, tmp_path, token_cache):
+def test_two_processes_answer_as_one(launch, words, tmp_path):
     """Also where the second one has no case."""
     more = words("sft", "--eval_steps", "0", "--regression_steps", "2", "--save_steps", "2", "--max_steps", "4")
     write_rows(tmp_path / "suite.jsonl", ROWS[:1])
     one = lines(launch("sft", *more, "--per_device_train_batch_size", "4", output="one"))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
-    command += ["--main_process_port", "0", "train_sft.py", *more, "--output_dir", str(tmp_path / "two")]
-    run = run_script([*command, "--dataset_cache_dir", str(token_cache)], timeout=150)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert lines(tmp_path / "two") == one
+    assert lines(two_processes("sft", tmp_path / "two", *more)) == one
 
 
 # --- the gate -------------------------------------------------------------------------------------------------------

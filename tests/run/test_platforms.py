@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import ROOT, demo, read_metrics, run_script
+from tests.conftest import ROOT, demo, read_metrics, run_script, train_metrics
 
 # The libraries are there before, for they have ways of their own.
 LACKING = """
@@ -36,7 +36,7 @@ def without_unix(code: str, *words: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
-def test_a_run_and_its_second_half_without_what_only_unix_has(stage, tmp_path):
+def test_a_run_and_its_second_half_without_what_only_unix_has(stage, launch, tmp_path):
     """The second process goes on from the checkpoint of the first; the numbers are those of a run with all of Unix."""
     code = f"""
         import train_{stage}
@@ -45,17 +45,13 @@ def test_a_run_and_its_second_half_without_what_only_unix_has(stage, tmp_path):
         sys.argv = ["train_{stage}.py", *sys.argv[1:]]
         launch(train_{stage}.main, train_{stage}.Args, demo={demo(stage)!r}, default_model="data/base_model")
     """
-    words = ["--output_dir", tmp_path / "out", "--save_steps", "2", "--logging_steps", "1", "--eval_steps", "0"]
-    words += ["--max_steps", "4", "--lr_scheduler_type", "constant", "--dataset_num_proc", "1"]
+    words = ["--save_steps", "2", "--logging_steps", "1", "--eval_steps", "0", "--lr_scheduler_type", "constant"]
+    words += ["--dataset_num_proc", "1", "--max_steps"]
     for last in ("2", "4"):
-        words[words.index("--max_steps") + 1] = last
-        done = without_unix(code, *words)
+        done = without_unix(code, *words, last, "--output_dir", tmp_path / "out")
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    words[1] = tmp_path / "whole"
-    done = run_script([sys.executable, f"train_{stage}.py", *map(str, words)])
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert [row["step"] for row in read_metrics(tmp_path / "out") if "grad_norm" in row] == [1, 2, 3, 4]
-    assert read_metrics(tmp_path / "out") == read_metrics(tmp_path / "whole")
+    whole = launch(stage, "--config", demo(stage), "--model_name_or_path", "data/base_model", *words, "4", output="whole")
+    assert read_metrics(tmp_path / "out") == read_metrics(whole) and len(train_metrics(whole)) == 4
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])

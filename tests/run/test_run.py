@@ -6,8 +6,6 @@ from tests.conftest import events_of, read_metrics
 
 SFT = ["--model_name_or_path", "data/base_model", "--max_train_samples", "60", "--max_eval_samples", "8"]
 SFT += ["--per_device_train_batch_size", "2", "--max_length", "64", "--num_samples", "0", "--eval_max_new_tokens", "2"]
-GRPO = ["--model_name_or_path", "data/base_model", "--num_generations", "2", "--per_device_train_batch_size", "2"]
-GRPO += ["--max_completion_length", "2", "--num_iterations", "2", "--eval_max_new_tokens", "2", "--max_eval_samples", "2"]
 
 
 def steps_of(output, kind):
@@ -30,11 +28,6 @@ def test_saves_and_evaluations_at_their_steps(words, saved, evaluated, launch):
         assert set(saved) <= set(evaluated) and saved
     assert steps_of(output, "saved") == saved
     assert [row["step"] for row in read_metrics(output) if "eval_loss" in row] == evaluated
-
-
-def test_grpo_saves_between_two_rollouts(launch):
-    output = launch("grpo", *GRPO, "--max_steps", "6", "--save_steps", "3", "--eval_steps", "0")
-    assert steps_of(output, "saved") == [4, 6]  # due at 3, where a rollout has another update
 
 
 def test_a_resumed_run_repeats_no_evaluation(launch):

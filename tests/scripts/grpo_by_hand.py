@@ -254,12 +254,8 @@ def window_loss(policy, old, sampler, reference, rollout, window, s):
     tokens_of_rollout = sum(len(c.ids) for i, c in enumerate(rollout) if is_trained(c, s) and i not in left_out)
     bound = entropy_bound(old, rollout, run, s) if s.top_entropy_quantile < 1 else None
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
-    loss, tokens_run, sums = (
-        torch.zeros((), dtype=torch.float64),
-        0,
-        {"kl": 0.0, "entropy": 0.0, "low": 0.0, "high": 0.0, "ratio": 0.0, "difference": 0.0, "cut": 0.0},
-    )
-    largest = 0.0
+    loss, tokens_run, largest = torch.zeros((), dtype=torch.float64), 0, 0.0
+    sums = dict.fromkeys(("kl", "entropy", "low", "high", "ratio", "difference", "cut"), 0.0)
     for i in run:
         logps, entropy = answer_scores(policy, rollout[i], s.temperature)
         with torch.no_grad():

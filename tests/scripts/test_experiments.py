@@ -1,13 +1,11 @@
 """The experiments: what the gallery says of them is so, and each runs as a module and as a copy in the root."""
 
-import importlib
 import os
 import re
 import subprocess
 import sys
 
 import pytest
-import yaml
 
 from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, words_of
 from tests.scripts.test_scripts import MORE
@@ -44,13 +42,6 @@ def test_an_experiment_is_run_by_its_path_too(tmp_path):
         command = [sys.executable, str(script), "--undesirable_weight", "-1"]
         run = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
         assert run.returncode == 1 and run.stderr.startswith("error: --undesirable_weight"), run.stderr
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_demo_is_there_and_names_flags(name):
-    settings = yaml.safe_load((ROOT / demo(name)).read_text())
-    assert settings.keys() <= {*importlib.import_module(f"experiments.train_{name}").Args.__dataclass_fields__}
-    assert all((ROOT / path).exists() for path in settings["dataset_name"])
 
 
 def test_the_demo_data_is_what_its_scripts_write(tmp_path):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.conftest import ROOT, read_metrics, train_metrics
+from tests.conftest import ROOT, train_metrics
 
 peft = pytest.importorskip("peft")
 
@@ -76,20 +76,13 @@ def test_dpo_goes_on_with_an_adapter_whose_start_is_the_reference(launch, base, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", ["--load_in_4bit", "--load_in_8bit"])
-def test_every_stage_runs_on_a_quantised_base_goes_on_bit_for_bit_and_merges_into_its_own_dtype(bits, launch, base, capsys):
+def test_every_stage_runs_on_a_quantised_base(bits, launch, base, capsys):
     pytest.importorskip("bitsandbytes")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
     words = [*FEW, bits, "--gradient_checkpointing", "--lr_scheduler_type", "constant", "--warmup_steps", "0"]
     tuned = [*stage("sft"), *words, "--model_name_or_path", base, "--chat_template", "chatml", "--max_steps", "4"]
-    tuned += ["--eval_steps", "2", "--max_eval_samples", "4", "--eval_max_new_tokens", "4"]
     whole = launch("sft", *tuned, output="whole")
-    launch("sft", *tuned, "--max_steps", "2", output="resumed")
-    resumed = launch("sft", *tuned, output="resumed")
-    assert read_metrics(resumed) == read_metrics(whole)
-    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, resumed))
-    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
     assert train_metrics(whole)[-1]["loss"] < train_metrics(whole)[0]["loss"]
-
     for precomputed in ("false", "true"):
         flags = ["--precompute_ref_log_probs", precomputed, "--sft_weight", "0", "--model_name_or_path", whole]
         dpo = launch("dpo", *stage("dpo"), *words, *flags, output=f"dpo-{precomputed}")

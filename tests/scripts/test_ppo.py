@@ -9,16 +9,16 @@ from tests.scripts.grpo_by_hand import LONGEST, chat_rows, run_grpo
 from tests.scripts.one_step import assert_gradient, assert_metrics, exact, token_scores
 
 # None of them is a default.
-SETTINGS = {
-    "gamma": 0.9,
-    "lam": 0.7,
-    "vf_coef": 0.6,
-    "cliprange_value": 0.03,
+SETTINGS = {"gamma": 0.9, "lam": 0.7, "vf_coef": 0.6, "cliprange_value": 0.03}
+SETTINGS |= {
     "beta": 0.3,
     "epsilon": 0.1,
     "epsilon_high": 0.15,
+    "entropy_coef": 0.02,
+    "temperature": 0.7,
+    "num_iterations": 2,
+    "steps_per_generation": 2,
 }
-SETTINGS |= {"entropy_coef": 0.02, "temperature": 0.7, "num_iterations": 2, "steps_per_generation": 2}
 
 
 # --- the same by hand -----------------------------------------------------------------------------------------------
