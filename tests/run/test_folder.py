@@ -194,70 +194,59 @@ def test_an_edited_script_is_another_run(steps, script, launch, capsys):
     launch("sft", *SFT, "--max_steps", "7")  # its checkpoint is of the edited one
 
 
-STREAMED = pytest.param("sft", ["--dataset_streaming"], marks=pytest.mark.slow)
+REWARD = """import plainloop_points
+def score(completions, **columns):
+    return [plainloop_points.points(c) for c in completions]
+"""
 
 
-@pytest.mark.parametrize(("stage", "more"), [("sft", []), STREAMED, pytest.param("grpo", [], marks=pytest.mark.slow)])
-def test_changed_rows_are_noticed(stage, more, launch, tmp_path, capsys):
-    rows, file = (ROOT / f"data/{stage}/train.jsonl").read_text().splitlines(True)[:20], tmp_path / "mine.jsonl"
-    words = [*(SFT if stage == "sft" else GRPO), *more, "--dataset_name", str(file), "--save_steps", "1", "--max_steps"]
-    file.write_text("".join(rows))
-    whole = launch(stage, *words, "2", output="whole")
-    launch(stage, *words, "1")
-    for changed in (rows[1:] + rows[:1], [*rows[:-1], rows[0]], rows[:-1]):
-        file.write_text("".join(changed))
-        with pytest.raises(UserError, match="checkpoint-1: .* the rows of mine: .*--accept_changes"):
-            launch(stage, *words, "2")
-    file.write_text("".join(rows))  # written again, the same
-    assert read_metrics(launch(stage, *words, "2")) == read_metrics(whole)
+@pytest.mark.parametrize("more", [[], pytest.param(["--dataset_streaming"], marks=pytest.mark.slow)], ids=str)
+def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
+    """Rows in another order, another one, one fewer; a reward and what it imports, a template, a tokenizer, an adapter's base."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copytree(BASE, tmp_path / "model")
+    shutil.copy(BASE / "chat_template.jinja", tmp_path / "mine.jinja")
+    rows = (ROOT / "data/grpo/train.jsonl").read_bytes().splitlines(True)[:20]
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(rows))
+    (tmp_path / "plainloop_points.py").write_text("def points(text):\n    return len(text) / 100\n")
+    (tmp_path / "reward.py").write_text(REWARD)
+    words = [*GRPO, *more, "--dataset_name", f"{tmp_path}/rows.jsonl", "--reward_funcs", f"{tmp_path}/reward.py:score"]
+    words += ["--reward_weights", "1", "--chat_template", f"{tmp_path}/mine.jinja"]
+    words += ["--model_name_or_path", f"{tmp_path}/model", "--use_peft"]
+    whole = launch("grpo", *words, "--max_steps", "2", output="whole")
+    launch("grpo", *words, "--max_steps", "1")
+    files = ("reward.py", "plainloop_points.py", "mine.jinja", "model/tokenizer.json", "model/model.safetensors")
+    edits = [("rows.jsonl", b"".join(edited)) for edited in (rows[1:] + rows[:1], [*rows[:-1], rows[0]], rows[:-1])]
+    edits += [(name, (tmp_path / name).read_bytes()) for name in files]
+    for name, content in edits:
+        file = tmp_path / name
+        before = file.read_bytes()
+        changed = {".safetensors": content[:-1] + b"@", ".json": content + b" ", ".jsonl": content}
+        file.write_bytes(changed.get(file.suffix, content + b"\n# {# another #}\n"))
+        with pytest.raises(UserError, match=f"{name.split('/')[0].removesuffix('.jsonl')}: .*--accept_changes"):
+            launch("grpo", *words, "--max_steps", "2")
+        file.write_bytes(before)  # written again, the same
+    assert read_metrics(launch("grpo", *words, "--max_steps", "2")) == read_metrics(whole)
 
 
-OTHERS = [pytest.param(how, marks=pytest.mark.slow) for how in ("base", "base, named by an adapter", "tokenizer")]
-
-
-@pytest.mark.parametrize("how", ["reference", *OTHERS])
-def test_an_edited_model_folder_is_noticed(how, launch, tmp_path, capsys):
-    """The reference of DPO, and the base under an adapter, are loaded again by a run that goes on."""
+@pytest.mark.parametrize("how", ["reference", pytest.param("base, named by an adapter", marks=pytest.mark.slow)])
+def test_an_edited_model_is_another_run_unless_accepted(how, launch, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(BASE, model)
     stage, words = ("dpo", [*SFT[2:], "--config", "data/configs/dpo.yaml"]) if how == "reference" else ("sft", SFT)
-    words, lora = [*words, "--model_name_or_path", str(model), "--save_steps", "1"], ["--use_peft"]
-    if "named" in how:
-        words += ["--model_name_or_path", str(launch("sft", *words, *lora, "--max_steps", "1", output="adapter"))]
-    words += lora if how == "base" else []
+    words = [*words, "--model_name_or_path", str(model), "--save_steps", "1"]
+    if how != "reference":
+        adapter = launch("sft", *words, "--use_peft", "--max_steps", "1", output="adapter")
+        words += ["--model_name_or_path", str(adapter)]
     launch(stage, *words, "--max_steps", "1")
-    file, key = model / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
-    tensors = load_file(file)
-    if how == "tokenizer":
-        (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + " ")
-    else:
-        save_file(tensors | {key: tensors[key] + 0.1}, file, {"format": "pt"})
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] += 0.1
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=f"{model}: .*--accept_changes"):
         launch(stage, *words, "--max_steps", "2")
     launch(stage, *words, "--max_steps", "2", "--accept_changes")
     assert "(--accept_changes)" in capsys.readouterr().out
     launch(stage, *words, "--max_steps", "3")  # its checkpoint is of the new one
-
-
-@pytest.mark.slow
-def test_edited_rewards_templates_and_imports_are_noticed(launch, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    points, reward, template = (tmp_path / name for name in ("plainloop_points.py", "reward.py", "mine.jinja"))
-    points.write_text("def points(text):\n    return len(text) / 100\n")
-    reward.write_text(
-        "import plainloop_points\n"
-        "def score(completions, **columns):\n    return [plainloop_points.points(c) for c in completions]\n"
-    )
-    template.write_text((BASE / "chat_template.jinja").read_text())
-    words = [*GRPO, "--reward_funcs", f"{reward}:score", "--reward_weights", "1", "--chat_template", str(template)]
-    for file in (points, reward, template):
-        launch("grpo", *words, "--max_steps", "1", output=file.stem)
-        before = file.read_text()
-        file.write_text(before + "\n# {# another #}\n")
-        with pytest.raises(UserError, match=file.name):
-            launch("grpo", *words, "--max_steps", "2", output=file.stem)
-        file.write_text(before)
-        launch("grpo", *words, "--max_steps", "2", output=file.stem)
 
 
 # --- one run for a folder -----------------------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
 """A NaN or an infinity changes no weight: the step is passed over, its batch is kept, and a run of them ends the run."""
 
-import importlib
 import json
 
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
-from common.model import FlatModel, Output
+from common.model import FlatModel
 from common.run.folder import checkpoints
 from common.run.metrics import Metrics
 import pytest
@@ -22,24 +21,19 @@ STAGES = {
     for stage in ("pretrain", "sft", "dpo", "grpo")
 }
 STAGES["grpo"] += ["--num_generations", "4", "--max_completion_length", "8", "--beta", "0.02"]
-LOSS = {"dpo": "dpo_loss", "grpo": "grpo_loss"}  # what makes the loss in the script; elsewhere the model gives it
 
 
-def break_calls(monkeypatch, stage, which):
-    """Let the loss be NaN at these of its training calls (0 is the first)."""
-    script, calls = importlib.import_module(f"train_{stage}"), iter(range(10**6))
-    owner, name = (script, LOSS[stage]) if stage in LOSS else (FlatModel, "forward")
-    right = getattr(owner, name)
+def break_calls(monkeypatch, which, add=float("nan"), fields=("nll", "logps")):
+    """Let what the model gives be NaN, or infinite, at these of its training calls (0 is the first)."""
+    right, calls = FlatModel.forward, iter(range(10**6))
 
     def wrong(*args, **kwargs):
-        result = right(*args, **kwargs)
+        out = right(*args, **kwargs)
         if not torch.is_grad_enabled() or next(calls) not in which:
-            return result
-        if isinstance(result, Output):
-            return result._replace(nll=result.nll * float("nan"))
-        return (result[0] * float("nan"), *result[1:])
+            return out
+        return out._replace(**{name: getattr(out, name) + add for name in fields if getattr(out, name) is not None})
 
-    monkeypatch.setattr(owner, name, wrong)
+    monkeypatch.setattr(FlatModel, "forward", wrong)
 
 
 def calls_of_step(step):
@@ -51,7 +45,7 @@ def calls_of_step(step):
     "stage", [pytest.param(s, marks=pytest.mark.slow) if s in ("pretrain", "dpo") else s for s in STAGES]
 )
 def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage, launch, monkeypatch, capsys):
-    break_calls(monkeypatch, stage, calls_of_step(3))
+    break_calls(monkeypatch, calls_of_step(3))
     output = launch(stage, *STAGES[stage], "--max_steps", "4")
     assert "step 3: " in (said := capsys.readouterr().out) and "step-3.jsonl" in said
     before, after, end = (load_file(output / name / "model.safetensors") for name in ("checkpoint-2", "checkpoint-3", "."))
@@ -71,20 +65,14 @@ def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage
 
 
 def test_an_infinite_loss_passes_over_the_step_whatever_its_gradient(launch, monkeypatch):
-    right, calls = FlatModel.forward, iter(range(10**6))
-
-    def far(*args, **kwargs):
-        out = right(*args, **kwargs)
-        return out._replace(logps=out.logps - float("inf")) if next(calls) in calls_of_step(2) else out
-
-    monkeypatch.setattr(FlatModel, "forward", far)
+    break_calls(monkeypatch, calls_of_step(2), -float("inf"), ("logps",))
     output = launch("sft", *STAGES["sft"], "--save_steps", "0", "--max_steps", "3")
     assert json.loads((output / "summary.json").read_text())["bad_steps"] == [2]
 
 
 def test_three_bad_steps_in_a_row_end_the_run(launch, monkeypatch):
     bad = [calls_of_step(step) for step in (2, 4, 5, 6)]  # the third is good, and starts the count anew
-    break_calls(monkeypatch, "sft", set().union(*bad))
+    break_calls(monkeypatch, set().union(*bad))
     with pytest.raises(UserError, match="step 6: .*checkpoint-5"):
         launch("sft", *STAGES["sft"], "--max_steps", "9")
 
