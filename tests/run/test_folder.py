@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import torch
 import yaml
 
-from tests.conftest import GRPO, ROOT, SFT, read_metrics
+from tests.conftest import ROOT, SFT, read_metrics
 from tests.run.script import Script
 
 BASE = ROOT / "data" / "base_model"
@@ -204,17 +204,19 @@ def score(completions, **columns):
 def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
     """Rows in another order, another one, one fewer; a reward and what it imports, a template, a tokenizer, an adapter's base."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plainloop_points", raising=False)
+    monkeypatch.setattr("common.extras.stream.BLOCK_ROWS", 9)
     shutil.copytree(BASE, tmp_path / "model")
     shutil.copy(BASE / "chat_template.jinja", tmp_path / "mine.jinja")
-    rows = (ROOT / "data/grpo/train.jsonl").read_bytes().splitlines(True)[:20]
+    rows = (ROOT / "data/sft/train.jsonl").read_bytes().splitlines(True)[:20]
     (tmp_path / "rows.jsonl").write_bytes(b"".join(rows))
     (tmp_path / "plainloop_points.py").write_text("def points(text):\n    return len(text) / 100\n")
     (tmp_path / "reward.py").write_text(REWARD)
-    words = [*GRPO, *more, "--dataset_name", f"{tmp_path}/rows.jsonl", "--reward_funcs", f"{tmp_path}/reward.py:score"]
-    words += ["--reward_weights", "1", "--chat_template", f"{tmp_path}/mine.jinja"]
-    words += ["--model_name_or_path", f"{tmp_path}/model", "--use_peft"]
-    whole = launch("grpo", *words, "--max_steps", "2", output="whole")
-    launch("grpo", *words, "--max_steps", "1")
+    words = [*SFT, *more, "--dataset_name", f"{tmp_path}/rows.jsonl", "--eval_reward_funcs", f"{tmp_path}/reward.py:score"]
+    words += ["--chat_template", f"{tmp_path}/mine.jinja", "--model_name_or_path", f"{tmp_path}/model", "--use_peft"]
+    words += ["--save_steps", "1"]
+    whole = launch("sft", *words, "--max_steps", "2", output="whole")
+    launch("sft", *words, "--max_steps", "1")
     files = ("reward.py", "plainloop_points.py", "mine.jinja", "model/tokenizer.json", "model/model.safetensors")
     edits = [("rows.jsonl", b"".join(edited)) for edited in (rows[1:] + rows[:1], [*rows[:-1], rows[0]], rows[:-1])]
     edits += [(name, (tmp_path / name).read_bytes()) for name in files]
@@ -224,9 +226,9 @@ def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
         changed = {".safetensors": content[:-1] + b"@", ".json": content + b" ", ".jsonl": content}
         file.write_bytes(changed.get(file.suffix, content + b"\n# {# another #}\n"))
         with pytest.raises(UserError, match=f"{name.split('/')[0].removesuffix('.jsonl')}: .*--accept_changes"):
-            launch("grpo", *words, "--max_steps", "2")
+            launch("sft", *words, "--max_steps", "2")
         file.write_bytes(before)  # written again, the same
-    assert read_metrics(launch("grpo", *words, "--max_steps", "2")) == read_metrics(whole)
+    assert read_metrics(launch("sft", *words, "--max_steps", "2")) == read_metrics(whole)
 
 
 @pytest.mark.parametrize("how", ["reference", pytest.param("base, named by an adapter", marks=pytest.mark.slow)])
