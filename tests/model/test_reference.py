@@ -1,6 +1,5 @@
 """Scores of the reference are computed once, kept on disk, and found again only where nothing they depend on has changed."""
 
-import shutil
 from types import SimpleNamespace
 
 from common.args import CommonArgs
@@ -15,12 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import train_metrics
 from tests.data.rows import alone
-from tests.run.test_health import STAGES
 from tests.tiny import tiny_pair
-
-WORDS = [*STAGES["dpo"], "--max_train_samples", "24", "--max_steps", "2", "--save_steps", "0", "--precompute_ref_log_probs"]
 
 
 @pytest.fixture
@@ -59,11 +54,13 @@ def test_scores_are_those_of_each_answer_alone(pairs, accelerator, tmp_path):
         assert score == pytest.approx(float((logps * torch.from_numpy(sequence["loss_mask"][1:])).sum()), abs=1e-4)
 
 
-def test_they_are_found_again_by_content(pairs, accelerator, tmp_path, monkeypatch):
+def test_they_are_found_again_by_content(pairs, accelerator, tmp_path, monkeypatch, capsys):
     first = scored(pairs, accelerator, tmp_path)
+    assert "reference: scoring" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         patch.setattr(Reference, "__call__", lambda *args: pytest.fail("scored again"))
         assert np.array_equal(first, scored(pairs, accelerator, tmp_path, batch_size=3))
+        assert "reference: the scores of 5 pairs are in" in capsys.readouterr().out
     model, _ = tiny_pair("llama")
 
     def key(model, precision="no"):
@@ -126,18 +123,3 @@ def test_a_reference_stays_as_it_was(accelerator, tmp_path):
         assert torch.equal(out.logps, before) and not out.logps.requires_grad and out.entropy is not None
         assert not torch.equal(model(batch).logps, before)
         assert (reference.model is model) == use_peft
-
-
-def test_a_second_run_takes_them_from_disk(launch, token_cache, capsys):
-    first = train_metrics(launch("dpo", *WORDS, output="first"))
-    assert "reference: scoring" in capsys.readouterr().out
-    second = train_metrics(launch("dpo", *WORDS, output="second"))
-    said = capsys.readouterr().out
-    assert "reference: the scores of 24 pairs are in" in said and "scoring" not in said
-    assert first == second
-    for path in token_cache.glob("ref_logps-*"):
-        shutil.os.remove(path)
-    online = train_metrics(launch("dpo", *WORDS, "false", output="online"))
-    for one, other in zip(first, online, strict=True):
-        del one["rewards/accuracies"], other["rewards/accuracies"]  # at first both rewards are 0, up to rounding
-        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
