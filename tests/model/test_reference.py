@@ -61,36 +61,36 @@ def test_they_are_found_again_by_content(pairs, accelerator, tmp_path, monkeypat
         patch.setattr(Reference, "__call__", lambda *args: pytest.fail("scored again"))
         assert np.array_equal(first, scored(pairs, accelerator, tmp_path, batch_size=3))
         assert "reference: the scores of 5 pairs are in" in capsys.readouterr().out
-    model, _ = tiny_pair("llama")
 
-    def key(model, precision="no"):
-        return fingerprint(Reference(accelerator, model), pairs, precision)
-
-    known = key(model)
-    assert known == key(tiny_pair("llama")[0])  # not where it is, but what it is
-    assert known != key(model, "bf16")
-    model.config.rope_parameters = model.config.rope_parameters | {"rope_theta": 500_000.0}  # the same weights
-    assert known != key(model)
-    model, _ = tiny_pair("llama")
-    assert known != key(torch.nn.ModuleList([model, model]))
+    def key(change=lambda model: None, precision="no", kind=Reference):
+        model, _ = tiny_pair("llama")
+        return fingerprint(kind(accelerator, change(model) or model), pairs, precision)
 
     class Half(Reference):
         def __call__(self, batch, **options):
             out = super().__call__(batch, **options)
             return out._replace(logps=out.logps / 2)
 
-    assert known != fingerprint(Half(accelerator, model), pairs, "no")
-    with torch.no_grad():
-        next(model.parameters()).view(-1)[0] += 1e-3
-    assert known != key(model)
-    model, _ = tiny_pair("llama")
-    model.extra["value"] = torch.nn.Linear(3, 1)  # a script's own, of which the reference has none
-    assert known == key(model)
+    def other_positions(model):
+        model.config.rope_parameters = model.config.rope_parameters | {"rope_theta": 500_000.0}
+
+    def other_weights(model):
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] += 1e-3
+
+    def own_module(model):
+        model.extra["value"] = torch.nn.Linear(3, 1)  # a script's own, of which the reference has none
+
+    known = key()
+    assert known == key() == key(own_module)  # not where it is, but what it is
+    others = [key(precision="bf16"), key(kind=Half), key(other_positions), key(other_weights)]
+    others.append(key(lambda model: torch.nn.ModuleList([model, model])))
     for name in ("ids", "mask", "starts", "ends"):
         array = getattr(pairs.files[0], name)
         array[3] ^= 1
-        assert known != key(model), name
+        others.append(key())
         array[3] ^= 1
+    assert known not in others
 
 
 def test_a_reference_drops_its_model(pairs, accelerator, tmp_path):

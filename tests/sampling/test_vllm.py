@@ -22,6 +22,7 @@ import torch
 import transformers
 
 from tests.conftest import ROOT, free_port, read_metrics, run_script
+from tests.tiny import SIZE
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
@@ -46,15 +47,9 @@ OPTIONS += " --generation-config vllm --logprobs-mode processed_logprobs"
 def files(tmp_path):
     """A model of random weights, heads of 32 as vLLM's CPU attention wants them; prompts; a reward."""
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    tokens = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False}
-    config = transformers.LlamaConfig(**sizes, **tokens, max_position_embeddings=256, initializer_range=0.08)
+    sizes = SIZE | {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 256}
+    sizes |= {"bos_token_id": None, "eos_token_id": 0, "initializer_range": 0.08, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(**sizes)
     model = transformers.LlamaForCausalLM(config)
     model.generation_config.eos_token_id = [0, 2]
     model.save_pretrained(tmp_path / "model")
