@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from types import SimpleNamespace
 
 from common import collators
 from common.args import CommonArgs
@@ -18,21 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.rows import cost, flat, lognormal, make_examples
+from tests.data.rows import cost, flat, lognormal, make_examples, process
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 FEW = st.integers(1, 4)
-
-
-def process(rank=0, world=1, accumulation=1):
-    return SimpleNamespace(
-        process_index=rank,
-        num_processes=world,
-        gradient_accumulation_steps=accumulation,
-        device=CPU,
-        is_main_process=rank == 0,
-    )
 
 
 def settings_of(batch_size=1, num_epochs=1.0, max_steps=-1):

@@ -1,9 +1,10 @@
-"""Tiny random models for the tests: no file, no network, milliseconds."""
+"""Tiny random models for the tests, and sequences of their tokens: no file, no network, milliseconds."""
 
 import copy
 
 from common.model import FlatModel
 from common.model.wrap import wrap
+import numpy as np
 import torch
 import transformers
 
@@ -172,3 +173,13 @@ def spread(name: str, sizes: dict, seed: int = 0, **options: str) -> transformer
 
 def tiny_family(kind: str, seed: int = 0, **options: str) -> transformers.PreTrainedModel:
     return spread(*FAMILIES[kind], seed, **options)
+
+
+def tokens(n: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(2, V, n).tolist()
+
+
+def sequence(prompt: list[int], answer: list[int], **fields: object) -> dict:
+    """Of which the answer is trained."""
+    mask = np.array([0] * len(prompt) + [1] * len(answer), np.uint8)
+    return {"input_ids": np.array([*prompt, *answer]), "loss_mask": mask, **fields}

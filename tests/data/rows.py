@@ -2,12 +2,14 @@
 
 import functools
 import json
+from types import SimpleNamespace
 
 import accelerate
 from common.args import CommonArgs
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source, find_sources, read_rows
 import numpy as np
+import torch
 from transformers import AutoTokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -21,6 +23,13 @@ def base_tokenizer():
 def alone():
     """The accelerator of a run of one process."""
     return accelerate.Accelerator(cpu=True)
+
+
+def process(rank=0, world=1, accumulation=1):
+    """The accelerator of one of several, as far as batches ask it."""
+    is_main, device = rank == 0, torch.device("cpu")
+    known = {"gradient_accumulation_steps": accumulation, "device": device, "is_main_process": is_main}
+    return SimpleNamespace(process_index=rank, num_processes=world, **known)
 
 
 def write(path, text):

@@ -144,16 +144,16 @@ def test_ids_take_two_bytes_where_they_fit(tmp_path, largest, kind):
 
 
 def test_several_processes_make_the_same_files(tmp_path):
-    texts = ["bad" if i % 400 == 399 else f"row {i} " * (i % 3 + 1) for i in range(2300)]
+    texts = ["bad" if i % 300 == 299 else f"row {i} " * (i % 3 + 1) for i in range(2300)]
     rows = [{"text": text, "n": i} | ({"id": i} if i % 500 == 3 else {}) for i, text in enumerate(texts)]
     rows, found = source(tmp_path / "a.jsonl", rows), []
     for num_proc in (1, 2, 3):
         examples = prepare(tmp_path / str(num_proc), rows, dataset_num_proc=num_proc, column="n")
-        assert examples.difficulty.tolist() == [i for i in range(2300) if i % 400 != 399] == examples.files[0].rows.tolist()
+        assert examples.difficulty.tolist() == [i for i in range(2300) if i % 300 != 299] == examples.files[0].rows.tolist()
         found.append({f.name: f.read_bytes() for f in folders(tmp_path / str(num_proc))[0].iterdir()})
     facts = json.loads(found[0]["facts.json"])
     assert found[0] == found[1] == found[2] and facts["columns"] == ["n", "text"] and facts["rows"] == 2300
-    assert facts["dropped"] == {"a bad row": {"count": 5, "first": [f"{rows.path}:{i}" for i in range(400, 2001, 400)]}}
+    assert facts["dropped"] == {"a bad row": {"count": 7, "first": [f"{rows.path}:{i}" for i in range(300, 1501, 300)]}}
     assert facts["noted"] == {"not read: id": {"count": 5, "first": [f"{rows.path}:{i}" for i in range(4, 2005, 500)]}}
 
 

@@ -193,6 +193,9 @@ def test_held_out_rows_keep_their_order(tmp_path, tokenizer):
     )
     assert len(train) + len(held_out) == 50 and 3 < len(held_out) < 20 and held_out.difficulty is None
     assert len(pack(held_out, 64)) < len(held_out)
+    by_length, _ = load_data(arguments(tmp_path, name, curriculum_column="length"), alone(), documents, tokenizer)
+    sizes = [by_length.size(position) for position in range(25)]  # the first half of the first epoch
+    assert max(sizes[:3]) < min(sizes[-3:])
     args = arguments(tmp_path, name, eval_dataset_name=[name], max_eval_samples=5)
     _, held_out = load_data(args, alone(), documents, tokenizer)
     wanted = tokenize_documents([f"row {i} " * (i % 5 + 1) for i in range(5)], tokenizer)

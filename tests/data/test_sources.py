@@ -8,6 +8,7 @@ import os
 from common.data.encode import convert
 from common.data.formats import as_chat, as_text
 from common.data.sources import Source, identity, load_rows
+from common.data.types import BadRow
 from common.errors import UserError
 import pytest
 
@@ -260,3 +261,16 @@ def test_a_bad_row_is_left_out_and_named(tmp_path, row, capsys):
         results, facts = convert(load_rows(source), as_text, "rows")
         assert results == ["x", "y"] and [found["first"] for found in facts["dropped"].values()] == [[f"{name}:2"]]
         assert f"data: 1 of 3 rows left out: {next(iter(facts['dropped']))} (first: {name}:2)" in capsys.readouterr().out
+
+
+def test_reasons_that_differ_are_counted_together(tmp_path):
+    """Some have a value of the row in them."""
+    name = jsonl(tmp_path / "a.jsonl", [{"text": "x", "n": i} for i in range(50)])
+
+    def encode(row):
+        if row["n"] > 0:
+            raise BadRow(f"too long: {row['n']}")
+
+    dropped = convert(load_rows(name), encode, "rows")[1]["dropped"]
+    assert len(dropped) < 25 and sum(found["count"] for found in dropped.values()) == 49
+    assert next(iter(dropped)) == "other reasons"  # the most frequent first

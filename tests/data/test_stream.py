@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import Windows
@@ -19,9 +18,8 @@ from common.extras import stream as streams
 from common.extras.stream import Stream
 import numpy as np
 import pytest
-import torch
 
-from tests.data.rows import alone, arguments, base_tokenizer
+from tests.data.rows import alone, arguments, base_tokenizer, process
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +94,6 @@ def naive(tokenizer, sources, examples, block_rows=20, seed=5):
     return found[:examples]
 
 
-def process(rank=0, world=1, accumulation=2):
-    return SimpleNamespace(
-        process_index=rank, num_processes=world, gradient_accumulation_steps=accumulation, device=torch.device("cpu")
-    )
-
-
 # --- what comes when ------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +113,8 @@ def process(rank=0, world=1, accumulation=2):
 def test_a_stream_is_shuffled_blocks_of_all_sources(tmp_path, tokenizer, block_rows, rows, weights, size, shares):
     """Without end, with its share of every block for each."""
     block_rows(size)
-    sources = [numbered(tmp_path / f"{name}.jsonl", n, weight=w) for name, n, w in zip("ab", rows, weights)]  # noqa: B905
+    given = zip("ab"[: len(rows)], rows, weights, strict=True)
+    sources = [numbered(tmp_path / f"{name}.jsonl", n, weight=w) for name, n, w in given]
     found, wanted = stream(tokenizer, *sources), naive(tokenizer, sources, 200, size)
     assert [ids(found[p]) for p in range(200)] == wanted
     assert [found.size(p) for p in range(190, 200)] == [len(example[0]) for example in wanted[190:]]

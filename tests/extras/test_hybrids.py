@@ -9,24 +9,14 @@ from common.model.flat_model import base_lm
 from common.model.lm_head import logits_of
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
-import numpy as np
 import pytest
 import torch
 
-from tests.tiny import HYBRIDS, V, tiny_family
+from tests.tiny import HYBRIDS, V, sequence, tiny_family, tokens
 
 CPU = torch.device("cpu")
 FAST = ("qwen3.5", "lfm2")
 FAMILIES = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in HYBRIDS]
-
-
-def sequence(prompt, answer):
-    mask = np.array([0] * len(prompt) + [1] * len(answer), np.uint8)
-    return {"input_ids": np.array([*prompt, *answer]), "loss_mask": mask}
-
-
-def tokens(n, seed):
-    return np.random.default_rng(seed).integers(2, V, n).tolist()
 
 
 # Answers to one prompt, whose tokens the row has once, between sequences of other lengths.

@@ -11,23 +11,13 @@ from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import base_lm, body
 from common.model.lm_head import logits_of
 from common.model.wrap import wrap
-import numpy as np
 import pytest
 import torch
 
-from tests.tiny import TINY, V, tiny_lm
+from tests.tiny import TINY, V, sequence, tiny_lm, tokens
 
 CPU = torch.device("cpu")
 OTHERS = ("bloom", "mamba")
-
-
-def sequence(prompt, answer, **fields):
-    mask = np.array([0] * len(prompt) + [1] * len(answer), np.uint8)
-    return {"input_ids": np.array([*prompt, *answer]), "loss_mask": mask, **fields}
-
-
-def tokens(n, seed):
-    return np.random.default_rng(seed).integers(2, V, n).tolist()
 
 
 def group(prompt_length, answer_lengths, seed=0):

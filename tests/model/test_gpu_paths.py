@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from accelerate.utils import DistributedType
 from common.collators import flat_batch
 from common.errors import UserError
+from common.extras.cuda_graph import completions_at_once
 from common.extras.mfu import peak_flops
 from common.extras.varlen import Ragged
 from common.model import attention
@@ -20,11 +21,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+import transformers
 
 from tests.conftest import assert_same, losses, run_script, torchrun
 from tests.run.test_health import STAGES
 from tests.scripts.test_equivalence import arguments
-from tests.tiny import V, tiny_lm
+from tests.tiny import V, sequence, tiny_lm, tokens
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 FAMILIES = ("llama", "gemma3", "gpt-neox")
@@ -65,6 +67,28 @@ def test_which_kernel_a_gpu_is_asked_for(dtype, masked, head, capability, knows,
     assert attention._kernel_knows_groups(query, masked) == knows
     value = SimpleNamespace(device=CUDA, dtype=dtype, shape=(1, 1, head))
     assert varlen is None or Ragged(None, None, (1, 1), None).dtype(value) == (dtype if varlen else None)
+
+
+def test_the_varlen_kernel_on_a_cpu():
+    assert attention._kernel_knows_groups(torch.zeros(1, 1, 1, 8), masked=True)
+    assert attention.plan_flat_row([3], CPU).ragged is None
+    assert Ragged(None, None, (1, 1), None).dtype(torch.zeros(1, 1, 64)) is None
+    with torch.autocast("cpu", torch.bfloat16):  # rotary embeddings and norms may hand over float32 here
+        assert Ragged(None, None, (1, 1), None).dtype(torch.zeros(1, 1, 64)) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "free, tokens, wanted", [(100, 500, range(700, 1000)), (100, 4000, range(128, 129)), (1, 500, range(128, 129))]
+)
+def test_a_gpu_samples_as_many_as_fit(free, tokens, wanted, monkeypatch):
+    """Of a model of 0.6B: 28 layers, 8 key heads of 128, 152k tokens in bfloat16. GiB free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((free - 2) * 2**30, 140 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
+    config = transformers.Qwen3Config(num_hidden_layers=28, num_key_value_heads=8, head_dim=128, vocab_size=151936)
+    weight = SimpleNamespace(device=CUDA, dtype=torch.bfloat16)
+    lm = SimpleNamespace(config=config, get_input_embeddings=lambda: SimpleNamespace(weight=weight))
+    assert completions_at_once(lm, tokens) in wanted
 
 
 def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
@@ -187,10 +211,8 @@ def test_two_processes_with_compiled_blocks_are_one_without(stage, launch, tmp_p
 
 
 def batch_of(lengths, device="cpu"):
-    rng = np.random.default_rng(0)
-    masks = [(np.arange(n) > 1).astype(np.float32) for n in lengths]
-    rows = [{"input_ids": rng.integers(2, V, n), "loss_mask": m} for n, m in zip(lengths, masks, strict=True)]
-    return flat_batch([[row] for row in rows], torch.device(device))
+    examples = [[sequence(tokens(2, n), tokens(n - 2, i))] for i, n in enumerate(lengths)]
+    return flat_batch(examples, torch.device(device))
 
 
 @pytest.fixture

@@ -12,12 +12,11 @@ from common.model.flat_model import FlatModel
 from common.model.load import grow_embedding, load_pretrained
 from common.model.reference import Reference
 from common.model.wrap import wrap
-import numpy as np
 import pytest
 import torch
 import transformers
 
-from tests.tiny import SIZE, V, tiny_lm
+from tests.tiny import SIZE, V, sequence, tiny_lm
 
 peft = pytest.importorskip("peft")
 ARGS = {"lora_r": 4, "lora_alpha": 8}
@@ -25,8 +24,7 @@ ARGS = {"lora_r": 4, "lora_alpha": 8}
 
 def batch_of(ids):
     """A sequence, trained from its third token on."""
-    mask = np.array([0.0, 0.0] + [1.0] * (len(ids) - 2), np.float32)
-    return flat_batch([[{"input_ids": np.array(ids), "loss_mask": mask}]], torch.device("cpu"))
+    return flat_batch([[sequence(ids[:2], ids[2:])]], torch.device("cpu"))
 
 
 def disturb(model, seed=0, scale=0.1):

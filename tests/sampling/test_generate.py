@@ -21,7 +21,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import FAMILIES, HYBRIDS, TINY, V, tiny_config, tiny_family, tiny_pair
+from tests.tiny import FAMILIES, HYBRIDS, TINY, V, sequence, tiny_config, tiny_family, tiny_pair
 
 LENGTHS = [5, 1, 9, 3, 9, 2, 14, 6]
 PROMPTS = [np.random.default_rng(i).integers(2, V, n).tolist() for i, n in enumerate(LENGTHS)]
@@ -59,10 +59,7 @@ def ours(model, prompts=PROMPTS, keys=KEYS, *, stop_ids=(1,), **options) -> list
 
 def trainer_logps(model, prompts, completions, temperature: float = 1.0) -> list[torch.Tensor]:
     """The log-probabilities of the completions by the model as it is trained, without dropout."""
-    examples = [
-        [{"input_ids": np.array(p + c.ids), "loss_mask": np.array([0] * len(p) + [1] * len(c.ids))}]
-        for p, c in zip(prompts, completions, strict=True)
-    ]
+    examples = [[sequence(prompt, c.ids)] for prompt, c in zip(prompts, completions, strict=True)]
     batch = flat_batch(examples, torch.device("cpu"))
     was_training = model.training
     with torch.no_grad():

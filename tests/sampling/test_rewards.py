@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from tests.conftest import run_script
+from tests.data.rows import line
 from tests.data.templates import LLAMA3, make_tokenizer
 from tests.tiny import SIZE
 
@@ -32,14 +33,6 @@ def user_file(tmp_path, source: str, function: str = "my_reward") -> str:
     path = tmp_path / "my_rewards.py"
     path.write_text(textwrap.dedent(source))
     return f"{path}:{function}"
-
-
-def one_line(excinfo, *words: str) -> str:
-    message = str(excinfo.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-    return message
 
 
 CHAT = [{"role": "user", "content": "q"}]
@@ -119,7 +112,7 @@ def test_length_falls_beyond_its_limit():
 def test_a_senseless_reward_is_refused(specs, says):
     with pytest.raises(UserError) as error:
         load_rewards(specs, CPU)
-    one_line(error, says)
+    assert says in line(error)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +128,7 @@ def test_a_senseless_reward_is_refused(specs, says):
 def test_a_file_that_cannot_be_loaded_is_one_line(tmp_path, source, says):
     with pytest.raises(UserError) as error:
         load_rewards([user_file(tmp_path, source)], CPU)
-    one_line(error, "my_rewards.py", says)
+    assert "my_rewards.py" in line(error) and says in line(error)
 
 
 def test_an_import_without_end_is_ended(tmp_path):
@@ -182,12 +175,10 @@ def test_where_prompts_are_chats_completions_are_messages(tmp_path):
     ("body", "says"),
     [
         ("return [1.0]", "returned [1.0] for 2 completions"),
-        ("return 1.0", "returned 1.0"),
         ("return None", "returned None"),
         ("return {'1': 1, '2': 2}", "returned {'1'"),
         ("return '10'", "returned '10'"),
         ("return [1.0, float('nan')]", "nan"),
-        ("return [float('-inf'), 1.0]", "-inf"),
         ("return [1e308, 1.0]", "returned [1e+308"),
         ("return [10**5000, 1.0]", "returned <list>"),
         ("return ['y' * 10**7, 1.0]", "returned ['yyyy"),
@@ -205,7 +196,7 @@ def test_a_misbehaving_function_is_one_line(tmp_path, kind, body, says):
     spec = user_file(tmp_path, f"{kind} my_reward(prompts, completions, **columns):\n    {body}")
     with pytest.raises(UserError) as error:
         run(spec, ["a", "b"], CHAT)
-    assert len(one_line(error, "my_reward", says)) <= 2003
+    assert "my_reward" in line(error) and says in line(error) and len(line(error)) <= 2003
     with pytest.raises(UserError, match="mine.*answer"):  # a signature that does not fit
         run(user_file(tmp_path, f"{kind} mine(completions):\n    return [1.0]", "mine"), ["a"], answer=["1"])
 
