@@ -87,12 +87,14 @@ def test_a_long_log_gives_a_small_page(tmp_path):
     rows = []
     for step in range(20, 100_001, 20):
         row = {f"metric_{k}": round(draw.random(), 6) for k in range(25)} | {"loss": 1000.0 if step == 31_240 else 1 / step}
+        row["flat"] = 3.0
         rows.append({"step": step, **row, "num_tokens": step * 10})
     write_rows(tmp_path / "metrics.jsonl", rows)
     with (tmp_path / "metrics.jsonl").open("a") as out:
         out.write('{"step": 100010, "loss": null}\n{"step": 100020, "lo')
     run = describe_run(tmp_path)
     assert len(page([run]).encode()) < 2_000_000
+    assert run["constant"] == {"flat": 3.0}
     loss = next(curve for curve in run["curves"] if curve["name"] == "loss")
     assert max(loss["high"]) == 1000 and len(loss["y"]) == 800 and loss["missing"] == 1
     assert abs(run["x"][loss["x"]][loss["high"].index(1000)] - 31_240) <= 20 * 7

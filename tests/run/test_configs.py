@@ -16,17 +16,19 @@ import yaml
 from tests.conftest import ROOT, free_port, run_script
 
 FOLDER = ROOT / "accelerate_configs"
-PARTS = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config")
+PARTS = ("use_cpu", "compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config")
 FILES = sorted(FOLDER.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_key_of_a_config_is_one_that_the_launcher_reads(path):
-    """Unknown keys of a part are taken in silence."""
-    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train_sft.py"]))
-    settings = yaml.safe_load(path.read_text())
+    """Unknown keys are taken in silence."""
+    parser, settings = launch_command_parser(), yaml.safe_load(path.read_text())
+    args, _, _ = _validate_launch_command(parser.parse_args(["--config_file", str(path), "train_sft.py"]))
+    known = {*PARTS, *vars(parser.parse_args(["train_sft.py"]))}
     for part in [settings, *settings.values()]:
         for key, value in part.items() if isinstance(part, dict) else []:
+            assert key in known, key
             assert key in PARTS or getattr(args, key) == value, key
     assert args.use_cpu == ("cpu" in path.stem)
 

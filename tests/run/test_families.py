@@ -30,12 +30,33 @@ def test_flops_of_a_model_whose_heads_differ_by_layer_are_counted(monkeypatch):
     assert mfu_per_token(model, 64, two) == pytest.approx(flops / (2 * 989e12))
 
 
-def test_adapters_on_shared_weights_are_not_merged(launch, tmp_path):
+@pytest.fixture
+def base(tmp_path):
+    """base(config): words that train an adapter of a model of it for a step, from a folder."""
     pytest.importorskip("peft")
+
+    def save(config):
+        lm_of(config).save_pretrained(tmp_path / "base")
+        transformers.AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "base")
+        words = ["--config", demo("sft"), "--model_name_or_path", str(tmp_path / "base"), "--use_peft"]
+        return ["sft", *words, "--max_steps", "1", "--eval_steps", "0", "--per_device_train_batch_size", "2"]
+
+    return save
+
+
+def test_adapters_on_shared_weights_are_not_merged(base, launch):
     config = tiny_family("zamba2").config
     config.vocab_size = 1024
-    lm_of(config).save_pretrained(tmp_path / "base")
-    transformers.AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "base")
-    words = ["--config", demo("sft"), "--model_name_or_path", str(tmp_path / "base"), "--use_peft", "--merge_lora"]
     with pytest.raises(UserError, match="share their weights, with adapters of their own"):
-        launch("sft", *words, "--max_steps", "1", "--eval_steps", "0", "--per_device_train_batch_size", "2")
+        launch(*base(config), "--merge_lora")
+
+
+def test_rows_of_new_tokens_are_trained_where_the_base_has_no_tokenizer(base, launch, tmp_path, capsys):
+    words = base(transformers.LlamaConfig(**SIZE | {"vocab_size": 512}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained("data/base_model")
+    for file in (tmp_path / "base").glob("*token*"):
+        file.unlink()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>", "<|newer|>"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    launch(*words, "--tokenizer_name", str(tmp_path / "tokenizer"))
+    assert "rows of new tokens are trained: <|newer|>, <|new|>" in capsys.readouterr().out

@@ -92,20 +92,20 @@ script.sample = uneven
     assert rows[0]["completions/clipped_ratio"] == 0.5
 
 
-NAN = """
+INFINITE = """
 from common.model import FlatModel
 forward, calls = FlatModel.forward, iter(range(1000))
 def wrong(*args, **kwargs):
     out = forward(*args, **kwargs)
     bad = torch.is_grad_enabled() and next(calls) == 1 and RANK == 1
-    return out._replace(nll=out.nll * (float("nan") if bad else 1.0))
+    return out._replace(logps=out.logps - (float("inf") if bad else 0.0))
 FlatModel.forward = wrong
 """
 
 
 def test_all_processes_pass_over_the_same_step(two):
-    """One of them meets a NaN."""
-    run, output, _ = two("sft", [*SFT, "--eval_steps", "0"], NAN)
+    """One of them meets an infinite loss; all gradients are finite."""
+    run, output, _ = two("sft", [*SFT, "--eval_steps", "0"], INFINITE)
     assert run.returncode == 0, run.stderr[-4000:]
     assert json.loads((output / "summary.json").read_text())["bad_steps"] == [2]
 
