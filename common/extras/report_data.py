@@ -284,16 +284,16 @@ def rollout(rows: list[Row]) -> Row:
     for row in rows:
         prompts.setdefault(asked(row), []).append(row)
     first, *others = prompts.values()
-    apart = sorted(others, key=lambda group: -np.var([row["reward"] or 0.0 for row in group]))
+    apart = sorted(others, key=lambda group: -np.var([row.get("reward") or 0.0 for row in group]))
     shown = [{"prompt": prompt_text(group[0]), "rows": answers(group)} for group in [first, *apart[: GROUPS - 1]]]
-    rewards = sorted(short(row["reward"]) for row in rows if row["reward"] is not None)[:512]
+    rewards = sorted(short(row["reward"]) for row in rows if row.get("reward") is not None)[:512]  # distillation has none
     return {"step": rows[0]["step"], "count": len(rows), "groups": shown, "rewards": rewards}
 
 
 def answers(group: list[Row]) -> list[Row]:
     """The completions of a prompt, the best first."""
     found = []
-    for row in sorted(group[:ANSWERS], key=lambda row: math.inf if row["reward"] is None else -row["reward"]):
+    for row in sorted(group[:ANSWERS], key=lambda row: math.inf if row.get("reward") is None else -row["reward"]):
         shown = {name: short(row.get(name)) for name in ("reward", "advantage")}
         shown["rewards"] = {name: short(value) for name, value in (row.get("rewards") or {}).items()}
         found.append(shown | {"text": cut(row["completion"]), "cut": row.get("finished") is False})

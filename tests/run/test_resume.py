@@ -39,6 +39,7 @@ WORDS = {
     "online_dpo": "--per_device_train_batch_size 16",
     "dynamic_sampling": "--per_device_train_batch_size 16 --max_draws 3",
     "ppo": "--per_device_train_batch_size 16 --num_iterations 2 --beta 0.02",
+    "self_distill": "--per_device_train_batch_size 8 --lmbda 0.6 --beta 0.4",
     "distill": f"--teacher_model_name_or_path {teacher()} --per_device_train_batch_size 8 --dataset_name data/sft --lmbda 0.6"
     " --beta 0.4",
 }

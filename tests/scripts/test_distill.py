@@ -68,13 +68,15 @@ def kl(p, q):
     return (p.exp() * (p - q)).sum(-1)
 
 
-def window_loss(policy, teacher, rollout, beta, temperature):
-    """The loss (2306.13649), and its means over what was sampled and what is the data's."""
+def window_loss(policy, teacher, rollout, beta, temperature, shown=None):
+    """The loss (2306.13649), and its means over what was sampled and what is the data's. shown: of each prompt, what the
+    teacher reads instead."""
     parts = {True: [], False: []}
     for prompt, ids, _, sampled in rollout:
         s = next_logps(policy, prompt, ids, temperature)
         with torch.no_grad():
-            t = next_logps(teacher, prompt, [min(token, 511) for token in ids], temperature)
+            read = shown[tuple(prompt)] if shown else prompt
+            t = next_logps(teacher, read, [min(token, 511) for token in ids], temperature)
         if beta in (0, 1):
             parts[sampled].append(kl(s, t) if beta else kl(t, s))
         else:
@@ -141,3 +143,32 @@ def test_each_completion_is_drawn_anew(distill):
 def test_prompts_alone_will_do_where_all_is_sampled(distill):
     run = distill("--max_steps", 1, data=chat_rows())
     assert all(sampled for *_, sampled in run.rollouts[0])
+
+
+# --- self-distillation ----------------------------------------------------------------------------------------------
+
+
+def test_the_teacher_of_self_distillation_has_seen_the_demonstration(launch, model, tmp_path, monkeypatch):
+    """2601.19897: the model at the start, after question and answer, and the question again."""
+    import experiments.train_self_distill as script
+
+    made, rollouts = script.make_window, []
+
+    def make_window(completions, *args):
+        rollouts.append([(c.prompt["prompt_ids"], c.ids, c.finished, c.sampled) for c in completions])
+        return made(completions, *args)
+
+    monkeypatch.setattr(script, "make_window", make_window)
+    data = write_rows(tmp_path / "rows.jsonl", rows())
+    words = ["--dataset_name", data, "--per_device_train_batch_size", 4, "--max_steps", 3]
+    words += ["--gradient_accumulation_steps", 2, "--max_completion_length", LONGEST, "--learning_rate", "2e-3"]
+    run = watched(launch, "self_distill", model, *words, "--lmbda", 0.5, "--beta", 0.4, "--temperature", 0.7)
+    shown = {
+        tuple(prompt_ids(chat(question))): prompt_ids(chat(question, answer, question))
+        for question, answer in zip(CHATS, ANSWERS, strict=True)
+    }
+    for step, rollout in enumerate(rollouts):
+        policy = run.policy(step)
+        loss, logged = window_loss(policy, exact(model), rollout, 0.4, 0.7, shown)
+        assert len(logged) == 2
+        assert_step(run, step, policy, loss, {"loss": loss.item()} | logged, rel=3e-4)

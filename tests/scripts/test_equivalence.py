@@ -32,6 +32,7 @@ SLOW = {
     "online_dpo": "--max_steps 3 --num_iterations 2",
     "dynamic_sampling": "--max_steps 3 --num_generations 4 --max_draws 3 --scale_rewards batch",
     "ppo": "--max_steps 5 --steps_per_generation 2 --beta 0.02 --num_iterations 2",
+    "self_distill": "--max_steps 3 --beta 0.4 --lmbda 0.6",
     "distill": f"--max_steps 3 --beta 0.4 --dataset_name data/sft --lmbda 0.6 --teacher_model_name_or_path {teacher()}",
 }  # their fast tests are in tests/scripts
 WORDS = STAGES | SLOW

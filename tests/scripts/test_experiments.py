@@ -13,7 +13,7 @@ from tests.scripts.test_scripts import MORE
 FOLDER = ROOT / "experiments"
 GALLERY = (FOLDER / "README.md").read_text()
 # | [train_kto.py](train_kto.py) | ... | train_dpo.py | +71 −84 | ...
-ENTRY = re.compile(r"^\| `train_(\w+)\.py` \|.*\| `(train_\w+)\.py` \| \+(\d+) −(\d+) \|", re.M)
+ENTRY = re.compile(r"^\| `train_(\w+)\.py` \|.*\| `((?:experiments/)?train_\w+)\.py` \| \+(\d+) −(\d+) \|", re.M)
 ENTRIES = {name: (parent, int(added), int(removed)) for name, parent, added, removed in ENTRY.findall(GALLERY)}
 LARGEST = {"train_grpo": 380}  # lines that an experiment may add and remove, by its parent; 185 of the others
 

@@ -135,11 +135,12 @@ def test_every_metric_that_is_written_is_explained(launch):
     runs["grpo_several"] = "--beta 0.1 --num_iterations 2 --eval_temperatures 0 0.7".split()
     runs["pretrain_moe"] = "--num_experts 4 --hidden_size 64".split()
     runs["sft_two"] = "--dataset_name data/sft/train.jsonl data/sft/validation.jsonl --eval_fraction 0.2".split()
+    runs["self_distill"] += ["--lmbda", "0.5"]
     runs["distill"] += ["--teacher_model_name_or_path", teacher(), "--lmbda", "0.5", "--dataset_name", "data/sft"]
     for name, more in runs.items():
         stage = name if name in EXPERIMENTS else name.split("_")[0]
         words = ["--config", demo(stage), *SMALL.get(stage, TINY), *more]
-        words += ["--max_completion_length", "8"] if stage in ("ppo", "rft", "tools", "distill") else []
+        words += ["--max_completion_length", "8"] if stage in ("ppo", "rft", "tools", "distill", "self_distill") else []
         output = launch(stage, *words, output=name)
         keys = {key for row in read_rows(output / "metrics.jsonl") for key in row} - {"step"}
         assert len(keys) > 5

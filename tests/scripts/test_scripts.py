@@ -74,6 +74,7 @@ MORE |= {
     "ppo": f"{SAMPLED} --num_iterations 1",
     "rft": "--reward_threshold 0 --max_completion_length 8",
 }
+MORE["self_distill"] = "--max_completion_length 4"
 MORE["distill"] = f"--max_completion_length 4 --teacher_model_name_or_path {teacher()}"
 MORE["dpo"] = "--sft_weight 0 --precompute_ref_log_probs false"
 
@@ -82,8 +83,9 @@ MORE["dpo"] = "--sft_weight 0 --precompute_ref_log_probs false"
 def test_the_schedule_ends_with_the_run(stage, launch):
     words = f"--config {demo(stage)} {BASE} --learning_rate 3e-4 --lr_scheduler_type linear --warmup_steps 0"
     words += f" --min_lr_ratio 0 --max_steps 3 --max_train_samples 12 --per_device_train_batch_size 4 {MORE.get(stage, '')}"
-    rows = train_metrics(launch(stage, *words.split(), "--save_steps", "0", "--eval_prompts", ""))
-    assert [row["learning_rate"] for row in rows] == pytest.approx([3e-4, 2e-4, 1e-4])
+    output = launch(stage, *words.split(), "--save_steps", "0", "--eval_prompts", "")
+    assert [row["learning_rate"] for row in train_metrics(output)] == pytest.approx([3e-4, 2e-4, 1e-4])
+    assert (output / "report.html").exists()
 
 
 # One window after another from the demo's data, with a gradient.
