@@ -103,6 +103,12 @@ def our_words(recipe: dict[str, Any], seed: int) -> list[Any]:
     ]  # fmt: skip
 
 
+def write_start(recipe: dict[str, Any], seed: int) -> None:
+    """FOLDER/start: the weights that ours starts from."""
+    still = ["--max_steps", 1, "--learning_rate", 0, "--eval_steps", 0, "--output_dir", FOLDER / "start"]
+    ours("train_pretrain.py", *our_words(recipe, seed), *still)()
+
+
 def sides_of(recipe: dict[str, Any], nanogpt: str | None, seed: int, vocab_size: int) -> dict[str, Callable[[], Result]]:
     env = {"ACCELERATE_MIXED_PRECISION": "bf16"} if torch.cuda.is_available() else None
     sides = {"ours": ours("train_pretrain.py", *our_words(recipe, seed), env=env)}
@@ -120,8 +126,7 @@ def losses(title: str, recipe: dict[str, Any], nanogpt: str | None, seeds: int, 
     curves: dict[str, list[list[list[float]]]] = {}
     for seed in range(seeds):
         write_windows(recipe, seed, tokenizer)
-        still = ["--max_steps", 1, "--learning_rate", 0, "--eval_steps", 0, "--output_dir", FOLDER / "start"]
-        ours("train_pretrain.py", *our_words(recipe, seed), *still)()  # writes the weights that ours starts from
+        write_start(recipe, seed)
         for name, side in sides_of(recipe, nanogpt, seed, len(tokenizer)).items():
             curve = side().get("evaluations")
             if name == "ours":
@@ -160,8 +165,8 @@ def main() -> None:
         short = recipe | {"steps": SPEED_STEPS, "eval_steps": 0}
         write_windows(short, 0, tokenizer)
         tokens = [recipe["batch"] * recipe["config"]["block_size"]] * SPEED_STEPS
+        write_start(short, 0)
         sides = sides_of(short, args.nanogpt, 0, len(tokenizer))
-        del sides[SAME_WEIGHTS]
         tables.append(compare(f"{name}: speed", "tokens/s", sides, args.rounds, amounts=lambda side, found: tokens))
     save("shakespeare", tables, only=[args.recipe])
 

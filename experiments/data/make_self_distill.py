@@ -2,8 +2,8 @@
 
     python experiments/data/make_self_distill.py
 
-A thousand questions of data/dpo, each twice in a chat and answered alike, but with the answer to another question: they teach
-to repeat, not to calculate.
+A thousand questions of data/dpo, each twice in a chat and answered alike, but with the answer to another question: they
+teach to repeat, not to calculate.
 """
 
 import argparse
