@@ -215,8 +215,9 @@ class FakeVLLM:
         if is_of_rollout:
             ids = [self.V, *ids[1:]] if self.play == "unknown token" else ids
             logps = [float("nan"), *logps[1:]] if self.play == "NaN" else logps
+        read = len(prompt) - (self.play == "cuts the prompt" and is_of_rollout)
         choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logps}, "finish_reason": reason, "token_ids": ids}
-        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}}
+        return 200, {"choices": [choice], "usage": {"prompt_tokens": read, "completion_tokens": len(ids)}}
 
     def counts(self, body: dict[str, Any]) -> bool:
         """Whether a request is one of a rollout: a probe has no stop tokens."""

@@ -262,7 +262,7 @@ def test_two_runs_do_not_share_a_server(connect, fake):
 
 # --- faults in a rollout --------------------------------------------------------------------------------------------
 
-FAULTS = ("dies in a rollout", "hangs", "aborts", "unknown token")
+FAULTS = ("dies in a rollout", "hangs", "aborts", "unknown token", "cuts the prompt")
 
 
 @pytest.mark.parametrize("play", ["restarts", "500", "NaN", "drips", *map(slow, FAULTS)])
