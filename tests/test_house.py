@@ -46,6 +46,7 @@ SCRIPT_LINES = {
     "experiments.train_tools": 420,
     "experiments.train_ppo": 300,
     "experiments.train_distill": 300,
+    "experiments.train_self_distill": 300,
 }
 
 
