@@ -13,13 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
     "kind, gpus, micro_batches, gpu, machine",
     [
         ("ddp", 8, 16, 7.0, 0),  # 2 x 7/8 x 4 GB of gradients: the last micro-batch alone synchronises
-        ("ddp", 64, 1, 7.875, 7.875),  # 2 x 63/64 x 4
         ("fsdp2", 8, 4, 17.5, 0),  # 7/8 x (4 x (2 forward + 2 backward) + 4 GB of gradients)
-        ("fsdp2 without reshard", 8, 1, 5.25, 0),  # 7/8 x (2 + 4)
-        ("hsdp", 8, 1, 7.0, 0),  # one machine: as fsdp2
-        ("hsdp", 64, 1, 7.875, 7.0),  # as in one machine, and 2 x 7/8 x the eighth of 4 GB that a GPU keeps
-        ("hsdp", 64, 4, 18.375, 7.0),  # 17.5 + 0.875
-        ("fsdp2", 1, 1, 0, 0),
+        ("hsdp", 64, 4, 18.375, 7.0),  # 17.5, and 2 x 7/8 x the eighth of 4 GB that a GPU keeps
     ],
 )
 def test_the_bytes_of_a_window_by_hand(kind, gpus, micro_batches, gpu, machine):
@@ -30,5 +25,3 @@ def test_the_bytes_of_a_window_by_hand(kind, gpus, micro_batches, gpu, machine):
 
 def test_the_page_has_the_table_that_the_function_gives():
     assert traffic_table() in (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
-    with pytest.raises(ValueError, match="kind 'zero3': one of ddp"):
-        traffic(1e9, 8, "zero3")

@@ -127,16 +127,6 @@ def test_a_stall_is_told_once(monkeypatch):
     assert server.events == ["stalled"], "the end of a run is no stall"
 
 
-def test_frequent_events_are_told_now_and_then():
-    server = Server()
-    alerts = alerts_to(server.url)
-    for step in range(5):
-        alerts.on_event("bad", step, "not finite")
-        alerts.on_event("regression", step, "all has fallen")
-    alerts.close()
-    assert server.events == ["bad", *["regression"] * 5]
-
-
 @pytest.mark.parametrize(
     "address",
     ["hooks.slack.com/x", "ftp://h/x", "http:///x", "https://h/a b", "https://h:port/x", "https://h/\n", "https://h/ü"],

@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 import shutil
-import sys
 
 from common.command_line import parse_args
 from common.errors import UserError
@@ -14,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 import pytest
 import yaml
 
-from tests.conftest import ROOT, demo, read_rows, run_script, write_rows
+from tests.conftest import ROOT, demo, read_rows, write_rows
 from tools import push
 import train_grpo
 import train_sft
@@ -171,18 +170,6 @@ def test_the_card_of_a_merged_adapter(cache, tmp_path):
     assert str(tmp_path) not in (tmp_path / "two" / "README.md").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["--use_peft"]])
-def test_the_code_of_a_card_uses_the_model(words, launch, tmp_path):
-    pytest.importorskip("peft")
-    shutil.copytree(ROOT / "data" / "base_model", tmp_path / "base")
-    words = [*SMALL, "--dataset_name", "data/sft", *words, "--model_name_or_path", str(tmp_path / "base")]
-    output = launch("sft", *words, "--max_train_samples", "20")
-    code = (output / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    done = run_script([sys.executable, "-c", code.replace('"..."', repr(str(output)))])
-    assert done.returncode == 0 and "Hello" in done.stdout, done.stderr[-2000:]
-
-
 # --- the Hub --------------------------------------------------------------------------------------------------------
 
 
@@ -223,14 +210,6 @@ def test_names_that_the_hub_refuses(name, hub):
     with pytest.raises(UserError, match="--hub_model_id"):
         check_repo(name)
     check_repo("some-one/a_model.v1")
-
-
-def test_a_folder_without_a_model_is_refused(hub, tmp_path):
-    (tmp_path / "notes.txt").write_text("a")
-    for folder in (tmp_path, tmp_path / "gone"):
-        with pytest.raises(UserError, match=str(folder)):
-            push.main([str(folder), "--hub_model_id", NAME])
-    assert not hub.repos
 
 
 def test_code_goes_along_and_the_script_does_not(hub, tmp_path):

@@ -7,9 +7,8 @@ import random
 import re
 import signal
 
-from common.errors import UserError
 from common.extras.report import Report, page
-from common.extras.report_data import describe_run, embedded, frames_of, thinned
+from common.extras.report_data import describe_run, embedded, thinned
 from common.run.folder import lock as take_lock
 import numpy as np
 import pytest
@@ -116,17 +115,6 @@ def test_nothing_of_a_run_can_leave_its_element(tmp_path):
     assert [event["kind"] for event in shown["events"]] == ["started", "spike", "finished"]
 
 
-def test_rollouts_show_the_groups_that_differ_most(tmp_path):
-    rows = []
-    for k, rewards in enumerate([(0, 0), (1, 1), (0, 1), (None, 5), (0, 0)]):
-        rows += [{"step": 1, "prompt": f"q{k}", "completion": "x", "finished": False, "reward": r} for r in rewards]
-    write_rows(tmp_path / "completions.jsonl", rows)
-    (rollout,) = describe_run(tmp_path)["completions"]
-    assert [group["prompt"] for group in rollout["groups"]] == ["q0", "q3", "q2"]
-    assert [row["reward"] for row in rollout["groups"][1]["rows"]] == [5, None]
-    assert rollout["count"] == 10 and rollout["rewards"] == [0] * 5 + [1] * 3 + [5]
-
-
 def test_a_killed_run_is_shown_as_killed(tmp_path):
     """While it lives its lock is held; after kill -9 nobody holds it, and nothing has been written of its end."""
     folder = a_run(tmp_path / "run")
@@ -186,13 +174,6 @@ def test_a_resumed_run_has_one_history(launch, tmp_path):
     changed = {name for group in run["settings"] for name, _, unchanged in group["rows"] if not unchanged}
     assert {"max_steps", "save_best"} <= changed and not {"seed", "weight_decay", "train_on"} & changed
     assert run["command"].startswith("accelerate launch train_sft.py --config ")
-
-
-def test_what_matters_most_comes_first():
-    grpo = "loss entropy grad_norm reward rewards/exact/mean rewards/exact/std memory_gib eval_exact_t0.7 step seconds"
-    frames = frames_of(grpo.split())
-    assert [*frames][:2] == ["reward", "exact"] and [*frames][-1] == "memory_gib" and not {"step", "seconds"} & {*frames}
-    assert frames["exact"] == ["rewards/exact/mean", "eval_exact_t0.7"]
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------
@@ -260,15 +241,3 @@ def test_the_tool_writes_a_page_or_a_comparison(tmp_path, monkeypatch, capsys):
     assert [run["name"] for run in shown["runs"]] == [str(one), str(two)], "of one name: they are told apart"
     report.main([str(one), str(two), "--to", "pages/all.html"])
     assert (tmp_path / "pages" / "all.html").exists()
-
-
-def test_the_tool_refuses_what_is_no_run(tmp_path):
-    run = str(a_run(tmp_path / "run"))
-    for words, named in (
-        ([str(tmp_path / "nothing")], "nothing"),
-        (["x"] * 9, "8"),
-        ([run, "--to", "/proc/no/page.html"], "/proc/no"),
-    ):
-        with pytest.raises(UserError) as error:
-            report.main(words)
-        assert named in str(error.value)

@@ -1,14 +1,12 @@
 """The experiments: what the gallery says of them is so, and each runs as a module and as a copy in the root."""
 
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, words_of
-from tests.scripts.test_scripts import MORE
+from tests.conftest import EXPERIMENTS, ROOT
 
 FOLDER = ROOT / "experiments"
 GALLERY = (FOLDER / "README.md").read_text()
@@ -49,19 +47,3 @@ def test_the_demo_data_is_what_its_scripts_write(tmp_path):
         subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True)
     for path in tmp_path.rglob("*.jsonl"):
         assert path.read_bytes() == (FOLDER / "data" / path.relative_to(tmp_path)).read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatch):
-    """Copied to another place with the root on the path, which is what a copy in the root has."""
-    words = f"--config {demo(name)} --model_name_or_path data/base_model --dry_run --output_dir {tmp_path}/out".split()
-    words += MORE.get(name, "").split()
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
-    copy = tmp_path / f"train_{name}.py"
-    copy.write_text((FOLDER / copy.name).read_text())
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    for command in ([*launcher, *words_of(name)], [sys.executable, str(copy)]):
-        run = run_script([*command, *words, "--dataset_cache_dir", str(tmp_path / "cache")])
-        assert run.returncode == 0, run.stderr[-3000:]
-        assert "parameters trained" in run.stdout

@@ -1,10 +1,7 @@
 """Talking to a model, as on a terminal."""
 
 import json
-import os
-import pty
 import shutil
-import subprocess
 import sys
 import types
 
@@ -12,7 +9,7 @@ from common.errors import UserError
 import pytest
 import transformers
 
-from tests.conftest import ROOT, read_rows
+from tests.conftest import read_rows
 from tools import chat
 import train_sft
 
@@ -118,24 +115,6 @@ def test_after_a_mistake_the_chat_goes_on(talk, tmp_path):
     assert [m["content"] for m in json.loads((tmp_path / "kept").read_text())["messages"]][:1] == ["four"]
 
 
-@pytest.mark.slow
-def test_pasted_lines_are_one_message_and_come_back(tmp_path):
-    """At a terminal: two lines pasted, the same by the arrow key, a command."""
-    ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "tools.chat", MODEL, "--temperature", "0", "--max_new_tokens", "2"]
-    with subprocess.Popen(words, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs):
-        os.close(theirs)
-        for typed in (b"", b"\x1b[200~one\ntwo\x1b[201~\n", b"\x1b[A\n", b"/help\n", b"/save %s/chat\n" % bytes(tmp_path)):
-            os.write(ours, typed)
-            said = b""
-            while not said.endswith(b"> "):
-                said += os.read(ours, 4096)
-            assert (typed != b"/help\n") == (b"append the chat to FILE" not in said)
-        os.write(ours, b"/quit\n")
-    messages = json.loads((tmp_path / "chat").read_text())["messages"]
-    assert [message["content"] for message in messages if message["role"] == "user"] == ["one\ntwo"] * 2
-
-
 def test_what_cannot_be_talked_to_is_one_line(tmp_path):
     """No model, another sampling, a folder without a model, and a classifier, whose missing head transformers would make up."""
     config = transformers.LlamaConfig(
@@ -155,17 +134,6 @@ def test_what_cannot_be_talked_to_is_one_line(tmp_path):
         with pytest.raises(UserError, match=named) as error:
             chat.main(words)
         assert "\n" not in str(error.value)
-
-
-def test_ctrl_c_cuts_an_answer_short(talk, monkeypatch):
-    def generate(self, *, streamer, **options):
-        streamer.put(options["input_ids"][0])
-        streamer.on_finalized_text("one \x1b[2J")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", generate)
-    out, _ = talk("Hi")
-    assert "one \\x1b[2J\n" in out
 
 
 def test_one_answer_is_all_that_is_printed(capsys):
