@@ -159,15 +159,3 @@ def test_graphs_give_the_steps_logits_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Counted)
     assert_same(logits_of_steps(StepGraph, where="cuda"), logits_of_steps(where="cuda"), **ON_GPU)
     assert counts == {"capture_begin": 4, "replay": STEPS - 4}
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_failed_capture_is_harmless():
-    def ask(module, args):
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("no")
-
-    few = {"steps": 20, "where": "cuda"}
-    assert_same(logits_of_steps(StepGraph, ask, **few), logits_of_steps(**few), **ON_GPU)
-    torch.cuda.empty_cache()
-    torch.ones(8, device="cuda").sum().item()

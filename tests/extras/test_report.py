@@ -228,16 +228,3 @@ def test_a_table_of_all_runs_of_a_folder(tmp_path, capsys):
 
 
 # --- python -m tools.report -----------------------------------------------------------------------------------------
-
-
-def test_the_tool_writes_a_page_or_a_comparison(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other").mkdir()
-    one, two = a_run(tmp_path / "sft", name="same"), a_run(tmp_path / "other" / "sft", name="same")
-    report.main([str(one)])
-    assert "report.html" in capsys.readouterr().out and shown_of(one)["name"] == "same"
-    report.main([str(one), str(two)])
-    shown = data_of((tmp_path / "comparison.html").read_text())
-    assert [run["name"] for run in shown["runs"]] == [str(one), str(two)], "of one name: they are told apart"
-    report.main([str(one), str(two), "--to", "pages/all.html"])
-    assert (tmp_path / "pages" / "all.html").exists()

@@ -63,17 +63,6 @@ def test_one_long_sequence_costs_no_more_than_many_short_ones():
     assert one[8192] - one[4096] == pytest.approx(2 * (one[4096] - one[2048]), rel=0.01)
 
 
-def test_the_number_of_sequences_costs_nothing():
-    model, total = tiny(), 4096
-    uneven = [2 + 20 * i for i in range(20)]  # 20 lengths, none like another
-    uneven = [*uneven, total - sum(uneven)]
-    even = held(model, [1024] * 4)
-    for lengths in ([16] * 256, uneven):
-        assert sum(lengths) == total
-        # What is gathered from the row and scattered back is there beside it; nothing else may be.
-        assert held(model, lengths) < 1.25 * even
-
-
 @pytest.mark.parametrize("objective", ["known weights", "log-probabilities"])
 def test_the_vocabulary_costs_its_gradient_and_one_chunk(objective):
     small, large = (held(tiny(V), [128] * 32, objective=objective) for V in (1000, 9000))
