@@ -4,15 +4,13 @@ import dataclasses
 import importlib
 import json
 import math
-import re
 import shutil
 from types import NoneType
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
 
-from common.args import CommonArgs, arg, declared, defaults, is_within
+from common.args import CommonArgs, arg, declared, is_within
 from common.command_line import parse_args
 from common.errors import UserError
-from common.extras.other_names import HERE
 import pytest
 import yaml
 
@@ -280,17 +278,3 @@ def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch):
     assert choose_model() == "data/base_model"  # a run that has not finished is not taken
     (tmp_path / "outputs" / "sft" / "summary.json").write_text("{}")
     assert choose_model() == "outputs/sft"
-
-
-# --- coming from other tools ------------------------------------------------------------------------------------------
-
-
-def test_other_tools_flags_are_answered():
-    ours = {name for script in SCRIPTS for name in defaults(args_of(script))}
-    page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
-    for here, names in HERE.items():
-        named = set(re.findall(r"--(\w+)", here)) - {"mixed_precision", "config_file"}
-        assert named <= ours, here
-        assert f"| {' '.join(f'`{name}`' for name in names.split())} | {here} |\n" in page
-        for name in set(names.split()) - set(defaults(args_of("train_sft"))):
-            assert refused(parse, f"--{name}", "1") == f"unknown flag --{name}; here: {here}"

@@ -175,12 +175,11 @@ def test_a_run_tells_its_end_and_no_address(launch, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["error", "exception", "signal"])
+@pytest.mark.parametrize("how", ["exception", "signal"])
 def test_a_script_that_dies_tells_why(tmp_path, how):
-    """As a process of its own: by a line for the user, by a traceback, and stopped by a signal."""
+    """As a process of its own: by a traceback, and stopped by a signal."""
     server = Server()
     bodies = {
-        "error": "    return ['x']\n",
         "exception": "    import common.evaluate\n    common.evaluate.sample = None\n    return [0.0] * len(completions)\n",
         "signal": "    os.kill(os.getpid(), signal.SIGTERM)\n    return [0.0] * len(completions)\n",
     }
@@ -192,7 +191,7 @@ def test_a_script_that_dies_tells_why(tmp_path, how):
     assert server.events == ["stopped" if how == "signal" else "died"], run.stderr
     text = server.got[0]["text"]
     assert run.returncode == (75 if how == "signal" else 1)
-    assert {"error": "f returned", "exception": "TypeError", "signal": "SIGTERM"}[how] in text
+    assert {"exception": "TypeError", "signal": "SIGTERM"}[how] in text
     last = json.loads((tmp_path / "out" / "events.jsonl").read_text().splitlines()[-1])  # for the line of time
     assert last["kind"] == ("stopped" if how == "signal" else "died")
     assert TOKEN not in run.stdout + run.stderr

@@ -63,9 +63,3 @@ def test_the_tasks_own_scorer_is_the_reward(write, tmp_path):
     rewards = load_rewards([f"{ROOT}/tools/reasoning_tasks.py:{name}" for name in ("score", "solved")], "cpu")
     texts = [right[0], f"So: <answer>{right[1]}</answer>", "7"]
     assert score(rewards, rows, texts, [[]] * 3) == [[1.0, 1.0, 0.25], [1.0, 1.0, 0.0]]
-
-
-@pytest.mark.parametrize("words", [["halves"], ["doubles", "smallest=3"], ["doubles", "largest"]])
-def test_a_wrong_task_or_setting_is_one_line(write, words):
-    done = write(*words)
-    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1, done.stderr
