@@ -14,7 +14,7 @@ from common.extras import alerts as module
 from common.extras.alerts import Alerts
 import pytest
 
-from tests.conftest import run_script
+from tests.conftest import events_of
 
 TOKEN = "T0K3N-of-the-hook"
 SMALL = ["--model_name_or_path", "data/base_model", "--max_steps", "2", "--eval_steps", "0", "--save_steps", "0"]
@@ -77,12 +77,12 @@ def test_an_alert_says_what_who_and_when():
     alerts.on_step(7)
     alerts.on_event("spike", 7, f"<!channel> & @everyone; {server.url} is no secret here")
     alerts.on_event("saved", 7, "checkpoint-7")
-    alerts.on_event("finished", 8, "loss 2 -> 1")
+    alerts.on_event("stopped", 8, "by SIGTERM")
     alerts.close()
     first, last = server.got
     assert first["content"] == "my-run: spike\nstep 7: <!channel> & @everyone; (secret) is no secret here"
     assert "&lt;!channel&gt; &amp; @everyone" in first["text"] and first["allowed_mentions"] == {"parse": []}
-    assert (first["event"], first["run"], first["step"], last["event"]) == ("spike", "my-run", 7, "finished")
+    assert (first["event"], first["run"], first["step"], last["event"]) == ("spike", "my-run", 7, "stopped")
     assert abs(first["time"] - time.time()) < 60
     assert server.asked == [(f"/services/{TOKEN}", "application/json", 200)] * 2
 
@@ -149,16 +149,22 @@ def test_only_the_main_process_of_a_run_sends(settings, rank, monkeypatch):
     assert server.asked == [] and errors.LAST_WORDS == []
 
 
-def test_an_error_is_told_before_the_end(launch):
+@pytest.mark.parametrize("starts", [True, False])
+def test_an_error_is_told_before_the_end(starts, launch, tmp_path):
     """Also one while the run starts: here --model_name_or_path is missing."""
     server = Server()
-    words = ["--alert_webhook", server.url, "--model_name_or_path", f"no-such-folder{server.url}"]
+    (tmp_path / "own.py").write_text(f"def f(**columns):\n    raise ValueError({server.url!r})\n")
+    words = ["--model_name_or_path", f"no-such-folder{server.url}"]
+    if not starts:
+        words = ["--eval_steps", "1", "--eval_prompts", "data/prompts/chat_test.jsonl", "--eval_max_new_tokens", "2"]
+        words += ["--eval_reward_funcs", f"{tmp_path}/own.py:f"]
     with pytest.raises(UserError) as error:
-        launch("sft", *SMALL, *words)
+        launch("sft", *SMALL, *words, "--alert_webhook", server.url)
     last_words(error.value)
     last_words(ValueError("again"))
     (got,) = server.got
     assert got["event"] == "died" and "(secret)" in got["content"]
+    assert starts or TOKEN not in (tmp_path / "out" / "events.jsonl").read_text() and events_of(tmp_path / "out", "died")
 
 
 def test_a_run_tells_its_end_and_no_address(launch, monkeypatch, capsys):
@@ -172,27 +178,3 @@ def test_a_run_tells_its_end_and_no_address(launch, monkeypatch, capsys):
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) > 12 and not [path for path in files if TOKEN.encode() in path.read_bytes()]
     assert TOKEN not in said.out + said.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["exception", "signal"])
-def test_a_script_that_dies_tells_why(tmp_path, how):
-    """As a process of its own: by a traceback, and stopped by a signal."""
-    server = Server()
-    bodies = {
-        "exception": "    import common.evaluate\n    common.evaluate.sample = None\n    return [0.0] * len(completions)\n",
-        "signal": "    os.kill(os.getpid(), signal.SIGTERM)\n    return [0.0] * len(completions)\n",
-    }
-    code = "import os, signal\n\n\ndef f(prompts, completions, **columns):\n" + bodies[how]
-    (tmp_path / "own.py").write_text(code)
-    words = [sys.executable, "train_sft.py", "--output_dir", str(tmp_path / "out"), *SMALL, "--max_steps", "6"]
-    words += ["--eval_steps", "1", "--eval_prompts", "data/prompts/chat_test.jsonl", "--eval_max_new_tokens", "2"]
-    run = run_script([*words, "--eval_reward_funcs", f"{tmp_path}/own.py:f"], PLAINLOOP_ALERT_WEBHOOK=server.url)
-    assert server.events == ["stopped" if how == "signal" else "died"], run.stderr
-    text = server.got[0]["text"]
-    assert run.returncode == (75 if how == "signal" else 1)
-    assert {"exception": "TypeError", "signal": "SIGTERM"}[how] in text
-    last = json.loads((tmp_path / "out" / "events.jsonl").read_text().splitlines()[-1])  # for the line of time
-    assert last["kind"] == ("stopped" if how == "signal" else "died")
-    assert TOKEN not in run.stdout + run.stderr
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]

@@ -1,7 +1,6 @@
 """report.html as a browser shows it: headless Chromium, where there is one."""
 
 import os
-from pathlib import Path
 import re
 import shutil
 import subprocess
@@ -16,36 +15,22 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get i
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 
 
-@pytest.fixture
-def browse(tmp_path):
-    """browse(address): the page as it is drawn, as markup. No page may say anything on the console."""
-
-    def drawn(address, *flags, wait=3000):
-        command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--log-level=0"]
-        command += [f"--virtual-time-budget={wait}", *flags, "--dump-dom", str(address)]
-        environ = os.environ | {"HOME": str(tmp_path), "TZ": "UTC"}
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environ)
-        said = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
-        assert not said and shown.returncode == 0, said
-        return shown.stdout
-
-    return drawn
+def drawn(address, home):
+    """The markup of the page as it is drawn, without its data and script. It may say nothing on the console."""
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={home / 'profile'}", "--enable-logging=stderr", "--log-level=0"]
+    command += ["--virtual-time-budget=3000", "--dump-dom", address]
+    environ = os.environ | {"HOME": str(home), "TZ": "UTC"}
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environ)
+    said = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
+    assert not said and shown.returncode == 0, said
+    return re.sub(r"<(script|style)\b.*?</\1>", "", shown.stdout, flags=re.S)
 
 
-def address_of(file, state=""):
-    return Path(file).resolve().as_uri() + state
-
-
-def visible(markup):
-    """The markup without the data and the script, and its text."""
-    body = re.sub(r"<(script|style)\b.*?</\1>", "", markup, flags=re.S)
-    return body, re.sub(r"<[^>]+>", " ", body)
-
-
-def test_hostile_text_on_a_page_stays_text(tmp_path, browse):
+def test_hostile_text_on_a_page_stays_text(tmp_path):
     folder = a_run(tmp_path / "run", evil=EVIL)
     write_report([folder], folder / "report.html")
-    markup, text = visible(browse(address_of(folder / "report.html", "#x=tokens&y=log&settings=all")))
+    markup = drawn((folder / "report.html").as_uri() + "#x=tokens&y=log&settings=all", tmp_path)
+    text = re.sub(r"<[^>]+>", " ", markup)
     assert 'data-drawn="yes"' in markup
     for name in ("loss", "eval", "Samples", "Data", "Settings", "learning_rate", "answer 0", "left out", "the loss jumps"):
         assert name in text, name

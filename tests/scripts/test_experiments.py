@@ -1,4 +1,4 @@
-"""The experiments: what the gallery says of them is so, and each runs as a module and as a copy in the root."""
+"""The experiments: what the gallery says of them is so, and each runs by its path."""
 
 import re
 import subprocess
