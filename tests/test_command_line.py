@@ -9,12 +9,12 @@ from types import NoneType
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
 
 from common.args import CommonArgs, arg, declared, is_within
-from common.command_line import parse_args
+from common.command_line import OF_THE_TESTS, parse_args
 from common.errors import UserError
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.conftest import DEFAULT_MODEL, ROOT
 
 SCRIPTS = ("train_pretrain", "train_sft", "train_dpo", "train_grpo")
 STRANGE = ["-1", "0", "1", "nan", "inf", "-inf", "1e308", "-1e308", str(10**18), "0.5", "abc", ""]
@@ -163,6 +163,11 @@ def test_what_a_flag_needs_is_a_flag(script):
     assert len(needs) > 5 and {need.removeprefix("no ").split("=")[0] for need in needs} <= names
 
 
+def test_values_of_other_tools_are_accepted():
+    assert parse("--scale_rewards", "False", script="train_grpo").scale_rewards == "none"
+    assert parse("--optim", "adamw_torch_fused").optim == "adamw"
+
+
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +256,13 @@ def test_a_wrong_variable_is_named(monkeypatch, name, value):
     assert (name in said or value in said) and "T0K3N" not in said
 
 
+def test_a_run_says_which_variables_it_follows(monkeypatch, capsys):
+    for name in ("PLAINLOOP_MAX_STEPS", "PLAINLOOP_ALERT_WEBHOOK", *OF_THE_TESTS):
+        monkeypatch.setenv(name, "7")
+    parse(*DATA)
+    assert capsys.readouterr().out == "settings from the environment: PLAINLOOP_ALERT_WEBHOOK, PLAINLOOP_MAX_STEPS\n"
+
+
 # --- the demo ---------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +278,9 @@ def test_the_demo_applies_without_model_and_dataset(monkeypatch, capsys):
 
 
 def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch):
+    for stage, model in DEFAULT_MODEL.items():
+        assert f'default_model="{model}"' in (ROOT / f"train_{stage}.py").read_text()
+
     def choose_model(*named):
         words = [*DATA, *named]
         return parse_args(CommonArgs, "no.yaml", "outputs/sft", words).model_name_or_path

@@ -76,6 +76,7 @@ def test_an_alert_says_what_who_and_when():
     alerts = alerts_to(server.url)
     alerts.on_step(7)
     alerts.on_event("spike", 7, f"<!channel> & @everyone; {server.url} is no secret here")
+    alerts.on_event("spike", 7, "another one, within five minutes")
     alerts.on_event("saved", 7, "checkpoint-7")
     alerts.on_event("stopped", 8, "by SIGTERM")
     alerts.close()

@@ -197,16 +197,12 @@ def test_suites_are_compared_case_by_case(tmp_path):
         cases["c0"] = {"rate": 0.0, "digest": name, "group": "edited"}
         cases["c9"] = {"rate": 0.0, "digest": "x", "group": "hard"}
         row = {"step": 40, "groups": {"easy": {"passed": right, "total": 9}}, "cases": cases}
-        row |= {"turned": {"since_last": {"step": 0, "fell": [], "rose": ["a", "b"]}, "since_base": None}}
-        row |= {"failed": {"c": {"why": "not equal", "completion": "7"}}}
         write_rows(a_run(tmp_path / name) / "regression.jsonl", [row | {"step": 0}, row])
     write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html")
     shown = data_of((tmp_path / "both.html").read_text())
     second = {rate["name"]: rate["runs"][1] for rate in shown["compared"]["rates"]}
     assert second["suite: easy"]["test"] == "McNemar, exact" and second["suite: easy"]["p"] == 2 / 2**7
     assert second["suite: hard"]["p"] == 1 and "p" not in second["suite: edited"]
-    last = shown["runs"][0]["regression"][-1]
-    assert last["turned"] == ["rose since step 0: a, b"] and last["failed"] == ["c: not equal · 7"]
 
 
 def test_a_table_of_all_runs_of_a_folder(tmp_path, capsys):
