@@ -13,13 +13,14 @@ from tests.run.test_resume import COMMON, STAGES, Stop
 SFT = [*STAGES["sft"], *COMMON, "--eval_steps", "0"]
 
 
-def test_wandb_goes_on_under_the_same_id():
+def test_a_tracker_goes_on_where_the_checkpoint_is():
     started = []
-    accelerator = SimpleNamespace(init_trackers=lambda *_, init_kwargs, **config: started.append(init_kwargs["wandb"]))
+    accelerator = SimpleNamespace(init_trackers=lambda *_, init_kwargs, **config: started.append(init_kwargs))
     first = Tracker(accelerator, CommonArgs(run_name="mine"))
     first.restore(0, {})
     Tracker(accelerator, CommonArgs(run_name="mine")).restore(4, first.state(4))
-    assert started == [{"name": "mine", "id": first.id, "resume": "allow"}] * 2
+    assert [each["wandb"] for each in started] == [{"name": "mine", "id": first.id, "resume": "allow"}] * 2
+    assert [each["tensorboard"]["purge_step"] for each in started] == [0, 5]
 
 
 def test_tensorboard_shows_each_step_once(launch, monkeypatch):
