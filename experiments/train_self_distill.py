@@ -31,6 +31,7 @@ from common.errors import say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.extras import extra
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model.flat_model import check_positions
 from common.model.lm_head import logits_of
 from common.model.reference import Reference, load_frozen
 from common.processes import Accelerator, gather_lists
@@ -54,7 +55,7 @@ class Args(CommonArgs):
     lmbda: float = arg(1.0, help="share of completions that are sampled; the others are the data's", within="[0, 1]")
 
     # Sampling
-    max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
+    max_prompt_length: int = arg(512, help="tokens, with the demonstration; longer are left out", within="[1, 1e8]")
     max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
     top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
@@ -81,14 +82,18 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
     """The result of `encode_prompt`, plus the row's completion, and the prompt after it: question, completion, question."""
     prompt = encode_prompt(row, tokenizer, args)
-    turns = as_chat(row).get("messages", [])
-    if turns[:-1] != prompt["prompt"] or turns[-1]["role"] != "assistant":
-        raise BadRow("no chat that ends with a question and its answer")
+    messages = as_chat(row).get("messages", [])
+    if [turn["role"] for turn in messages[-2:]] != ["user", "assistant"]:
+        raise BadRow(
+            "no chat that ends with a question and its answer (of strings: --columns instruction=prompt output=completion)"
+        )
+    turns = [*prompt["prompt"], messages[-1]]
     chat = tokenize_chat({"messages": turns, "tools": prompt.get("tools")}, tokenizer, train_on="last_turn")
     answer = np.flatnonzero(chat["loss_mask"])
-    shown = prompt | {"prompt": [*turns, turns[-2]]}
-    shown_ids = tokenize_row(shown, tokenizer)["prompt_ids"]
-    return prompt | {"completion_ids": chat["input_ids"][answer].tolist(), "shown_ids": shown_ids}
+    if args.lmbda < 1 and chat["input_ids"][: answer[0]].tolist() != prompt["prompt_ids"]:
+        raise BadRow("no completion of the prompt")
+    shown = tokenize_row(prompt | {"prompt": [*turns, turns[-2]]}, tokenizer, args.max_prompt_length)
+    return prompt | {"completion_ids": chat["input_ids"][answer].tolist(), "shown_ids": shown["prompt_ids"]}
 
 
 def generalized_jsd(logits: torch.Tensor, teacher_logits: torch.Tensor, beta: float) -> torch.Tensor:
@@ -216,6 +221,7 @@ def main(args: Args) -> None:
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(rollouts))
+    check_positions(model, max(len(prompt["shown_ids"]) for prompt in prompts.rows) + args.max_completion_length)
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=True)
     if args.dry_run:
         return

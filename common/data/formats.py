@@ -44,6 +44,7 @@ PROMPT = (
     ("alpaca", ("instruction",)),
 )
 CHATS = {"messages", "conversations", "prompt", "completion", "response", "chosen", "rejected"}  # may hold messages
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # as JSON, or as Python prints them
 Columns = dict[str, Any]
 
 
@@ -84,11 +85,12 @@ def as_chat(columns: Columns) -> dict[str, Any]:
     (strings or messages; the latter with "prompt_turns", the number of messages in the prompt), text. A message that is not
     to be trained on has "train": False. KTO's rows are refused: some of their answers are bad ones.
     """
-    if columns.get("kto_tag") is not None or str(columns.get("label")).lower() in ("true", "false"):  # tables hold text
-        raise BadRow("an answer labelled good or bad, for KTO; for SFT keep the good rows, without the column of labels")
     format = format_of(columns, CHAT)
     if format == "text":
         return {"text": _string(columns, "text")}
+    label = str(columns.get("label")).lower()  # tables hold text
+    if columns.get("kto_tag") is not None or label in ("true", "false", "1", "0"):
+        raise BadRow("an answer labelled good or bad, for KTO; for SFT keep the good rows (then --columns unused=label)")
     tools = _tools(columns)
     if format == "alpaca":
         answer = [{"role": "assistant", "content": _string(columns, "output")}]
@@ -185,10 +187,11 @@ def _decoded(column: str, value: Any) -> Any:
     """A number as text; messages that are given as JSON text; anything else, as text that is some other JSON, as it is."""
     if type(value) in (int, float) and math.isfinite(value):
         return str(value)
-    if column in CHATS and isinstance(value, str) and value.lstrip().startswith("[{"):
+    if column in CHATS and isinstance(value, str) and MESSAGES.match(value):
         with contextlib.suppress(ValueError, RecursionError):
             turns = json.loads(value)
             return turns if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns) else value
+        raise BadRow(f"{column}: messages as text that is not JSON (a table written by pandas has Python's: use json.dumps)")
     return value
 
 
@@ -199,6 +202,14 @@ def _string(columns: Columns, name: str) -> str:
     if not value.strip():
         raise BadRow(f"empty {name}")
     return unicode(value)
+
+
+def _optional(columns: Columns, name: str) -> str:
+    """A column that a row may lack; "" if it is absent or blank."""
+    value = columns.get(name)
+    if value and not isinstance(value, str):
+        raise BadRow(f"{name} is not a string but {type(value).__name__} (to train without it: --columns unused={name})")
+    return unicode(value) if value and value.strip() else ""
 
 
 def _tools(columns: Columns) -> list[Any] | None:
@@ -232,8 +243,8 @@ def _after_system(columns: Columns, turns: Any) -> list[Message]:
 
 def _system(columns: Columns) -> list[Message]:
     """The column system, or system_prompt, as a turn, if it has one."""
-    system = columns.get("system") or columns.get("system_prompt")
-    return [{"role": "system", "content": unicode(system)}] if isinstance(system, str) and system.strip() else []
+    system = _optional(columns, "system") or _optional(columns, "system_prompt")
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _answered(messages: list[Message]) -> list[Message]:
@@ -324,9 +335,8 @@ def _alpaca_prompt(columns: Columns) -> list[Message]:
             raise BadRow("history is not a list of [question, answer]")
         messages += [{"role": r, "content": unicode(t)} for r, t in zip(("user", "assistant"), pair, strict=True)]
     instruction = _string(columns, "instruction")
-    extra = columns.get("input")
-    text = f"{instruction}\n{unicode(extra)}" if isinstance(extra, str) and extra.strip() else instruction
-    return [*messages, {"role": "user", "content": text}]
+    extra = _optional(columns, "input")
+    return [*messages, {"role": "user", "content": f"{instruction}\n{extra}" if extra else instruction}]
 
 
 def _hh_messages(text: str) -> list[Message]:

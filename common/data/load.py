@@ -45,7 +45,8 @@ def load_data(
 
 
 class Rows:
-    """Rows of several sources, converted by a function and kept in memory, one source after another."""
+    """Rows of several sources, converted by a function and kept in memory, one source after another. Each has the columns of
+    all, None where it lacks one."""
 
     def __init__(
         self, sources: list[Source], function: Callable[[Row], dict[str, Any]], curriculum_column: str | None = None
@@ -66,6 +67,9 @@ class Rows:
             self.counts.append(len(found))
             difficulty += [number for _, number in found]
             self._facts.append(source.facts() | facts | {"tokens": sum(len(row["prompt_ids"]) for row, _ in found)})
+        # A reward gets the same columns whatever rows it is called with, and so on any number of processes.
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        self.rows = [{name: row.get(name) for name in names} for row in self.rows]
         self.lengths = np.array([len(row["prompt_ids"]) for row in self.rows], np.int64)  # (rows,) tokens
         self.longest = max(self.lengths.tolist(), default=0)
         self.difficulty = np.array(difficulty) if curriculum_column else None  # (rows,)

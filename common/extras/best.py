@@ -25,6 +25,7 @@ class Best:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
         self.patience, self.delta = patience, delta
         self.name, self.sign = _direction(metric)
+        say(f"--save_best: the best checkpoint has the {'highest' if self.sign > 0 else 'lowest'} {self.name}")
         if self.name.startswith(SUITE) and not args.regression_suite:
             raise UserError(f"--save_best {metric}: that is measured with --regression_suite")
         if not self.name.startswith(SUITE) and not args.eval_steps:

@@ -20,7 +20,7 @@ import time
 from typing import Any, TextIO
 
 from accelerate import Accelerator
-from common.args import CommonArgs, defaults, may_change, save_args
+from common.args import CommonArgs, declared, defaults, may_change, save_args
 from common.errors import UserError, is_of_the_disk, say
 from common.files import file_hash, find_damage
 from common.processes import on_main_process
@@ -32,7 +32,7 @@ WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exp
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and their companions, depending on the tokenizer
 CLASSIFIER = "classifier"  # a reward model
-READS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "eval_prompts", "regression_suite")
+OWN = ("output_dir", "resume_from_checkpoint", "dataset_cache_dir")  # paths that a run writes to
 OTHERWISE = "choose another --output_dir, or start over with --overwrite_output_dir"
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
 
@@ -110,9 +110,9 @@ def open_folder(args: CommonArgs, accelerator: Accelerator, script: str) -> tupl
 def refuse_foreign_folder(args: CommonArgs) -> None:
     """Raise UserError if the run would write over what it reads, or over files that no run has written."""
     folder = Path(args.output_dir)
-    for flag in READS:
-        named = getattr(args, flag) or []
-        for name in [named] if isinstance(named, str) else named:
+    for flag, named in vars(args).items():
+        reads = declared(type(args), flag)["is_path"] and flag not in OWN
+        for name in (named if isinstance(named, list) else [named]) if reads and named else []:
             if Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
                 raise UserError(f"--output_dir {folder} holds the {name} of --{flag}: choose another")
     if earlier_args(folder) is None and not read_args(folder):

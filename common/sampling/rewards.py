@@ -205,7 +205,8 @@ def score(
         text if isinstance(prompt, str) or isinstance(text, list) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in ("prompt", "prompt_ids")}
+    names = {name: None for row in rows for name in row if name not in ("prompt", "prompt_ids")}
+    columns = {name: [row.get(name) for row in rows] for name in names}
     given = {"prompts": prompts, "completions": completions, "completion_ids": ids, **columns}
     return [_score(reward, prompts, copy.deepcopy(given) | (objects or {})) for reward in rewards]
 

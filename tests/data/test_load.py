@@ -126,7 +126,7 @@ def encode_prompt(row, tokenizer, args):
 
 @pytest.mark.parametrize("column", [None, "n", "length"])
 def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, capsys, column):
-    rows = [{"prompt": "x" * (i % 7 + 1), "n": f"{60 - i}", "answer": str(i)} for i in range(60)]
+    rows = [{"prompt": "x" * (i % 7 + 1), "n": f"{60 - i}", f"answer{i % 2}": str(i)} for i in range(60)]
     name = jsonl(tmp_path / "a.jsonl", [*rows, {"prompt": "x", "n": "hard"}] if column == "n" else rows)
     args = arguments(tmp_path, name, eval_fraction=0.2, curriculum_column=column)
     prompts, held_out = load_prompts(args, encode_prompt, tokenizer)
@@ -141,6 +141,10 @@ def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, 
     for epoch in range(2):
         found = [prompts.at(position)["n"] for position in range(epoch * len(prompts), (epoch + 1) * len(prompts))]
         assert sorted(found) == sorted(prompts[i]["n"] for i in range(len(prompts)))
+    # Whatever rows a reward is called with, it gets the columns of all.
+    assert all(
+        {"answer0", "answer1"} < row.keys() and (row["answer0"] is None) != (row["answer1"] is None) for row in prompts.rows
+    )
     assert prompts.longest == 7 and prompts.lengths.tolist() == [len(row["prompt"]) for row in prompts.rows]
     assert prompts.facts()[0]["examples"] == len(prompts) and [source.label for source in prompts.sources] == ["a"]
 

@@ -308,9 +308,14 @@ def test_what_is_read_does_not_lie_in_the_folder(launch, tmp_path):
     shutil.copytree(BASE, out)
     shutil.copy(ROOT / "data/sft/train.jsonl", out / "samples.jsonl")
     before = sorted(os.listdir(out))
-    for flag, path in (("model_name_or_path", out), ("dataset_name", out / "samples.jsonl"), ("eval_prompts", out)):
+    reads = [
+        ("sft", "model_name_or_path", out),
+        ("sft", "dataset_name", out / "samples.jsonl"),
+        ("sft", "eval_prompts", out),
+    ]
+    for stage, flag, path in [*reads, ("distill", "teacher_model_name_or_path", out)]:
         with pytest.raises(UserError, match=f"--output_dir {out} holds the {path} of --{flag}"):
-            launch("sft", *SFT, f"--{flag}", str(path), "--overwrite_output_dir")
+            launch(stage, *SFT[2:], f"--{flag}", str(path), "--overwrite_output_dir")
     assert sorted(os.listdir(out)) == before
 
 

@@ -159,7 +159,8 @@ def test_the_teacher_of_self_distillation_has_seen_the_demonstration(launch, mod
         return made(completions, *args)
 
     monkeypatch.setattr(script, "make_window", make_window)
-    data = write_rows(tmp_path / "rows.jsonl", rows())
+    no_question = [chat("q"), chat("q", "a") + chat("q", "b")[1:], chat("q" * 999, "a")]  # or a long one
+    data = write_rows(tmp_path / "rows.jsonl", rows() + [{"messages": found} for found in no_question])
     words = ["--dataset_name", data, "--per_device_train_batch_size", 4, "--max_steps", 3]
     words += ["--gradient_accumulation_steps", 2, "--max_completion_length", LONGEST, "--learning_rate", "2e-3"]
     run = watched(launch, "self_distill", model, *words, "--lmbda", 0.5, "--beta", 0.4, "--temperature", 0.7)
@@ -167,7 +168,7 @@ def test_the_teacher_of_self_distillation_has_seen_the_demonstration(launch, mod
         tuple(prompt_ids(chat(question))): prompt_ids(chat(question, answer, question))
         for question, answer in zip(CHATS, ANSWERS, strict=True)
     }
-    for step, rollout in enumerate(rollouts):
+    for step, rollout in enumerate(rollouts):  # of the rows that have a question and its answer, and are not too long
         policy = run.policy(step)
         loss, logged = window_loss(policy, exact(model), rollout, 0.4, 0.7, shown)
         assert len(logged) == 2
