@@ -7,7 +7,7 @@
 
 --text: char-rnn's `data/tinyshakespeare/input.txt`, which is not shipped here. The first nine tenths are trained on, as one
 stream; the loss is that of all of the rest. For it, a round is a seed, of the weights and of the order; for speed and memory, a
-pair of runs of 100 steps. Both sides take the same windows in the same order, rows of T characters with T - 1 targets (nanoGPT
+run of each side of 100 steps. Both sides take the same windows in the same order, rows of T characters with T - 1 targets (nanoGPT
 draws its windows at random, and has T targets of T + 1 characters). nanoGPT runs with initial weights of its own and without
 biases, as in its recipe, and from our weights: ours is transformers' GPT-2, with nanoGPT's exact GELU, and with biases. A 66th
 token ends the text. The published figures: nanoGPT's README. The losses are drawn to docs/shakespeare.png.

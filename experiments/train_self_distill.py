@@ -83,7 +83,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
     """The result of `encode_prompt`, plus the row's completion, and the prompt after it: question, completion, question."""
     prompt = encode_prompt(row, tokenizer, args)
     messages = as_chat(row).get("messages", [])
-    if [turn["role"] for turn in messages[-2:]] != ["user", "assistant"]:
+    if isinstance(prompt["prompt"], str) or [turn["role"] for turn in messages[-2:]] != ["user", "assistant"]:
         raise BadRow(
             "no chat that ends with a question and its answer (of strings: --columns instruction=prompt output=completion)"
         )

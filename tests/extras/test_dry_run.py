@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import json
+import sys
 
 from common.args import CommonArgs
 from common.collators import flat_batch
@@ -15,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+from tests.conftest import run_script
 from tests.tiny import HYBRIDS, SIZE, V, tiny_family
 
 GIB = 2**30
@@ -29,6 +32,37 @@ CONFIGS = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, head_dim=32, sliding_window=16),
     "experts": lambda: transformers.Qwen3MoeConfig(**SIZES, **MOE, head_dim=32),
 }
+# Three training steps in a process of their own: the estimate before them, and the peak.
+TRAIN = """
+import copy, json, sys
+from common.args import CommonArgs
+from common.collators import flat_batch
+from common.data.types import whole
+from common.memory import memory
+from common.model.load import create_model
+from common.model.load import enable_gradient_checkpointing, load_pretrained
+from common.model.optimizer import make_optimizer
+from common.extras.dry_run import estimate
+import numpy as np, torch, transformers
+
+size, recompute, lengths = json.loads(sys.argv[1])
+if size == "demo":
+    model = load_pretrained(CommonArgs(), "data/base_model")
+else:
+    shape = dict(vocab_size=16000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12)
+    model = create_model(transformers.LlamaConfig(**shape, tie_word_embeddings=True), seed=0)
+if recompute:
+    enable_gradient_checkpointing(model)
+model.train()
+needed = estimate(copy.deepcopy(model), lengths)["total"]
+optimizer = make_optimizer(CommonArgs(learning_rate=1e-4), model)
+batch = flat_batch([[whole(np.arange(n) % 500)] for n in lengths], torch.device("cpu"))
+for _ in range(3):
+    model(batch, nll_weights=batch["loss_mask"] / sum(lengths)).nll.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(json.dumps([needed, memory(torch.device("cpu")).peak]))
+"""
 
 
 def make(kind="llama", *, lora=False, recompute=False):
@@ -98,3 +132,15 @@ def test_weights_gradients_and_moments_are_exact(lora):
     assert parts["weights"] == parts["reference model"] == nbytes([*model.parameters(), *model.buffers()]) / GIB
     assert parts["total"] == pytest.approx(sum(size for name, size in parts.items() if name != "total"))
     assert estimate(make(lora=lora), [20, 30], ddp=True)["gradients"] == 2 * parts["gradients"]
+
+
+CASES = [("demo", False, [38, 51, 22, 40] * 4)]
+SLOW = [("demo", False, [512] * 8), ("100M", False, [512]), ("100M", True, [512] * 2), ("100M", False, [180, 90, 250, 128])]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+def test_a_process_peaks_near_its_estimate(case):
+    done = run_script([sys.executable, "-c", TRAIN, json.dumps(case)], timeout=600)
+    assert done.returncode == 0, done.stderr
+    needed, peak = json.loads(done.stdout.splitlines()[-1])
+    assert 0.75 * peak < needed < 1.5 * peak

@@ -1,8 +1,10 @@
-"""Files as Windows writes them, and a device that has no float64, as those of Macs."""
+"""What Windows and Macs lack is done without. Their own file systems, signals and devices are not seen here."""
 
 import json
 from pathlib import Path
+import subprocess
 import sys
+import textwrap
 
 import common.memory
 from common.memory import finest_dtype
@@ -10,7 +12,46 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import ROOT, demo, read_metrics
+from tests.conftest import ROOT, demo, read_metrics, run_script, train_metrics
+
+# The libraries are there before, for they have ways of their own.
+LACKING = """
+    import importlib, os, pkgutil, signal, sys
+    import accelerate, datasets, torch, transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    for name in ("resource", "fcntl", "pwd", "grp", "termios"):
+        sys.modules[name] = None
+    for name in ("uname", "fork", "register_at_fork", "sched_getaffinity", "getuid", "geteuid", "mkfifo", "statvfs", "killpg"):
+        delattr(os, name)
+    for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGKILL", "SIGQUIT", "setitimer", "alarm"):
+        delattr(signal, name)
+"""
+
+
+def without_unix(code: str, *words: str) -> subprocess.CompletedProcess:
+    """Run the code in a Python that lacks what Windows has not."""
+    return run_script([sys.executable, "-c", textwrap.dedent(LACKING) + textwrap.dedent(code), *map(str, words)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_a_run_and_its_second_half_without_what_only_unix_has(stage, launch, tmp_path):
+    """The second process goes on from the checkpoint of the first; the numbers are those of a run with all of Unix."""
+    code = f"""
+        import train_{stage}
+        from common.command_line import launch
+
+        sys.argv = ["train_{stage}.py", *sys.argv[1:]]
+        launch(train_{stage}.main, train_{stage}.Args, demo={demo(stage)!r}, default_model="data/base_model")
+    """
+    words = ["--save_steps", "2", "--logging_steps", "1", "--eval_steps", "0", "--lr_scheduler_type", "constant"]
+    words += ["--dataset_num_proc", "1", "--max_steps"]
+    for last in ("2", "4"):
+        done = without_unix(code, *words, last, "--output_dir", tmp_path / "out")
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    whole = launch(stage, "--config", demo(stage), "--model_name_or_path", "data/base_model", *words, "4", output="whole")
+    assert read_metrics(tmp_path / "out") == read_metrics(whole) and len(train_metrics(whole)) == 4
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])

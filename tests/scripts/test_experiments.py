@@ -1,10 +1,14 @@
-"""The experiments: what the gallery says of them is so, and each runs by its path."""
+"""The experiments: what the gallery says of them is so, and each runs by its path, as a module and as a copy."""
 
+import os
 import re
 import subprocess
 import sys
 
-from tests.conftest import EXPERIMENTS, ROOT
+import pytest
+
+from tests.conftest import EXPERIMENTS, ROOT, demo, run_script, words_of
+from tests.scripts.test_scripts import MORE
 
 FOLDER = ROOT / "experiments"
 GALLERY = (FOLDER / "README.md").read_text()
@@ -35,3 +39,19 @@ def test_the_demo_data_is_what_its_scripts_write(tmp_path):
         subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True)
     for path in tmp_path.rglob("*.jsonl"):
         assert path.read_bytes() == (FOLDER / "data" / path.relative_to(tmp_path)).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatch):
+    """Copied to another place with the root on the path, which is what a copy in the root has."""
+    words = f"--config {demo(name)} --model_name_or_path data/base_model --dry_run --output_dir {tmp_path}/out".split()
+    words += MORE.get(name, "").split()
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
+    copy = tmp_path / f"train_{name}.py"
+    copy.write_text((FOLDER / copy.name).read_text())
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    for command in ([*launcher, *words_of(name)], [sys.executable, str(copy)]):
+        run = run_script([*command, *words, "--dataset_cache_dir", str(tmp_path / "cache")])
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert "parameters trained" in run.stdout

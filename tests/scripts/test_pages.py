@@ -18,13 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.scale import traffic_table
 from tests.conftest import (
+    EXPERIMENTS,
     ROOT,
     assert_same,
     demo,
     free_port,
     losses,
     read_metrics,
+    read_rows,
     run_script,
+    teacher,
     write_rows,
 )
 
@@ -114,6 +117,37 @@ def edits() -> list[str]:
 
 def test_each_edit_of_the_pages_applies(tmp_path):
     assert len([edited(diff, tmp_path) for diff in edits()]) == 4
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def explained() -> set[str]:
+    """The names of docs/metrics.md, of which some stand for several: rewards/<function>/mean."""
+    return set(re.findall(r"`([\w/<>]+)`", page("docs/metrics.md")))
+
+
+@pytest.mark.slow
+def test_every_metric_that_is_written_is_explained(launch):
+    functions, sources = r"(exact_number|regex|polite|reward)", r"(train|validation|sft)"  # of these runs, and no other word
+    patterns = [re.escape(name).replace("<function>", functions).replace("<source>", sources) for name in explained()]
+    patterns = [pattern.replace("<T>", r"[\d.]+") for pattern in patterns]
+    runs = {name: [] for name in STAGES} | {name: ["--model_name_or_path", "data/base_model"] for name in EXPERIMENTS}
+    runs["grpo_several"] = "--beta 0.1 --num_iterations 2 --eval_temperatures 0 0.7".split()
+    runs["pretrain_moe"] = "--num_experts 4 --hidden_size 64".split()
+    runs["sft_two"] = "--dataset_name data/sft/train.jsonl data/sft/validation.jsonl --eval_fraction 0.2".split()
+    runs["self_distill"] += ["--lmbda", "0.5"]
+    runs["distill"] += ["--teacher_model_name_or_path", teacher(), "--lmbda", "0.5", "--dataset_name", "data/sft"]
+    for name, more in runs.items():
+        stage = name if name in EXPERIMENTS else name.split("_")[0]
+        words = ["--config", demo(stage), *SMALL.get(stage, TINY), *more]
+        words += ["--max_completion_length", "8"] if stage in ("ppo", "rft", "tools", "distill", "self_distill") else []
+        output = launch(stage, *words, output=name)
+        keys = {key for row in read_rows(output / "metrics.jsonl") for key in row} - {"step"}
+        assert len(keys) > 5
+        for key in keys:
+            plain = re.sub(r"_t[\d.]+$", "", key.removeprefix("eval_"))
+            assert any(re.fullmatch(p, key) or re.fullmatch(p, plain) for p in patterns), (name, key)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -255,6 +289,24 @@ def test_the_notebook_runs_on_the_demo(tmp_path):
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
     first, last = map(float, re.search(r"held-out loss ([\d.]+) -> ([\d.]+)", done.stdout).groups())
     assert last < first / 2 and "model.safetensors" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_chain_of_the_demo_runs(local):
+    """SFT first, from the model that ships; then a pretraining of one's own, SFT again, DPO, GRPO."""
+    shutil.rmtree("outputs")
+
+    def run(stage, *words):
+        command = [sys.executable, str(ROOT / f"train_{stage}.py"), "--max_steps", "2", "--eval_steps", "0", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        return done.returncode, (re.search(r"^model: (\S+)", done.stdout, re.M) or [None, None])[1], done.stderr
+
+    assert run("sft")[:2] == (0, "data/base_model")
+    assert run("pretrain")[0] == 0
+    code, _, said = run("sft")
+    assert code == 1 and "outputs/pretrain" in said and "--overwrite_output_dir" in said
+    assert run("sft", "--overwrite_output_dir")[:2] == (0, "outputs/pretrain")
+    assert run("dpo")[:2] == run("grpo")[:2] == (0, "outputs/sft")
 
 
 # --- several machines -------------------------------------------------------------------------------------------------

@@ -1,19 +1,48 @@
-"""Help is shown, a mistake is one line, and a run imports nothing that it does not need."""
+"""Help and mistakes answer soon, a mistake is one line, and a run imports nothing that it does not need."""
 
 import re
+import resource
 import sys
+
+import pytest
 
 from tests.conftest import run_script
 
+STARTS = [("train_pretrain", "--help"), ("train_grpo", "--help"), ("train_sft", "--learning_rat 1")]
 
-def test_help_and_a_mistake_are_all_that_is_printed():
-    """Soon: tests/test_house.py has that no large library is loaded before."""
-    shown = run_script([sys.executable, "train_grpo.py", "--help"])
-    assert shown.returncode == 0 and not shown.stderr
-    assert "--learning_rate FLOAT" in shown.stdout and "{cosine,linear,constant,wsd}" in shown.stdout
-    refused = run_script([sys.executable, "train_sft.py", "--learning_rat", "1"])
-    assert refused.returncode == 1 and not refused.stdout
-    assert len(refused.stderr.splitlines()) == 1 and refused.stderr.startswith("error: ")
+
+def timed(*words: str):
+    """What a command of Python gives, and its seconds of the processor."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = run_script([sys.executable, *words])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return run, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, words", STARTS)
+def test_help_and_mistakes_answer_soon_after_torch(script, words):
+    """Within one and a half times what `import torch` takes, beside whatever else runs: three seconds on an idle machine."""
+    for _ in range(5):
+        least = timed("-c", "import torch")[1]
+        run, seconds = timed(f"{script}.py", *words.split())
+        if words == "--help":
+            assert run.returncode == 0 and not run.stderr
+            assert "--learning_rate FLOAT" in run.stdout and "{cosine,linear,constant,wsd}" in run.stdout
+        else:
+            assert run.returncode == 1 and not run.stdout
+            assert len(run.stderr.splitlines()) == 1 and run.stderr.startswith("error: ")
+        if seconds < 1.5 * least:
+            return
+    raise AssertionError(f"{seconds:.1f} s, import torch {least:.1f} s")
+
+
+@pytest.mark.parametrize("variables", [{"ACCELERATE_MIXED_PRECISION": "int3"}, {"WORLD_SIZE": "2"}], ids=str)
+def test_an_environment_that_accelerate_cannot_use_is_one_line(variables, tmp_path):
+    command = [sys.executable, "train_sft.py", "--max_steps", "1", "--output_dir", str(tmp_path / "out")]
+    run = run_script(command, **variables)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("error: ")
 
 
 STOP_AT_THE_FIRST_STEP = """
