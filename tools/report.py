@@ -16,19 +16,20 @@ from typing import Any
 
 from common.errors import UserError, as_command, say
 from common.extras.regression import fall_p_value, wilson
-from common.extras.report import write_page
-from common.extras.report_data import (
-    Metrics,
+from common.extras.report import (
     Row,
     asked,
     describe_run,
     frames_of,
     groups,
+    last_of,
     lines,
+    points_of,
     read,
     scores_of,
     settings_of,
     state_of,
+    write_page,
 )
 
 MOST = 8  # runs on a page: more colours would be hard to tell apart
@@ -170,7 +171,7 @@ def index(folder: Path, below: list[Path]) -> list[str]:
 
 def brief(folder: Path) -> Row:
     """What the table has of a run."""
-    events, metrics = list(lines(folder / "events.jsonl")), Metrics(folder)
+    events, points = list(lines(folder / "events.jsonl")), points_of(folder)
     begun = next((event for event in reversed(events) if event.get("script")), {"script": "?"})
     script = Path(str(begun["script"])).name
     state = true_state(state_of(events, read(folder / "summary.json")), folder)
@@ -181,8 +182,8 @@ def brief(folder: Path) -> Row:
         "script": script,
         "settings": settings,
         "state": state,
-        "points": metrics.points,
-        "step": metrics.last("step") or 0,
+        "points": points,
+        "step": last_of(points, "step") or 0,
     }
 
 

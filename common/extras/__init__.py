@@ -28,7 +28,6 @@ EXTRAS: dict[str, str] = {
     "regression": "--regression_suite",
     "reward_model": "a model among --reward_funcs or --eval_reward_funcs",
     "report": "every run, when report.html is written",
-    "report_data": "what report.html shows",
     "stream": "--dataset_streaming",
     "tables": "csv, tsv and parquet files, save_to_disk folders, datasets of the Hub",
     "tokenizer": "pretraining without a tokenizer: --vocab_size",

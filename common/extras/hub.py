@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from common.args import CommonArgs, defaults
 from common.errors import UserError, quoted, say
-from common.extras.report_data import Metrics
+from common.extras.report import points_of
 from common.files import replace_text
 from common.model.save import CARD
 from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, read_json
@@ -141,7 +141,7 @@ def choices_of(kind: Any) -> set[str]:
 def results_of(folder: Path, best_step: int | None) -> str:
     """The first evaluation, and that of the model that is exported, as a table."""
     rows = []
-    for name, points in Metrics(folder).points.items():
+    for name, points in points_of(folder).items():
         values = dict(points.tolist())
         exported = values.get(best_step or max(values))
         if METRICS.fullmatch(name) and exported is not None:

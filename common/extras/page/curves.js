@@ -82,13 +82,10 @@ function seriesOf(frame) {
       found.push({
         ...curve,
         exact: EXACT.includes(frame),
-        title:
-          (several() ? `${run.name}: ` : "") +
-          curve.name +
-          (curve.missing ? ` (${curve.missing} values were no finite numbers)` : ""),
+        title: (several() ? `${run.name}: ` : "") + curve.name,
         label: several() ? run.name + (both && curve.eval ? " eval" : "") + (hot ? ` at ${hot[1]}` : "") : kind,
         colour: several() ? colourOf(k) : single,
-        x: run.x[curve.x].map(unit),
+        x: curve.x.map(unit),
       });
     }
   }
@@ -142,7 +139,7 @@ class Timeline {
       unit = unitOf(this.run),
       left = 60,
       right = 12;
-    const evaluated = [...new Set(this.run.curves.filter((curve) => curve.eval).flatMap((curve) => this.run.x[curve.x]))];
+    const evaluated = [...new Set(this.run.curves.filter((curve) => curve.eval).flatMap((curve) => curve.x))];
     const lanes = LANES.map(([name, kinds]) => [name, this.run.events.filter((event) => kinds.includes(event.kind))]).filter(
       ([, events]) => events.length,
     );

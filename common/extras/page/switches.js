@@ -61,14 +61,13 @@ function choice(name, options, redraw) {
 // Steps in the unit that was chosen. Tokens and seconds are known at some steps; what lies between is interpolated.
 function unitOf(run) {
   if (state.x === "steps") return (step) => step;
-  const column = run.axis[state.x === "tokens" ? "tokens" : "seconds"];
-  const known = run.axis.step.map((step, i) => [step, column[i]]).filter(([, value]) => value !== null);
+  const known = [...(run.axis[state.x === "tokens" ? "num_tokens" : "seconds"] || [])];
   if (known.length && known[0][0] > 0) known.unshift([0, 0]);
   const [xs, ys] = [known.map(([step]) => step), known.map(([, value]) => value)];
   return (step) => interpolate(xs, ys, step);
 }
 
-const knows = (column) => runs.every((run) => run.axis[column].some((value) => value !== null));
+const knows = (column) => runs.every((run) => run.axis[column]);
 
 function timeUnit(span) {
   return span < 180 ? [1, "s"] : span < 7200 ? [60, "min"] : [3600, "h"];
@@ -89,7 +88,7 @@ function place(x) {
 
 function fullDomain() {
   const ends = visible().flatMap(({ run, unit }) =>
-    [...run.x.map((steps) => steps.at(-1)), run.step].filter((step) => step !== undefined).map(unit),
+    [...run.curves.map(({ x }) => x.at(-1)), run.step].filter((step) => step !== undefined).map(unit),
   );
   return [0, Math.max(...ends, state.x === "steps" ? 1 : 1e-9)];
 }

@@ -166,7 +166,7 @@ function switches() {
     ["steps", "steps"],
     ["tokens", "tokens"],
     ["time", "hours"],
-  ].filter(([value]) => value === "steps" || knows(value === "tokens" ? "tokens" : "seconds"));
+  ].filter(([value]) => value === "steps" || knows(value === "tokens" ? "num_tokens" : "seconds"));
   return element(
     "nav",
     { class: "switches" },
