@@ -21,7 +21,6 @@ EVENTS = ("finished", "stopped", "died", "spike", "bad", "memory", "regression")
 OFTEN, PAUSE = ("spike", "bad"), 300.0  # these may come at every step: seconds between two alerts
 WAITS = (0.0, 1.0, 3.0)  # seconds before each attempt
 TIMEOUT, LAST_SECONDS = 10.0, 5.0  # for an attempt; that the end of a run waits
-STALL = 1800.0  # seconds without a new step
 LONGEST = 1500  # characters; Discord takes 2,000
 
 
@@ -37,7 +36,7 @@ class Alerts:
         if not ADDRESS.fullmatch(self.url):
             raise UserError("--alert_webhook: expected http:// or https://, a host and a path (the address is not shown)")
         self.run = args.run_name or Path(args.output_dir).name
-        self.step, self.step_at, self.failed = 0, 0.0, False
+        self.step, self.failed = 0, False
         self.last: dict[str, float] = {}  # when an alert of each kind was sent
         self.waiting: queue.Queue[dict[str, Any]] = queue.Queue()
         self.sends = is_first() and not args.dry_run
@@ -45,7 +44,7 @@ class Alerts:
             threading.Thread(target=self._work, name="alerts", daemon=True).start()
 
     def on_step(self, step: int) -> None:
-        self.step, self.step_at = step, time.monotonic()
+        self.step = step
 
     def on_event(self, kind: str, step: int, text: str) -> None:
         is_soon = kind in OFTEN and time.monotonic() - self.last.get(kind, -PAUSE) < PAUSE
@@ -62,21 +61,14 @@ class Alerts:
 
     def close(self) -> None:
         """The run ends: wait briefly for the last alerts to go out."""
-        end, self.step_at = time.monotonic() + LAST_SECONDS, 0.0
+        end = time.monotonic() + LAST_SECONDS
         while self.sends and self.waiting.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.02)
         self.sends = False
 
     def _work(self) -> None:
         while True:
-            try:
-                alert = self.waiting.get(timeout=min(5.0, STALL))
-            except queue.Empty:
-                if self.step_at and time.monotonic() - self.step_at > STALL:
-                    self.send("stalled", f"no step has ended for {STALL / 60:.3g} minutes, after step {self.step}")
-                    self.step_at = 0.0  # until the next step
-                continue
-            problem = ""
+            alert = self.waiting.get()
             for wait in WAITS:
                 time.sleep(wait)
                 if not (problem := post(self.url, alert)):

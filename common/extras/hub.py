@@ -4,7 +4,6 @@ A card holds numbers, choices and names of the Hub, and no other text of the use
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -26,7 +25,7 @@ METRICS = re.compile(
 )
 ADAPTER = "adapter_config.json"
 TIMEOUT = 300  # seconds without an answer from the Hub
-SEAL = "<!-- written by Plainloop; a card that was edited stays as it is: {} -->\n"
+MARK = "<!-- written by Plainloop; without this line the card stays as it is -->"
 TEXT = """# A language model, {after}
 
 Trained from {base}. Nothing else was measured than what is written here: no truthfulness, safety or bias. The license
@@ -39,6 +38,8 @@ follows from those of the data and of the model that it was made of.
 ```python
 {code}
 ```
+
+{mark}
 """
 CODE = """from {package} import {cls}
 from transformers import AutoTokenizer, GenerationConfig
@@ -71,7 +72,7 @@ CHAT += 'return_tensors="pt", return_dict=True)'
 
 
 def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
-    """Write README.md of the output folder, unless it holds one that no run wrote, or that was edited since.
+    """Write README.md of the output folder, unless it holds one without the mark of a run.
 
     best_step: the step of the checkpoint that is exported, if it is not the last one.
     """
@@ -95,21 +96,20 @@ def save_card(folder: Path, name: str | None, after: str, training: str, **facts
     """name: by which the base was loaded. facts: for the Hub."""
     from huggingface_hub import ModelCardData
 
-    if (folder / CARD).exists() and not is_sealed(folder / CARD):
-        say(f"{folder / CARD} is not of a run, or was edited: it stays as it is, and no model card is written")
+    if (folder / CARD).exists() and MARK not in (folder / CARD).read_text(encoding="utf-8", errors="replace"):
+        say(f"{folder / CARD} is your own: it stays as it is, and no model card is written")
         return
     adapter, scores = (folder / ADAPTER).exists(), (folder / CLASSIFIER).is_dir()
     base = name if is_on_hub(str(name), "model") else None
-    relation = ("adapter" if adapter else "finetune") if base else None
     library = "peft" if adapter else "transformers"
     cls = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
     inputs = CHAT if (folder / "chat_template.jinja").exists() else TOKENS
     code = SCORE if scores else CODE.format(package=library, cls=cls, inputs=inputs)
     link = f"[{base}](https://huggingface.co/{base})" if base else "a local model, or from random weights"
-    text = TEXT.format(after=after, base=link, training=training, code=code)
+    text = TEXT.format(after=after, base=link, training=training, code=code, mark=MARK)
     task = "text-classification" if scores else "text-generation"
-    facts |= {"library_name": library, "pipeline_tag": task, "base_model": base, "base_model_relation": relation}
-    replace_text(folder / CARD, seal(f"---\n{ModelCardData(**facts).to_yaml()}\n---\n\n{text}"))
+    facts |= {"library_name": library, "pipeline_tag": task, "base_model": base}
+    replace_text(folder / CARD, f"---\n{ModelCardData(**facts).to_yaml()}\n---\n\n{text}")
 
 
 def is_on_hub(name: str, kind: str) -> bool:
@@ -150,34 +150,19 @@ def results_of(folder: Path, best_step: int | None) -> str:
     return "\n".join(head + rows) if rows else "Nothing was evaluated."
 
 
-def seal(text: str) -> str:
-    """A text with a mark at its end by which `is_sealed` sees that nobody has edited it."""
-    text = text.rstrip() + "\n\n"
-    return text + SEAL.format(hashlib.sha256(text.encode()).hexdigest()[:16])
-
-
-def is_sealed(path: Path) -> bool:
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return bool(text) and text == seal(text[: text.rfind("<!-- ")])
-
-
 # --- the Hub --------------------------------------------------------------------------------------------------------
 
 
 def check_repo(name: str | None) -> None:
     """Raise UserError before training if a push to this repository cannot work."""
     from huggingface_hub import constants, get_token
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        _, _ = str(name).split("/")
-        validate_repo_id(name)
-    except ValueError:  # of which huggingface_hub's is one
-        raise UserError(f"--hub_model_id {name}: expected OWNER/NAME, as the Hub allows them") from None
-    if constants.HF_HUB_OFFLINE:
-        raise UserError("--push_to_hub: the Hub is switched off by HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE)")
-    if not get_token():
-        raise UserError("--push_to_hub: the Hub wants a token that may write: hf auth login, or HF_TOKEN in the environment")
+    if str(name).count("/") != 1:
+        raise UserError(f"--hub_model_id {name}: expected OWNER/NAME")
+    if constants.HF_HUB_OFFLINE or not get_token():
+        raise UserError(
+            "--push_to_hub needs a token (hf auth login, or HF_TOKEN), and no HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE"
+        )
 
 
 def push(folder: Path, repo: str) -> str:

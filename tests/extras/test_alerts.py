@@ -114,20 +114,6 @@ def test_nothing_waits_for_a_hanging_address(monkeypatch):
         assert time.monotonic() - begun < 3.0
 
 
-def test_a_stall_is_told_once(monkeypatch):
-    monkeypatch.setattr(module, "STALL", 0.1)
-    server = Server()
-    alerts = alerts_to(server.url)
-    time.sleep(0.3)
-    alerts.on_step(3)
-    time.sleep(1.0)
-    assert server.events == ["stalled"] and "after step 3" in server.got[0]["text"]
-    alerts.on_step(4)
-    alerts.close()
-    time.sleep(0.3)
-    assert server.events == ["stalled"], "the end of a run is no stall"
-
-
 @pytest.mark.parametrize(
     "address",
     ["hooks.slack.com/x", "ftp://h/x", "http:///x", "https://h/a b", "https://h:port/x", "https://h/\n", "https://h/ü"],
