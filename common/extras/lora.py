@@ -7,18 +7,16 @@ START: the reference of DPO and GRPO. Tokens that the tokenizer has but the base
 
 from collections.abc import Iterator, Sequence
 import contextlib
-import logging
 from pathlib import Path
 import re
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
-import warnings
 
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.model.flat_model import FlatModel
-from common.model.load import file_config, first_of, is_adapter, load_pretrained
+from common.model.load import file_config, first_of, hub_errors, is_adapter, load_pretrained
 from common.model.save import CARD
 import torch
 from torch import Tensor, nn
@@ -39,10 +37,8 @@ GATE = r"(.*\.)?(gate|router|shared_expert_gate)(\..*)?"  # the modules that cho
 def adapter_config(adapter: str | Path, revision: str | None = None) -> "LoraConfig":
     """The settings of an adapter, including its base. Raises UserError if it is not a LoRA adapter."""
     peft = import_peft(f"the adapter {adapter}")
-    try:
+    with hub_errors("adapter", str(adapter)):
         config = peft.PeftConfig.from_pretrained(str(adapter), revision=revision)
-    except Exception as error:  # a damaged file, or an unknown kind
-        raise UserError(f"cannot load the adapter {adapter}: {error}") from None
     if not isinstance(config, peft.LoraConfig):
         raise UserError(f"{adapter} is a {config.peft_type} adapter: only LoRA is known here")
     return config
@@ -110,8 +106,7 @@ def add_lora(
     base = model.lm.config._name_or_path
     if start is not None and new_tokens:
         raise UserError(
-            f"the adapter {start} knows nothing of {len(new_tokens)} tokens that the tokenizer was given: merge it "
-            "(python -m tools.merge_lora ADAPTER OUT), and start from OUT"
+            f"the adapter {start} knows nothing of {len(new_tokens)} of the tokens: merge it (tools.merge_lora) first"
         )
     try:
         if checkpoint is None and start is None:
@@ -146,10 +141,7 @@ def check_mergeable(lm: nn.Module) -> None:
     """Raise UserError if two adapters share one weight (Zamba2's shared blocks): merging would add both to it."""
     adapted = [module for module in lm.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
     if len({id(module.base_layer.weight) for module in adapted}) < len(adapted):
-        raise UserError(
-            f"{type(lm.get_base_model()).__name__} has layers that share their weights, with adapters of their own: they "
-            "cannot be merged; use the adapter as it is, without --merge_lora"
-        )
+        raise UserError(f"{type(lm.get_base_model()).__name__} has layers that share weights: its adapters cannot be merged")
 
 
 def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":
@@ -157,8 +149,6 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
     peft, wanted = import_peft("--use_peft"), args.lora_target_modules
     everything = wanted is None or [name.lower() for name in wanted] in (["all-linear"], ["all"])
     unfit = UNFIT.get(lm.config.model_type, ())
-    if not everything and (named := [name for name in wanted if name in unfit]):
-        raise UserError(f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}")
     left_out = [rf".*\.{name}" for name in unfit]
     decoder, names = lm.get_decoder(), {id(module): name for name, module in lm.named_modules()}
     head, prefix = lm.get_output_embeddings(), names.get(id(decoder), "")
@@ -187,8 +177,6 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
 
 
 def import_peft(needed_for: str) -> ModuleType:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft; it warns about a kernel that is not needed
-    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # transformers' warning to peft
     try:
         import peft
     except ImportError:
@@ -232,8 +220,7 @@ def _rows_to_train(lm: nn.Module, new_tokens: Sequence[int]) -> dict[str, list[i
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise UserError(
-            f"{len(new_tokens)} new tokens would have to be trained, and {type(lm).__name__} has a head with a bias, of "
-            "which peft trains no single rows: full fine-tuning, or a --chat_template of tokens that the model knows"
+            f"{len(new_tokens)} new tokens: of the head of {type(lm).__name__}, which has a bias, peft trains no rows"
         )
     layers = [embedding] if head.weight is embedding.weight else [embedding, head]
     names = {id(module): name for name, module in lm.named_modules()}

@@ -90,13 +90,10 @@ def test_layers_of_several_matrices_are_left_out():
         pytest.skip("transformers has no DeepSeek-V4")
     sizes = SIZE | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16}
     sizes |= {"o_groups": 2, "o_lora_rank": 8, "head_dim": 16, "qk_rope_head_dim": 8, "num_key_value_heads": 1}
-    make = lambda: FlatModel(transformers.AutoModelForCausalLM.from_config(v4(**sizes)))  # noqa: E731
-    model = add_lora(CommonArgs(**ARGS), make())
+    model = add_lora(CommonArgs(**ARGS), FlatModel(transformers.AutoModelForCausalLM.from_config(v4(**sizes))))
     names = {name.split(".")[-1] for name in adapted(model)}
     assert "o_b_proj" in names and "o_a_proj" not in names
     assert model.lm(input_ids=torch.arange(8)[None]).logits.isfinite().all()
-    with pytest.raises(UserError, match="o_a_proj: adapters do not fit"):
-        add_lora(CommonArgs(**ARGS, lora_target_modules=["o_a_proj", "o_b_proj"]), make())
 
 
 # --- kinds of adapters ----------------------------------------------------------------------------------------------
@@ -176,7 +173,7 @@ def test_a_head_with_a_bias_cannot_train_single_rows():
     config = transformers.PhiConfig(**{**SIZE, "num_key_value_heads": 4})
     lm = transformers.AutoModelForCausalLM.from_config(config)
     grow_embedding(lm, V + 2)
-    with pytest.raises(UserError, match="2 new tokens would have to be trained, and PhiForCausalLM has a head with a bias"):
+    with pytest.raises(UserError, match="2 new tokens: of the head of PhiForCausalLM"):
         add_lora(CommonArgs(**ARGS), wrap(lm), new_tokens=[V, V + 1])
 
 
