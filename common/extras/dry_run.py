@@ -15,10 +15,10 @@ import weakref
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import Batch, flat_batch
+from common.data.types import whole
 from common.errors import say
-from common.extras import extra
 from common.memory import GIB, SHARDED, memory, tokens_at_once
-from common.model.flat_model import FlatModel, base_lm, is_quantised
+from common.model.flat_model import FlatModel, base_lm
 from common.model.fused_head import BLOCK_ELEMENTS, COMPILED_FROM, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
 from common.model.lm_head import weighted_nll
 from common.model.optimizer import moments_bytes
@@ -51,20 +51,16 @@ def show_memory(
     accelerator: Accelerator,
     model: FlatModel,
     lengths: list[int],
-    sources: list[dict[str, Any]],
     reference: bool,
 ) -> None:
-    """Print what a process would need, by part. lengths: of the sequences of the largest micro-batch; sources: with their
-    tokens. The model cannot be trained afterwards."""
-    known = [found for found in sources if "trained_tokens" in found]
-    trained = sum(found["trained_tokens"] for found in known) / max(1, sum(found["tokens"] for found in known))
+    """Print what a process would need, by part. lengths: of the sequences of the largest micro-batch. The model cannot be
+    trained afterwards."""
     pieces = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))
     size = math.ceil(len(lengths) / pieces)  # sequences in each part
     try:
         needed = estimate(
             model,
             max((lengths[i : i + size] for i in range(0, len(lengths), size)), key=sum),
-            trained if known else 1.0,
             mixed_precision=accelerator.mixed_precision,
             accumulation=pieces * accelerator.gradient_accumulation_steps,
             optim=args.optim,
@@ -109,7 +105,6 @@ def as_text(value: Any) -> str:
 def estimate(
     model: FlatModel,
     lengths: list[int],
-    trained_share: float = 1.0,
     *,
     mixed_precision: str = "no",
     accumulation: int = 1,
@@ -122,15 +117,15 @@ def estimate(
 
     Call it before `accelerator.prepare`, with LoRA and gradient checkpointing already set up. Afterwards the model cannot be
     trained: its gradients, and what its modules note while they are called, are fake tensors.
-    lengths: of the sequences of a micro-batch; trained_share: of their tokens; accumulation: micro-batches per step (all but
-    the first start with gradients); optim: as in --optim; reference: a second, frozen model is loaded; ddp: a second copy of
-    the gradients in DistributedDataParallel's buckets; device: where training runs (None: where the model is). Raises
-    whatever PyTorch raises if a layer needs numbers to know its shapes.
+    lengths: of the sequences of a micro-batch, every token of which is trained; accumulation: micro-batches per step (all
+    but the first start with gradients); optim: as in --optim; reference: a second, frozen model is loaded; ddp: a second
+    copy of the gradients in DistributedDataParallel's buckets; device: where training runs (None: where the model is).
+    Raises whatever PyTorch raises if a layer needs numbers to know its shapes.
     """
     device, half = device or next(model.parameters()).device, HALF.get(mixed_precision)
-    tensors = [*model.parameters(), *model.buffers(), *(extra("quantised").scales(model) if is_quantised(model.lm) else [])]
+    tensors = [*model.parameters(), *model.buffers()]
     gradients = nbytes(p for p in model.parameters() if p.requires_grad)
-    held = _peak(model, _row(model, lengths, trained_share), half, passes=min(2, accumulation), device=device)
+    held = _peak(model, _row(model, lengths), half, passes=min(2, accumulation), device=device)
     parts = {
         "weights": nbytes(tensors),
         "gradients": gradients * (2 if ddp else 1),
@@ -186,12 +181,10 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tenso
     return a.new_empty(len(offs), a.shape[0], b.shape[1]) if b.dim() == 2 else a.new_empty(a.shape[0], b.shape[2])
 
 
-def _row(model: FlatModel, lengths: list[int], trained_share: float) -> Batch:
-    """A micro-batch of sequences that share no beginning and whose last tokens are trained."""
+def _row(model: FlatModel, lengths: list[int]) -> Batch:
+    """A micro-batch of sequences that share no beginning."""
     V, draw = model.config.get_text_config().vocab_size, np.random.default_rng(0)
-    masks = [(np.arange(n) >= n - round(trained_share * n)).astype(np.uint8) for n in lengths]
-    rows = [{"input_ids": draw.integers(V, size=len(mask)), "loss_mask": mask} for mask in masks]
-    return flat_batch([rows], next(model.parameters()).device)
+    return flat_batch([[whole(draw.integers(V, size=n)) for n in lengths]], next(model.parameters()).device)
 
 
 def _peak(model: FlatModel, batch: Batch, half: torch.dtype | None, passes: int, device: torch.device) -> int:

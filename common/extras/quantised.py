@@ -8,7 +8,6 @@ layers do not promise that: the 8-bit one rounds the activations, too, depending
 """
 
 import copy
-import importlib.util
 from types import MethodType
 from typing import Any
 
@@ -18,6 +17,7 @@ from common.model.attention import compute_dtype
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def check_quantisation(args: CommonArgs, sharded: bool) -> None:
@@ -29,8 +29,6 @@ def check_quantisation(args: CommonArgs, sharded: bool) -> None:
         raise UserError(f"{flag}: quantised weights cannot be trained, adapters on them can: with --use_peft")
     if args.load_in_4bit and args.use_dora:  # on a CPU its magnitudes come from bitsandbytes' wrong dequantisation
         raise UserError("--load_in_4bit: not with --use_dora (--load_in_8bit goes with it)")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"{flag} needs bitsandbytes: pip install bitsandbytes")
     if sharded:
         raise UserError(f"{flag}: quantised weights are not sharded (FSDP, DeepSpeed): DDP, as in multi_gpu.yaml")
 
@@ -56,16 +54,6 @@ def use_plain_arithmetic(args: CommonArgs, lm: nn.Module) -> None:
         raise UserError(f"--load_in_4bit, --load_in_8bit: {type(lm).__name__} has no layers that can be quantised here")
     for module in layers.values():
         module.forward = MethodType(_forward, module)
-
-
-def scales(lm: nn.Module) -> list[Tensor]:
-    """The scales kept beside quantised parameters, which are neither parameters nor buffers of the model."""
-    found: list[Any] = []
-    for p in lm.parameters():
-        state = getattr(p, "quant_state", None)
-        found += [getattr(p, "SCB", None), getattr(state, "absmax", None)]
-        found.append(getattr(getattr(state, "state2", None), "absmax", None))
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 def dequantised(weight: Tensor) -> Tensor:
@@ -96,18 +84,10 @@ def _forward(self: nn.Module, x: Tensor) -> Tensor:
 
         out = bitsandbytes.matmul_4bit(x, self.weight, quant_state=self.weight.quant_state)
     else:
-        out = _Linear.apply(x, self.weight)
+        out = checkpoint(_linear, x, self.weight, use_reentrant=False, preserve_rng_state=False)
     return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
-class _Linear(torch.autograd.Function):
-    """x W^T for x (..., in); only the quantised weight is saved for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return F.linear(x, dequantised(weight).to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ dequantised(ctx.weight).to(gradient.dtype), None
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T for x (..., in), run again in the backward pass: only the quantised weight is kept for it."""
+    return F.linear(x, dequantised(weight).to(x.dtype))

@@ -55,7 +55,7 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
     if args.dry_run:
         extra("dry_run").show_facts(facts)
-        extra("dry_run").show_memory(args, accelerator, model, largest, facts["sources"], reference)
+        extra("dry_run").show_memory(args, accelerator, model, largest, reference)
     show_example(data[0], tokenizer, example_name)
     if args.dry_run:
         say("dry run: nothing was trained, and nothing written in output_dir")
