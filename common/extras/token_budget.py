@@ -5,6 +5,7 @@ import heapq
 from typing import Any
 
 from common.errors import UserError
+import numpy as np
 
 
 class Budget:
@@ -66,21 +67,15 @@ def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[in
     # If that finds no room: in order, each to the emptiest one, which is how `_fill` made sure that they fit.
     for order, by in ((dearest_first, costs), (range(len(sizes)), sizes)):
         members: list[list[int]] = [[] for _ in range(parts)]
-        loads = [0] * parts
-        cheapest = [(0.0, k) for k in range(parts)]  # a heap
+        loads, totals = np.zeros(parts, np.int64), np.zeros(parts)
         for i in order:
-            full = []  # cheaper ones without room: few, as cheap ones are mostly empty
-            while cheapest and loads[cheapest[0][1]] + sizes[i] > max_tokens:
-                full.append(heapq.heappop(cheapest))
-            if not cheapest:
+            room = loads + sizes[i] <= max_tokens
+            if not room.any():
                 break
-            total, k = cheapest[0]
-            heapq.heapreplace(cheapest, (total + by[i], k))
+            k = int(np.where(room, totals, np.inf).argmin())
             members[k].append(i)
             loads[k] += sizes[i]
-            for one in full:
-                heapq.heappush(cheapest, one)
+            totals[k] += by[i]
         else:
-            totals = {k: total for total, k in cheapest}
             return [sorted(members[k]) for k in sorted(range(parts), key=lambda k: -totals[k])]
     raise UserError(f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches")
