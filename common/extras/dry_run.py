@@ -7,6 +7,7 @@ that live at once are counted as they come and go; what kernels take inside a ca
 
 from collections.abc import Iterable, Iterator
 import contextlib
+import json
 import math
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+import yaml
 
 HALF = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # Accelerate's names
 # Of gradients and activations, on a CPU: space between live tensors that malloc cannot use again. With it, models of 0.4M
@@ -39,11 +41,12 @@ def show_facts(facts: dict[str, Any]) -> None:
     """Print what dataset.json would hold; the lengths as a histogram."""
     lengths = dict(facts["lengths"])
     histogram = lengths.pop("histogram")
+    shown = {title: value for title, value in (facts | {"lengths": lengths}).items() if value}
+    plain = json.loads(json.dumps(shown))  # without numpy's numbers
+    say(yaml.safe_dump(plain, default_flow_style=None, sort_keys=False, allow_unicode=True, width=120).rstrip())
     most = max(count for *_, count in histogram)
-    lengths |= {f"{low:,} - {high:,}": f"{'#' * round(40 * n / most):40} {n:,}" for low, high, n in histogram}
-    for title, value in (facts | {"lengths": lengths}).items():
-        if value:
-            show(title, value)
+    for low, high, n in histogram:
+        say(f"    {low:>7,} - {high:<7,} {'#' * round(40 * n / most):40} {n:,}")
 
 
 def show_memory(
@@ -70,33 +73,12 @@ def show_memory(
         )
     except Exception as error:  # layers whose shapes depend on numbers fail in different ways
         return say(f"memory: it cannot be estimated for this model ({' '.join(str(error).split())[:120]})")
-    show("memory_gib", needed)
+    say("memory, GiB: " + ", ".join(f"{part} {size:.3g}" for part, size in needed.items()))
     limit = memory(accelerator.device).limit
     if accelerator.distributed_type in SHARDED:
         return say("memory: that of a process which holds the whole model; FSDP and ZeRO divide it")
     too_much = "; docs/memory.md says what helps" if needed["total"] > limit else ""
     say(f"memory: this run needs about {needed['total']:.2f} GiB, and there are {limit:.1f}{too_much}")
-
-
-def show(title: str, value: Any) -> None:
-    """Print a fact: a dict or a list with a line for each item."""
-    if isinstance(value, dict):
-        value = [f"{name:17} {as_text(item)}" for name, item in value.items() if item]
-    if not isinstance(value, list):
-        return say(f"{title}: {as_text(value)}")
-    say(f"{title}:")
-    for item in value:
-        say(f"    {as_text(item)}")
-
-
-def as_text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {as_text(item)}" for name, item in value.items() if item not in (None, "", {}, []))
-    if isinstance(value, list):
-        return ", ".join(map(as_text, value))
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 # --- the memory ------------------------------------------------------------------------------------------------------

@@ -159,8 +159,7 @@ class Experts:
         self.watches = False
         if self.aux_coef and self.calls != self.num_calls:
             raise ValueError(
-                f"{self.calls} calls of the model with gradient on {self.num_calls} micro-batches: the load-balancing loss "
-                "counts each once"
+                f"{self.calls} calls of the model with gradient on {self.num_calls} micro-batches: expected one each"
             )
         if self.counts is None:  # a script that does not train the model
             return {}
@@ -186,13 +185,11 @@ def add_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
         if aux_coef:
             raise UserError(f"--router_aux_loss_coef: {type(lm).__name__} is no mixture of experts, or hides its routing")
         return None
-    known, source = getattr(config, "router_aux_loss_coef", None) or 0.0, "--router_aux_loss_coef"
     if aux_coef is None:
+        known = getattr(config, "router_aux_loss_coef", None) or 0.0
         aux_coef = known if getattr(config, "output_router_logits", False) else 0.0
-        source = "by the model's config, which has output_router_logits"
-    unused = f" (--router_aux_loss_coef; its config names {known:g})" if known else ""
-    balance = f"{aux_coef:g} · load-balancing loss ({source})" if aux_coef else f"nothing balances their load{unused}"
-    say(f"experts: {size[0]} in each of {len(expert_modules(lm))} layers, {size[1]} for each token; {balance}")
+    layers = len(expert_modules(lm))
+    say(f"experts: {size[0]} in each of {layers} layers, {size[1]} for each token; {aux_coef:g} · load-balancing loss")
     return Experts(lm, aux_coef)
 
 

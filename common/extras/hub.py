@@ -1,22 +1,20 @@
 """The model card (README.md of an output folder), and pushing a model and its card to the Hub.
 
-A card holds numbers, choices and names of the Hub, and no other text of the user's: nothing private can stand in it.
+A card holds numbers and names of the Hub, and no text of the user's: nothing private can stand in it.
 """
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 import re
-from typing import Any, get_args
+from typing import Any
 
-from common.args import CommonArgs, defaults
+from common.args import CommonArgs
 from common.errors import UserError, quoted, say
 from common.extras.report import points_of
 from common.files import replace_text
 from common.model.save import CARD
 from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, read_json
-import yaml
 
 # Metrics whose names hold no name of the user's: of a file, a function, a group of a suite.
 METRICS = re.compile(
@@ -31,41 +29,10 @@ TEXT = """# A language model, {after}
 Trained from {base}. Nothing else was measured than what is written here: no truthfulness, safety or bias. The license
 follows from those of the data and of the model that it was made of.
 
-{training}
-
-## Use
-
-```python
-{code}
-```
+{outcome}
 
 {mark}
 """
-CODE = """from {package} import {cls}
-from transformers import AutoTokenizer, GenerationConfig
-
-name = "..."  # this repository, or the folder that this file lies in
-model = {cls}.from_pretrained(name, generation_config=GenerationConfig.from_pretrained(name))
-tokenizer = AutoTokenizer.from_pretrained(name)
-inputs = {inputs}
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))"""
-SCORE = f"""from transformers import AutoModelForSequenceClassification
-
-model = AutoModelForSequenceClassification.from_pretrained("...", subfolder="{CLASSIFIER}")  # higher is better"""
-TRAINING = """## Results
-
-{results}
-
-## Settings
-
-Those that are not the default, without local names and other texts.
-
-```yaml
-{settings}
-```"""
-TOKENS = 'tokenizer("Once upon a time", return_tensors="pt")'
-CHAT = 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True, '
-CHAT += 'return_tensors="pt", return_dict=True)'
 
 
 # --- the card -------------------------------------------------------------------------------------------------------
@@ -79,10 +46,8 @@ def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
     folder, stage = Path(args.output_dir), Path(script).stem.removeprefix("train_")
     sources = [source["path"] for source in read_json(folder / "dataset.json").get("sources", [])]
     datasets = sorted({name for name in sources if is_on_hub(name, "dataset")})
-    settings = yaml.safe_dump(public_settings(args), sort_keys=False).strip()
-    training = TRAINING.format(results=results_of(folder, best_step), settings=settings)
-    tags = ["plainloop", stage, *["lora"] * args.use_peft]
-    save_card(folder, args.model_name_or_path, f"after {stage}", training, tags=tags, datasets=datasets or None)
+    tags, outcome = ["plainloop", stage, *["lora"] * args.use_peft], results_of(folder, best_step)
+    save_card(folder, args.model_name_or_path, f"after {stage}", outcome, tags=tags, datasets=datasets or None)
 
 
 def merged_card(adapter: str, folder: Path, base: str | None) -> None:
@@ -92,22 +57,18 @@ def merged_card(adapter: str, folder: Path, base: str | None) -> None:
     save_card(folder, base, "with its adapter merged", how, tags=["plainloop", "lora"])
 
 
-def save_card(folder: Path, name: str | None, after: str, training: str, **facts: Any) -> None:
+def save_card(folder: Path, name: str | None, after: str, outcome: str, **facts: Any) -> None:
     """name: by which the base was loaded. facts: for the Hub."""
     from huggingface_hub import ModelCardData
 
     if (folder / CARD).exists() and MARK not in (folder / CARD).read_text(encoding="utf-8", errors="replace"):
         say(f"{folder / CARD} is your own: it stays as it is, and no model card is written")
         return
-    adapter, scores = (folder / ADAPTER).exists(), (folder / CLASSIFIER).is_dir()
     base = name if is_on_hub(str(name), "model") else None
-    library = "peft" if adapter else "transformers"
-    cls = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
-    inputs = CHAT if (folder / "chat_template.jinja").exists() else TOKENS
-    code = SCORE if scores else CODE.format(package=library, cls=cls, inputs=inputs)
+    library = "peft" if (folder / ADAPTER).exists() else "transformers"
     link = f"[{base}](https://huggingface.co/{base})" if base else "a local model, or from random weights"
-    text = TEXT.format(after=after, base=link, training=training, code=code, mark=MARK)
-    task = "text-classification" if scores else "text-generation"
+    text = TEXT.format(after=after, base=link, outcome=outcome, mark=MARK)
+    task = "text-classification" if (folder / CLASSIFIER).is_dir() else "text-generation"
     facts |= {"library_name": library, "pipeline_tag": task, "base_model": base}
     replace_text(folder / CARD, f"---\n{ModelCardData(**facts).to_yaml()}\n---\n\n{text}")
 
@@ -120,24 +81,6 @@ def is_on_hub(name: str, kind: str) -> bool:
     return os.path.isdir(cached) and not os.path.exists(name)
 
 
-def public_settings(args: CommonArgs) -> dict[str, Any]:
-    """The settings that are numbers, choices or names of the Hub, and differ from the defaults."""
-    found = {}
-    for field in dataclasses.fields(args):
-        value, choices = getattr(args, field.name), choices_of(field.type)
-        items = value if isinstance(value, list) else [value]
-        if value != defaults(type(args))[field.name] and all(
-            isinstance(x, int | float) or x in choices or is_on_hub(str(x), "model") for x in items
-        ):
-            found[field.name] = value
-    return found
-
-
-def choices_of(kind: Any) -> set[str]:
-    """The words of the Literals in a type."""
-    return {kind} if isinstance(kind, str) else set().union(*map(choices_of, get_args(kind)))
-
-
 def results_of(folder: Path, best_step: int | None) -> str:
     """The first evaluation, and that of the model that is exported, as a table."""
     rows = []
@@ -146,7 +89,7 @@ def results_of(folder: Path, best_step: int | None) -> str:
         exported = values.get(best_step or max(values))
         if METRICS.fullmatch(name) and exported is not None:
             rows.append(f"| {name.removeprefix('eval_')} | {points[0, 1]:.4g} | {exported:.4g} |")
-    head = ["| held out, by the run itself | at first | this model |", "|---|---|---|"]
+    head = ["## Results", "", "| held out, by the run itself | at first | this model |", "|---|---|---|"]
     return "\n".join(head + rows) if rows else "Nothing was evaluated."
 
 

@@ -7,8 +7,6 @@ needs only a block's cursors to resume without reading from the start.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-import hashlib
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.args import CommonArgs
@@ -16,7 +14,7 @@ from common.data.cache import digest, fingerprint
 from common.data.encode import Account, Encoded, Job, Layout, agree, encode_all
 from common.data.examples import Examples, TokenFile
 from common.data.order import shares
-from common.data.sources import Cursor, Source, files_of, identity, read_rows
+from common.data.sources import Cursor, Source, identity, read_rows
 from common.data.types import Example, Row
 from common.errors import UserError, say
 import numpy as np
@@ -76,9 +74,9 @@ class Stream:
         return (self.blocks or [self._block(self._next[1])])[-1].data
 
     def digests(self) -> dict[str, str]:
-        """{label: a hash of what is known of a source's rows before reading them}."""
+        """{label: a hash of what is known of a source's rows before reading them}: sizes and times of its files."""
         tokens = fingerprint(self.job.tokenizer)
-        return {source.label: digest([outline(source), tokens]) for source in self.sources}
+        return {source.label: digest([identity(source), tokens]) for source in self.sources}
 
     def state(self, position: int) -> dict[str, Any]:
         """The state to resume from at a position: the start of its block."""
@@ -160,21 +158,6 @@ class Stream:
         ends = np.cumsum(lengths)
         starts, each = ends - lengths, layout.per_example
         return TokenFile(ids, mask, starts, ends, each, rows, difficulty, facts, fields[True], fields[False])
-
-
-def outline(source: Source) -> list[Any]:
-    """The size of each of a source's files with a hash of its start and end; for a dataset its fingerprint."""
-    files = files_of(source)
-    if files is None:
-        return [identity(source)["fingerprint"]]
-    return [[file.stat().st_size, _ends(file)] for file in files]
-
-
-def _ends(file: Path, size: int = 2**20) -> str:
-    with open(file, "rb") as opened:
-        text = opened.read(size)
-        opened.seek(max(0, file.stat().st_size - size))
-        return hashlib.sha256(text + opened.read()).hexdigest()
 
 
 def check(args: CommonArgs) -> None:

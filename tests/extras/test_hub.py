@@ -89,7 +89,7 @@ def test_a_run_leaves_a_card(launch):
     assert head(card) == kind and MARK in card
     first, last = [line for line in read_rows(output / "metrics.jsonl") if "eval_loss" in line]
     assert f"| loss | {first['eval_loss']:.4g} | {last['eval_loss']:.4g} |" in card
-    assert "max_steps: 2\n" in card and str(output) not in card
+    assert str(output) not in card
 
 
 def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
@@ -116,12 +116,11 @@ def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
 
 
 def test_only_names_loaded_from_the_hub_are_told(cache, tmp_path):
-    """Of the settings numbers, choices and names on the Hub."""
     sources = [{"path": "gone/rows.jsonl"}, {"path": "HuggingFaceTB/smoltalk"}]
     (tmp_path / "dataset.json").write_text(json.dumps({"sources": sources}))
     (tmp_path / "adapter_config.json").write_text("{}")
     words = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--dataset_name", "gone/rows.jsonl", "HuggingFaceTB/smoltalk"]
-    words += ["--loss_type", "dr_grpo", "--reward_funcs", "/srv/mine.py:f", "regex:^A", "--use_peft", "--beta", "0.5"]
+    words += ["--reward_funcs", "/srv/mine.py:f", "regex:^A", "--use_peft"]
     card = card_of(tmp_path, *words, "--run_name", "gone " * 999, module=train_grpo, stage="grpo")
     assert head(card) == {
         "base_model": "Qwen/Qwen3-0.6B",
@@ -130,7 +129,6 @@ def test_only_names_loaded_from_the_hub_are_told(cache, tmp_path):
         "pipeline_tag": "text-generation",
         "tags": ["plainloop", "grpo", "lora"],
     }
-    assert "beta: 0.5" in card and "loss_type: dr_grpo" in card
     assert not [word for word in ("gone", "mine", "regex", "reward_funcs", "run_name", "output_dir") if word in card]
 
 
@@ -152,7 +150,7 @@ def test_a_card_of_the_users_is_left_alone(tmp_path, capsys):
     assert card_of(tmp_path, *words) == "mine" and str(tmp_path / "README.md") in capsys.readouterr().out
     (tmp_path / "README.md").unlink()
     first = card_of(tmp_path, *words)
-    assert card_of(tmp_path, *words, "--seed", "1") != first, "a run's own is replaced"
+    assert card_of(tmp_path, *words, "--use_peft") != first, "a run's own is replaced"
     edited = first.replace(MARK, "")
     (tmp_path / "README.md").write_text(edited)
     assert card_of(tmp_path, *words) == edited
@@ -165,7 +163,7 @@ def test_the_card_of_a_merged_adapter(cache, tmp_path):
         merged_card(str(tmp_path), tmp_path / name, base)
     card = (tmp_path / "one" / "README.md").read_text()
     assert head(card)["base_model"] == "Qwen/Qwen3-0.6B"
-    assert "LoRA adapter, merged" in card and "AutoPeft" not in card
+    assert "LoRA adapter, merged" in card
     assert str(tmp_path) not in (tmp_path / "two" / "README.md").read_text()
 
 

@@ -31,10 +31,10 @@ def test_a_dry_run_shows_everything_and_leaves_the_output_folder_alone(stage, la
     output = launch(stage, *STAGES[stage], "--dry_run")
     said = capsys.readouterr().out
     assert not output.exists()
-    assert f"source {stage}, " in said and "rows 40, examples 40" in said
+    assert f"source: {stage}\n" in said and "rows: 40\n  examples: 40" in said
     for word in ("eval_sources", "p50", "####", "steps", "steps_per_epoch", "381,600", "activations", "dry run"):
         assert word in said, word
-    assert "    reference model " not in said  # the demo of DPO computes its log-probabilities before
+    assert "reference model " not in said  # the demo of DPO computes its log-probabilities before
     assert said.count("with what is trained marked") == {"grpo": 0, "dpo": 2}.get(stage, 1)
     assert "[[" in said or stage == "grpo"
 
