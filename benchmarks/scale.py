@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from common.args import CommonArgs  # noqa: E402
 from common.collators import Windows  # noqa: E402
+from common.data.encode import Layout  # noqa: E402
 from common.data.examples import Examples, TokenFile, pack  # noqa: E402
 from common.data.order import Order, Shuffled  # noqa: E402
 from common.sampling.generate import Sampled  # noqa: E402
@@ -116,11 +117,12 @@ def chats(count: int, folder: Path) -> Examples:
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1.0, count), 2, MAX_LENGTH).astype(np.int64)
     ends = np.cumsum(lengths)
     mapped = {}
-    for name, dtype in (("ids", "uint16"), ("mask", "uint8")):
+    for name, dtype in (("input_ids", "uint16"), ("loss_mask", "uint8")):
         with open(folder / name, "wb") as file:
             file.truncate(int(ends[-1]) * np.dtype(dtype).itemsize)
         mapped[name] = np.asarray(np.memmap(folder / name, dtype, "r"))
-    file = TokenFile(mapped["ids"], mapped["mask"], ends - lengths, ends, 1, np.arange(count), np.zeros(count), {})
+    layout = Layout(1, {name: ("token", str(values.dtype)) for name, values in mapped.items()}, "")
+    file = TokenFile(layout, ends - lengths, ends, np.arange(count), np.full(count, np.nan), mapped, {})
     return Examples([file], [SimpleNamespace(path="chats")])
 
 

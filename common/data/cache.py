@@ -1,13 +1,11 @@
 """The cache of tokenised data: each source is tokenised once, in parallel, into memory-mapped files that later runs use.
 
-A source's folder holds the token ids of all its sequences end to end (uint16 or uint32), the mask of trained tokens, any
-further fields, the offsets of the sequences, and facts about the rows. It is used again for the same rows, tokenizer,
-libraries and code (`key_of`), if the arguments that `encode` read have the values that they had.
+A source's folder holds the arrays of `Encoded` for all its rows, each in a file, and facts about them. It is used again for
+the same rows, tokenizer, libraries and code (`key_of`), if the arguments that `encode` read have the values that they had.
 """
 
 import ast
 from collections.abc import Callable
-from contextlib import ExitStack
 import glob
 import hashlib
 from importlib.metadata import version
@@ -26,6 +24,7 @@ from common.args import CommonArgs
 from common.data.encode import Account, Encode, Job, Layout, agree, encode_all
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source, identity, read_rows
+from common.data.tokens import engine_of
 from common.data.types import Tokenizer
 from common.errors import UserError, printable
 from common.files import file_hash, flush, loaded_code
@@ -34,9 +33,6 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-ARRAYS = ("lengths", "rows", "difficulty")  # see TokenFile
-ENOUGH = 10_000  # rows: if none of the first ones can be used, the others are not read
 
 
 def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Examples:
@@ -49,76 +45,48 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
         )
         files.append(_open(folder))
         Account(files[-1].facts).say(f"rows of {source.label}")
-    examples = Examples(files, sources)
-    if job.column:
-        examples.difficulty = np.concatenate([file.difficulty for file in files] or [np.zeros(0)])
-    return examples
+    return Examples(files, sources)
 
 
 def _build(source: Source, job: Job, folder: Path) -> None:
     """Tokenise a source into a folder. Raises UserError if the rows cannot be used."""
-    facts: dict[str, Any] = {"tokens": 0, "trained_tokens": 0, "dtype": "uint16"}
-    account, columns, read, code = Account(), [], set(), {}
+    facts: dict[str, Any] = {"tokens": 0, "trained_tokens": 0}
+    account, read, code, kinds = Account(), set(), {}, {}
     layout: Layout | None = None
-    with ExitStack() as stack:
-        bar = tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2)
-        stack.enter_context(bar)
-        files = {name: stack.enter_context(open(folder / f"{name}.bin", "wb")) for name in ("ids", "mask")}
+    with tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2) as bar:
         for count, encoded in encode_all(enumerate(row for row, _ in read_rows(source)), job, job.args.dataset_num_proc):
-            layout = agree(layout, encoded.layout)
-            encoded.ids.tofile(files["ids"])
-            encoded.mask.tofile(files["mask"])
-            for number, name in enumerate(layout.fields if encoded.layout else ()):  # names may contain any character
-                if (file := f"field-{number}") not in files:
-                    files[file] = stack.enter_context(open(folder / f"{file}.bin", "wb"))
-                encoded.fields[name].tofile(files[file])
-            columns.append([getattr(encoded, name) for name in ARRAYS])
-            facts["tokens"] += len(encoded.ids)
-            facts["trained_tokens"] += int(encoded.mask.sum(dtype=np.int64))
-            facts["dtype"] = str(encoded.ids.dtype)
             account.merge(encoded.account)
             read |= encoded.read
             code |= encoded.code
             bar.update(count)
-            if account.rows >= ENOUGH and not account.examples:
-                break
-    if not account.examples:
+            if encoded.layout is None:
+                continue
+            layout = agree(layout, encoded.layout)
+            arrays = encoded.lengths, encoded.rows, encoded.difficulty, *encoded.fields.values()
+            for number, array in enumerate(arrays):  # fields may have any name
+                with open(folder / f"{number}.bin", "ab") as file:
+                    array.tofile(file)
+                    kinds[number] = str(array.dtype), file.tell() // array.itemsize
+            facts["tokens"] += len(encoded.fields["input_ids"])
+            facts["trained_tokens"] += int(encoded.fields["loss_mask"].sum(dtype=np.int64))
+    if layout is None:
         account.say(f"rows of {source.path}")  # raises
-    if facts["trained_tokens"] == facts["tokens"]:
-        (folder / "mask.bin").unlink()
-    for name, parts in zip(ARRAYS, zip(*columns, strict=True), strict=True):
-        np.save(folder / f"{name}.npy", np.concatenate(parts))
-    facts["per_example"], facts["fields"] = (layout.per_example, layout.fields) if layout else (1, {})
-    facts |= account.facts()
+    facts |= account.facts() | {"layout": layout, "arrays": [*kinds.values()]}
     facts["args"] = {name: digest([getattr(job.args, name)]) for name in sorted(read)}
     facts["code"] = code | loaded_code(inspect.getsourcefile(job.encode))
-    names = ["ids.bin", "mask.bin", *(f"{name}.npy" for name in ARRAYS)]
-    names += [f"field-{number}.bin" for number in range(len(facts["fields"]))]
-    hashes = "".join(file_hash(folder / name) for name in names if (folder / name).exists())
-    facts["digest"] = hashlib.sha256(hashes.encode()).hexdigest()[:16]
+    facts["digest"] = digest([file_hash(folder / f"{number}.bin") for number in kinds])
     (folder / "facts.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def _open(folder: Path) -> TokenFile:
     """Open a folder written by _build, with its tokens memory-mapped."""
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    lengths, rows, difficulty = (np.load(folder / f"{name}.npy") for name in ARRAYS)
-    ends = np.cumsum(lengths)
-
-    def mapped(name: str, dtype: str) -> np.ndarray:
-        if not facts["tokens"]:
-            return np.zeros(0, dtype)
-        return np.asarray(np.memmap(folder / f"{name}.bin", dtype, "r"))  # slicing a memmap itself takes three times as long
-
-    per_token, per_sequence = {}, {}
-    for number, (name, (is_per_token, dtype)) in enumerate(facts["fields"].items()):
-        if is_per_token:
-            per_token[name] = mapped(f"field-{number}", dtype)
-        else:
-            per_sequence[name] = np.fromfile(folder / f"field-{number}.bin", dtype)
-    mask = mapped("mask", "uint8") if (folder / "mask.bin").exists() else None
-    ids, each = mapped("ids", facts["dtype"]), facts["per_example"]
-    return TokenFile(ids, mask, ends - lengths, ends, each, rows, difficulty, facts, per_token, per_sequence)
+    kinds = enumerate(facts["arrays"])
+    maps = [np.memmap(folder / f"{number}.bin", dtype, "r", shape=(size,)) for number, (dtype, size) in kinds]
+    lengths, rows, difficulty, *values = map(np.asarray, maps)  # slicing a memmap itself takes three times as long
+    layout, ends = Layout(*facts["layout"]), np.cumsum(lengths)
+    fields = dict(zip(layout.fields, values, strict=True))
+    return TokenFile(layout, ends - lengths, ends, rows, difficulty, fields, facts)
 
 
 # --- folders --------------------------------------------------------------------------------------------------------
@@ -130,21 +98,17 @@ def build_once(
     """A complete folder of this name (and a suffix) for which fits(folder) is true; if there is none, build(folder) writes
     it. Called on every process."""
     # One process builds it, and one on every other node whose disk is not shared.
-    first = accelerator.is_main_process
-    for mine in (first, accelerator.is_local_main_process and not first):
+    for mine in (accelerator.is_main_process, accelerator.is_local_main_process):
         if mine and _find(name, fits) is None:
             _write(name, build)
         accelerator.wait_for_everyone()
-    if (folder := _find(name, fits)) is None:
-        raise UserError(f"--dataset_cache_dir {name.parent}: what another process of this machine wrote is not there")
-    return folder
+    return _find(name, fits)
 
 
 def _find(name: Path, fits: Callable[[Path], bool]) -> Path | None:
     for folder in sorted(name.parent.glob(f"{glob.escape(name.name)}-*")):
         try:
-            sizes = json.loads((folder / "files.json").read_text())
-            if all((folder / file).stat().st_size == size for file, size in sizes.items()) and fits(folder):
+            if fits(folder):
                 return folder
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # a damaged folder, or a stray file
@@ -159,8 +123,6 @@ def _write(name: Path, build: Callable[[Path], None]) -> None:
     try:
         temporary.mkdir(parents=True)
         build(temporary)
-        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-        (temporary / "files.json").write_text(json.dumps(sizes))
         for file in temporary.iterdir():
             flush(file)
         os.rename(temporary, name.with_name(f"{name.name}-{suffix}"))
@@ -173,15 +135,13 @@ def _write(name: Path, build: Callable[[Path], None]) -> None:
 # --- what tokens depend on ------------------------------------------------------------------------------------------
 
 
-def make_job(
-    accelerator: "Accelerator", encode: Encode, tokenizer: Tokenizer, args: CommonArgs, column: str | None = None
-) -> Job:
+def make_job(accelerator: "Accelerator", encode: Encode, tokenizer: Tokenizer, args: CommonArgs) -> Job:
     """Called on every process, which all get the main process's key: a script's constants may depend on the process."""
     if not inspect.isfunction(encode) or "<locals>" in encode.__qualname__:
         raise UserError(f"encode is {encode!r}; expected a function of (row, tokenizer, args) at the script's top level")
     from common.processes import on_main_process  # it takes a second, and workers need it not
 
-    return Job(encode, tokenizer, args, column, on_main_process(accelerator, lambda: key_of(encode, tokenizer)))
+    return Job(encode, tokenizer, args, on_main_process(accelerator, lambda: key_of(encode, tokenizer)))
 
 
 def key_of(encode: Encode, tokenizer: Tokenizer) -> str:
@@ -219,7 +179,7 @@ def _plain(value: Any, depth: int = 12) -> Any:
 
 def _fits(folder: Path, args: CommonArgs) -> bool:
     """Whether `encode` would read and import the same as when the folder was written."""
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    facts = _open(folder).facts
     return all(digest([getattr(args, name)]) == found for name, found in facts["args"].items()) and all(
         file_hash(Path(path)) == found for path, found in facts["code"].items()
     )
@@ -239,13 +199,7 @@ def versions() -> list[str]:
 
 def fingerprint(tokenizer: Tokenizer) -> str:
     """A hash of a tokenizer's behaviour: its tables, special tokens and chat template."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        tables = json.dumps(sorted(tokenizer.get_vocab().items()))
-    else:
-        backend.no_truncation()  # left by an earlier call, not a property of the tokenizer
-        backend.no_padding()
-        tables = backend.to_str()
+    tables = engine_of(tokenizer).to_str()
     return digest([type(tokenizer).__name__, tables, tokenizer.special_tokens_map, tokenizer.chat_template])
 
 

@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
-import weakref
 
 from common.data.types import BadRow, Message, Tokenizer
 from common.errors import UserError
@@ -32,16 +31,11 @@ _THINKING_HEADER = re.compile(r"<think>\s*(</think>\s*)?$")
 
 def per_tokenizer(function: Callable[[Tokenizer], T]) -> Callable[[Tokenizer], T]:
     """Cache function(tokenizer) while its special tokens and template stay the same: reading them is slow."""
-    known: weakref.WeakKeyDictionary[Tokenizer, tuple[tuple, T]] = weakref.WeakKeyDictionary()
+    cached = functools.lru_cache(lambda tokenizer, *state: function(tokenizer))
 
     @functools.wraps(function)
     def remembered(tokenizer: Tokenizer) -> T:
-        state = (len(tokenizer), tokenizer.all_special_tokens, tokenizer.chat_template)
-        last, value = known.get(tokenizer, (None, None))
-        if last != state:
-            value = function(tokenizer)
-            known[tokenizer] = (state, value)
-        return value
+        return cached(tokenizer, len(tokenizer), *tokenizer.all_special_tokens, str(tokenizer.chat_template))
 
     return remembered
 
@@ -144,8 +138,7 @@ def end_of_turn(tokenizer: Tokenizer) -> str | None:
         text = render([{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], tokenizer)
     except BadRow:
         return None
-    at = text.find(word)
-    rest = text[at + len(word) :].lstrip() if at >= 0 else ""
+    rest = text.partition(word)[2].lstrip()
     return next((mark for mark in special_tokens(tokenizer) if rest.startswith(mark)), None)
 
 
@@ -169,26 +162,18 @@ def _apply_template(
         raise UserError("the tokenizer has no chat template: pass --chat_template chatml, plain, or a .jinja file")
     try:
         template = tokenizer.get_chat_template(tools=tools)
-        if add_generation_prompt or not _has_markers(template):
-            text = tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-            return text, None
+        has_markers = not add_generation_prompt and _GENERATION.search(template) is not None
         texts, marked = render_jinja_template(
             conversations=[messages],
             tools=tools,
             chat_template=template,
-            return_assistant_tokens_mask=True,
+            return_assistant_tokens_mask=has_markers,
+            add_generation_prompt=add_generation_prompt,
             **tokenizer.special_tokens_map,
         )
-        return texts[0], marked[0]
+        return texts[0], marked[0] if has_markers else None
     except Exception as error:  # templates can raise anything (raise_exception, a missing key, a filter on None)
         raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from None
-
-
-@functools.lru_cache
-def _has_markers(template: str) -> bool:
-    return _GENERATION.search(template) is not None
 
 
 def _derive_start(text: str, before: list[Message], tokenizer: Tokenizer, tools: list[Any] | None) -> int:
@@ -198,15 +183,9 @@ def _derive_start(text: str, before: list[Message], tokenizer: Tokenizer, tools:
     header = _apply_template(before, tokenizer, tools, add_generation_prompt=True)[0]
     if not text.startswith(header):
         # A header may already open or close the thinking; an answer with thinking starts before that.
-        plain = _THINKING_HEADER.sub("", header)
-        if plain != header and text.startswith(plain) and not text.startswith(plain + "<think>"):
-            raise BadRow(
-                "the chat template begins what is sampled with <think>, and writes answers without their thinking: they "
-                "would be trained after another header (--chat_template chatml, or a .jinja file that writes both alike)"
-            )
-        header = plain
+        header = _THINKING_HEADER.sub("", header)
         if not text.startswith(header + "<think>"):
-            raise BadRow("the chat template rewrites earlier turns (try --chat_template chatml, or single-turn chats)")
+            raise BadRow("the chat template rewrites earlier turns or leaves out <think> (try --chat_template chatml)")
     return len(header)
 
 
@@ -239,8 +218,6 @@ def _holds(written: str, message: Message, marks: list[str]) -> bool:
     if not all(str(call.get("name", "")) in written for call in calls):
         return False
     parts = (message["content"], message.get("reasoning_content") or "", written)
-    if not calls and not parts[1] and written.endswith(parts[0]):
-        return True  # verbatim, as nearly always: nothing to normalise
     said, thought, written = ("".join(part.split()) for part in parts)
     if thought not in written:
         return False
@@ -270,5 +247,4 @@ def read_chat_template(name: str) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
-        shipped = ", ".join(sorted(p.stem for p in TEMPLATES.glob("*.jinja")))
-        raise UserError(f"--chat_template: not a .jinja file: {error}; shipped templates: {shipped}") from None
+        raise UserError(f"--chat_template: neither chatml, nor plain, nor a .jinja file: {error}") from None

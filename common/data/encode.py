@@ -3,21 +3,20 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 import inspect
 from itertools import chain, islice
+import math
 from multiprocessing import get_context, parent_process
 import os
 import signal
 import sys
 import threading
-import time
 from typing import Any, NamedTuple, TypeVar
 
 from common.args import CommonArgs
 from common.data.chat import per_tokenizer
 from common.data.tokens import notes, tokenize_documents
-from common.data.types import RESERVED, BadRow, Example, Row, Sequence, Tokenizer, unicode, whole
+from common.data.types import RESERVED, BadRow, Example, Row, Sequence, Tokenizer, may_reject, unicode, whole
 from common.errors import UserError, quoted, say
 from common.files import loaded_code
 import numpy as np
@@ -76,21 +75,17 @@ class Account:
                 _count(mine, reason, found["first"], found["count"])
 
     def facts(self) -> dict[str, Any]:
-        """As JSON, the most frequent reason first."""
-        facts = {"rows": self.rows, "examples": self.examples, "columns": sorted(self.columns)}
-        for name, part in (("dropped", self.dropped), ("noted", self.noted)):
-            facts[name] = dict(sorted(part.items(), key=lambda item: -item[1]["count"]))
-        return facts
+        """As JSON."""
+        return vars(self) | {"columns": sorted(self.columns)}
 
     def say(self, what: str) -> None:
         """Report the rows left out, and what is noted about more than a few. Raises UserError if no row is kept."""
-        facts = self.facts()
         if not self.examples:
-            reasons = [f"{reason} (first: {found['first'][0]})" for reason, found in facts["dropped"].items()]
+            reasons = [f"{reason} (first: {found['first'][0]})" for reason, found in self.dropped.items()]
             raise UserError(f"none of the {self.rows} {what} can be used: {', '.join(reasons)}")
-        for reason, found in facts["dropped"].items():
+        for reason, found in self.dropped.items():
             say(f"data: {found['count']} of {self.rows} {what} left out: {reason} (first: {found['first'][0]})")
-        for note, found in facts["noted"].items():
+        for note, found in self.noted.items():
             if found["count"] > FEW * self.examples:
                 say(f"data: {found['count']} of {self.rows} {what}: {note} (first: {found['first'][0]})")
 
@@ -115,15 +110,11 @@ def convert(rows: Iterable[Row], function: Callable[[Row], T], what: str) -> tup
     return [result for result in results if result is not None], account.facts()
 
 
+@may_reject
 def number_in(row: Row, column: str) -> float:
-    """The number in a column. Raises UserError for a missing column, BadRow for a value that is not a number."""
-    if column not in row:
-        raise UserError(f"--curriculum_column {column}: no such column; found {', '.join(row)}")
-    try:
-        value = float(row[column])
-    except (TypeError, ValueError, OverflowError):
-        value = float("nan")
-    if value != value:
+    """The number in a column. Raises BadRow for a row without one."""
+    value = float(row[column])
+    if math.isnan(value):
         raise BadRow(f"{column} is not a number")
     return value
 
@@ -135,47 +126,38 @@ class Layout(NamedTuple):
     """What all examples of a dataset have in common."""
 
     per_example: int  # sequences per example
-    fields: dict[str, tuple[bool, str]]  # besides ids and mask: one number for each token, else for each sequence; dtype
+    fields: dict[str, tuple[str, str]]  # a number per "token" or per "sequence", and its dtype
     where: str  # the origin of one example
-
-    def __str__(self) -> str:
-        per = ("sequence", "token")
-        fields = [f"{name} ({dtype} for each {per[per_token]})" for name, (per_token, dtype) in self.fields.items()]
-        return f"{self.per_example} sequences with fields {', '.join(fields) or 'none'}"
 
 
 def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
-    """A sequence as arrays: ids and mask as they are, other fields as int64 or float32. Raises UserError, naming the field,
-    for ids that are not 0 to largest_id, a mask that is not 0 or 1 for each of them, and other fields that are not finite
-    numbers, one or one for each token."""
+    """A sequence as arrays of int64 or float32. Raises UserError, naming the field, for ids that are not 0 to largest_id, a
+    mask that is not 0 or 1 for each of them, and other fields that are not finite numbers, one or one for each token."""
     if not isinstance(sequence, dict) or not {"input_ids", "loss_mask"} <= sequence.keys():
         raise UserError(f"found {quoted(sequence, 60)}; expected a sequence {{input_ids, loss_mask, ...}}, or a text")
     n, checked = np.size(sequence["input_ids"]), {}
-    for name, value in sequence.items():
+    for name in sorted(sequence):
+        if name in RESERVED:
+            raise UserError(f"the field {name} has a name of the batch's own: call it otherwise")
         try:
-            array = np.asarray(value)
+            array = np.asarray(sequence[name])
         except (ValueError, TypeError, RuntimeError):  # lists of different lengths, a tensor that numpy does not take
             array = np.asarray(None)
         kind = array.dtype.kind
         if name == "input_ids":
             valid = kind in ("u", "i") and array.shape == (n,) and n and array.min() >= 0 and array.max() <= largest_id
-            expected = f"token ids, 0 to {largest_id}"
         elif name == "loss_mask":
             valid = array.shape == (n,) and ((array == 0) | (array == 1)).all()
-            expected = f"0 or 1 for each of {n} tokens"
         else:
-            if name in RESERVED:
-                raise UserError(f"the field {name} has a name of the batch's own: call it otherwise")
-            expected = f"finite numbers, one for each of {n} tokens, or one"
             valid = kind in ("b", "u", "i", "f") and array.shape in ((n,), ())
-            if valid:
-                with np.errstate(over="ignore"):
-                    array = array.astype(np.float32 if kind == "f" else np.int64)
-                valid = np.isfinite(array).all()
-        if not valid:
-            shape = f" of the shape {array.shape}" if array.ndim else ""
-            raise UserError(f"the field {name} is {quoted(value, 60)}{shape}; expected {expected}")
-        checked[name] = array
+        if valid:
+            with np.errstate(over="ignore"):
+                checked[name] = array.astype(np.float32 if kind == "f" and name != "loss_mask" else np.int64)
+        if not valid or not np.isfinite(checked[name]).all():
+            raise UserError(
+                f"the field {name} is {quoted(sequence[name], 60)}; expected finite numbers, one or one for each of {n} "
+                f"tokens; input_ids of 0 to {largest_id}, a loss_mask of 0 and 1"
+            )
     return checked
 
 
@@ -183,8 +165,7 @@ def layout_of(example: Example, where: str) -> Layout | None:
     """The layout of checked sequences; None: there are none. Raises UserError, naming the field, if they differ."""
     layout = None
     for sequence in example:
-        fields = {name: (array.ndim == 1, str(array.dtype)) for name, array in sequence.items()}
-        del fields["input_ids"], fields["loss_mask"]
+        fields = {name: ("token" if array.ndim else "sequence", str(array.dtype)) for name, array in sequence.items()}
         layout = agree(layout, Layout(len(example), fields, where))
     return layout
 
@@ -194,7 +175,8 @@ def agree(layout: Layout | None, other: Layout | None) -> Layout | None:
     if layout is None or other is None:
         return layout or other
     if (layout.per_example, layout.fields) != (other.per_example, other.fields):
-        raise UserError(f"{other.where}: {other}; expected, as in {layout.where}, {layout}")
+        found, expected = (f"{one.per_example} sequences with fields {one.fields}" for one in (other, layout))
+        raise UserError(f"{other.where}: {found}; expected, as in {layout.where}, {expected}")
     return layout
 
 
@@ -207,20 +189,19 @@ class Job(NamedTuple):
     encode: Encode
     tokenizer: Tokenizer
     args: CommonArgs
-    column: str | None = None  # the column with each row's difficulty
     key: str = ""  # a hash of everything that encode depends on, besides rows and arguments (cache.py)
+    column: str | None = None  # the column with each row's difficulty, or "length"
 
 
 class Encoded(NamedTuple):
     """Rows as examples: S sequences of T tokens in total, end to end."""
 
-    ids: np.ndarray  # (T,) uint16, or uint32 if the tokenizer has larger ids
-    mask: np.ndarray  # (T,) uint8: 1 where trained
     lengths: np.ndarray  # (S,) int64
     rows: np.ndarray  # (examples,) int64: the row of each example
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
     layout: Layout | None  # of every example; None: there are none
-    fields: dict[str, np.ndarray]  # further fields, (T,) or (S,) according to the layout, int64 or float32
+    fields: dict[str, np.ndarray]  # (T,) or (S,) by the layout: input_ids uint16 (uint32 for large vocabularies), loss_mask
+    # uint8 (1 where trained), others int64 or float32; none without examples
     account: Account
     read: set[str]  # names of the arguments that encode read
     code: dict[str, str]  # {path: hash} of the user's code, if something was imported meanwhile
@@ -251,7 +232,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
 
     def encoded(row: Row) -> tuple[float, str, Example | str]:
         example = job.encode(row, job.tokenizer, args)
-        difficulty = float("nan") if job.column is None else number_in(row, job.column)
+        difficulty = math.nan if job.column in (None, "length") else number_in(row, job.column)
         if isinstance(example, str):
             example = unicode(example)
         elif isinstance(example, list | tuple) and example:
@@ -263,22 +244,21 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
     results = [(number, account.attempt(encoded, row)) for number, row in rows]
     made = [(number, *result) for number, result in results if result is not None]
     documents = iter(tokenize_documents([example for *_, example in made if isinstance(example, str)], job.tokenizer))
-    layout, sequences = None, []
-    for _, _, where, example in made:
+    layout, sequences, difficulties = None, [], []
+    for _, difficulty, where, example in made:
         example = [whole(next(documents))] if isinstance(example, str) else example
         layout = agree(layout, layout_of(example, where))
         sequences += example
-    fields = {
-        name: (np.concatenate if per_token else np.array)([sequence[name] for sequence in sequences])
-        for name, (per_token, _) in (layout.fields.items() if layout else ())
-    }
-    none = [np.zeros(0, np.uint8)]
+        tokens = sum(len(sequence["input_ids"]) for sequence in example)
+        difficulties.append(tokens if job.column == "length" else difficulty)
+    fields = {}
+    for name, (per, _) in layout.fields.items() if layout else ():
+        values = (np.concatenate if per == "token" else np.array)([sequence[name] for sequence in sequences])
+        fields[name] = values.astype({"input_ids": kind, "loss_mask": np.uint8}.get(name, values.dtype))
     return Encoded(
-        np.concatenate([sequence["input_ids"] for sequence in sequences] or none).astype(kind),
-        np.concatenate([sequence["loss_mask"] for sequence in sequences] or none).astype(np.uint8),
         np.array([len(sequence["input_ids"]) for sequence in sequences], np.int64),
         np.array([number for number, *_ in made], np.int64),
-        np.array([difficulty for _, difficulty, *_ in made], np.float64),
+        np.array(difficulties, np.float64),
         layout,
         fields,
         account,
@@ -308,22 +288,17 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) 
         return
     context = get_context("fork" if sys.platform == "linux" else "spawn")  # forked workers already have the tokenizer
     waiting: deque = deque()  # bounds the chunks in memory
-    with ProcessPoolExecutor(workers, context, _start_worker, (job,)) as pool:
-        try:
-            for chunk in chunks:
-                waiting.append((len(chunk), pool.submit(_work, chunk)))
-                if len(waiting) > 2 * workers:
-                    count, result = waiting.popleft()
-                    yield count, result.result()
-            for count, result in waiting:
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (job,))
+    try:
+        for chunk in chunks:
+            waiting.append((len(chunk), pool.submit(_work, chunk)))
+            if len(waiting) > 2 * workers:
+                count, result = waiting.popleft()
                 yield count, result.result()
-        except BrokenProcessPool:
-            time.sleep(0.5)  # a Ctrl-C may reach the workers first: it shows here then
-            raise UserError(
-                f"a process that tokenises was killed, for lack of memory? Fewer than {workers}: --dataset_num_proc"
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for count, result in waiting:
+            yield count, result.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 _job: Job  # a worker's job
@@ -333,7 +308,7 @@ def _start_worker(job: Job) -> None:
     global _job
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _job = job
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches the workers, too: they exit without tracebacks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers, too: they end with the run
     parent = parent_process()
     if parent is not None:  # a killed run must not leave its workers behind
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

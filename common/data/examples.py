@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 from common.data.encode import Layout, agree
 from common.data.order import BANDS
 from common.data.sources import Source
-from common.data.types import Example, Sequence, whole
+from common.data.types import Example, Sequence
 from common.errors import UserError
 import numpy as np
 
@@ -16,28 +16,20 @@ Data = TypeVar("Data", "Examples", Any)  # Examples, or training data with them:
 class TokenFile(NamedTuple):
     """A tokenised source: S sequences of T tokens in total, end to end; memory-mapped if it comes from the cache."""
 
-    ids: np.ndarray  # (T,) uint16 or uint32
-    mask: np.ndarray | None  # (T,) uint8; None: all are trained
+    layout: Layout
     starts: np.ndarray  # (S,) int64: offset of each sequence in the T tokens
     ends: np.ndarray  # (S,) int64
-    per_example: int  # sequences per example
     rows: np.ndarray  # (examples,) int64: the row of each example
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
+    fields: dict[str, np.ndarray]  # (T,) or (S,) by the layout, see Encoded
     facts: dict[str, Any]
-    per_token: dict[str, np.ndarray] = {}  # further fields, (T,) int64 or float32
-    per_sequence: dict[str, np.ndarray] = {}  # further fields, (S,) int64 or float32
-
-    def layout(self, where: str) -> Layout:
-        fields = {name: (True, str(values.dtype)) for name, values in self.per_token.items()}
-        fields |= {name: (False, str(values.dtype)) for name, values in self.per_sequence.items()}
-        return Layout(self.per_example, fields, where)
 
     def sequence(self, i: int) -> Sequence:
         span = slice(self.starts[i], self.ends[i])
-        ids = self.ids[span]
-        sequence = whole(ids) if self.mask is None else {"input_ids": ids, "loss_mask": self.mask[span]}
-        sequence |= {name: values[span] for name, values in self.per_token.items()}
-        return sequence | {name: values[i].item() for name, values in self.per_sequence.items()}
+        return {
+            name: values[span] if self.layout.fields[name][0] == "token" else values[i].item()
+            for name, values in self.fields.items()
+        }
 
 
 class Examples:
@@ -48,15 +40,16 @@ class Examples:
     def __init__(self, files: list[TokenFile], sources: list[Source]):
         """Raises UserError if the sources have different fields."""
         self.files, self.sources = files, sources
-        self.counts = [len(file.starts) // file.per_example for file in files]  # examples of each source
+        self.counts = [len(file.rows) for file in files]  # examples of each source
         self._firsts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64).tolist()
-        sizes = [(file.ends - file.starts).reshape(-1, file.per_example) for file in files]
+        sizes = [(file.ends - file.starts).reshape(-1, file.layout.per_example) for file in files]
         self.lengths = np.concatenate([size.sum(1) for size in sizes] or [np.zeros(0, np.int64)])  # (examples,) tokens
         self.longest = max((int(size.max()) for size in sizes if size.size), default=0)  # tokens of the longest sequence
-        self.difficulty: np.ndarray | None = None  # (examples,), for a curriculum
+        difficulty = np.concatenate([file.difficulty for file in files] or [np.zeros(0)])
+        self.difficulty = None if np.isnan(difficulty).all() else difficulty  # (examples,), for a curriculum
         layout = None
-        for file, source in zip(files, sources, strict=True):
-            layout = agree(layout, file.layout(source.path) if len(file.starts) else None)
+        for file in files:
+            layout = agree(layout, file.layout if len(file.rows) else None)
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -66,8 +59,9 @@ class Examples:
             raise IndexError(index)
         s = bisect.bisect_right(self._firsts, index) - 1
         file = self.files[s]
-        first = (index - self._firsts[s]) * file.per_example
-        return [file.sequence(i) for i in range(first, first + file.per_example)]
+        each = file.layout.per_example
+        first = (index - self._firsts[s]) * each
+        return [file.sequence(i) for i in range(first, first + each)]
 
     def where(self, index: int) -> str:
         """The source and row of an example."""
@@ -77,10 +71,9 @@ class Examples:
     def add_field(self, name: str, values: np.ndarray) -> None:
         """Add a number for every sequence, (sequences,) over all sources, as the per-sequence field `name`."""
         parts = np.split(values, np.cumsum([len(file.starts) for file in self.files])[:-1])
-        self.files = [
-            file._replace(per_sequence=file.per_sequence | {name: part})
-            for file, part in zip(self.files, parts, strict=True)
-        ]
+        for s, (file, part) in enumerate(zip(self.files, parts, strict=True)):
+            layout = file.layout._replace(fields=file.layout.fields | {name: ("sequence", str(values.dtype))})
+            self.files[s] = file._replace(layout=layout, fields=file.fields | {name: part})
 
     def of_source(self, s: int) -> "Examples":
         """The examples of one source."""
@@ -123,11 +116,6 @@ class Packs(Examples):
         first = sum(self.counts[:s])
         return Packs(self.examples, self.members[first : first + self.counts[s]], [self.counts[s]], self.max_length)
 
-    @property
-    def utilisation(self) -> float:
-        """The filled share of the packs' capacity."""
-        return float(self.lengths.sum() / max(1, len(self) * self.max_length))
-
 
 def pack(data: Data, max_length: int) -> Data:
     """The same kind of data, with each example made of several of the original ones: at most max_length tokens together.
@@ -161,10 +149,10 @@ def chunk(data: Data, max_length: int, across: bool = True) -> Data:
     """
     if not isinstance(data, Examples):
         return data.apply(lambda examples: chunk(examples, max_length, across))
-    files, difficulty = [], []
-    for s, file in enumerate(data.files):
-        if file.per_example > 1:
-            raise UserError(f"{data.sources[s].path}: examples of {file.per_example} sequences are not cut into chunks")
+    files = []
+    for source, file in zip(data.sources, data.files, strict=True):
+        if file.layout.per_example > 1:
+            raise UserError(f"{source.path}: examples of several sequences are not cut into chunks")
         starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
         pieces = -(-(ends - starts) // max_length)  # pieces per document
         within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -173,14 +161,10 @@ def chunk(data: Data, max_length: int, across: bool = True) -> Data:
         kept = end - begin > 1
         begin, end = begin[kept], end[kept]
         of = np.searchsorted(file.ends, begin, side="right")  # the document in which a piece starts
-        numbers = {name: values[of] for name, values in file.per_sequence.items()}
-        cut = {"starts": begin, "ends": end, "rows": file.rows[of], "difficulty": file.difficulty[of]}
-        files.append(file._replace(**cut, per_sequence=numbers))
-        if data.difficulty is not None:
-            difficulty.append(data.difficulty[sum(data.counts[:s]) + of])
-    chunks = Examples(files, data.sources)
-    chunks.difficulty = None if data.difficulty is None else np.concatenate(difficulty)
-    return chunks
+        per_token = {name for name, (per, _) in file.layout.fields.items() if per == "token"}
+        fields = {name: values if name in per_token else values[of] for name, values in file.fields.items()}
+        files.append(TokenFile(file.layout, begin, end, file.rows[of], file.difficulty[of], fields, file.facts))
+    return Examples(files, data.sources)
 
 
 def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:

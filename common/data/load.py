@@ -10,7 +10,6 @@ from common.data.examples import Examples
 from common.data.order import Order, Shuffled
 from common.data.sources import Source, find_sources, read_rows
 from common.data.types import Row, Tokenizer
-from common.errors import UserError
 from common.extras import extra
 import numpy as np
 
@@ -32,14 +31,11 @@ def load_data(
     if args.dataset_streaming:
         extra("stream").check(args)
     sources, held_out_sources = find_sources(args)
-    column = None if args.curriculum_column == "length" else args.curriculum_column
     job = make_job(accelerator, encode, tokenizer, args)
     if args.dataset_streaming:
         train = extra("stream").Stream(sources, job, args.seed)
     else:
-        data = tokenize(accelerator, sources, job._replace(column=column))
-        if args.curriculum_column == "length":
-            data.difficulty = data.lengths
+        data = tokenize(accelerator, sources, job._replace(column=args.curriculum_column))
         train = Shuffled(data, make_order(args, sources, data))
     return train, tokenize(accelerator, held_out_sources, job)
 
@@ -101,8 +97,6 @@ def load_prompts(args: CommonArgs, encode: EncodePrompt, tokenizer: Tokenizer) -
 
     encode(row, tokenizer, args): a dict with "prompt_ids" (and what the rewards need); may raise BadRow.
     """
-    if args.dataset_streaming:
-        raise UserError("--dataset_streaming: not here, where prompts are kept in memory")
     sources, held_out_sources = find_sources(args)
 
     def encoded(row: Row) -> dict[str, Any]:

@@ -5,7 +5,7 @@ position i of a run has element i mod N of the permutation of epoch i div N.
 """
 
 from collections.abc import Sequence as SequenceOf
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from common.data.types import Example, Sequence
@@ -43,7 +43,7 @@ class Order:
         if not sum(self.counts) or (weights is not None and 0 in self.counts):
             raise UserError(f"nothing to train on: examples of each source: {', '.join(map(str, self.counts))}")
         self.difficulty = difficulty
-        self._epochs: dict[int, np.ndarray] = {}
+        self.epoch = lru_cache(maxsize=2)(self._draw)  # a window spans at most two epochs, unless it is larger than one
 
     def of(self, examples: "Examples") -> "Order":
         """The order of other examples of the same sources, with the same settings."""
@@ -63,15 +63,8 @@ class Order:
     def __getitem__(self, position: int) -> int:
         return int(self.epoch(position // len(self))[position % len(self)])
 
-    def epoch(self, epoch: int) -> np.ndarray:
-        """All positions of an epoch: (N,) int64."""
-        if epoch not in self._epochs:
-            while len(self._epochs) > 1:  # a window spans at most two epochs, unless it is larger than an epoch
-                self._epochs.pop(next(iter(self._epochs)))
-            self._epochs[epoch] = self._draw(epoch)
-        return self._epochs[epoch]
-
     def _draw(self, epoch: int) -> np.ndarray:
+        """All positions of an epoch: (N,) int64."""
         rng = np.random.default_rng((self.seed, epoch))
         if self.quotas is None:
             order = rng.permutation(len(self))
@@ -142,10 +135,8 @@ class Shuffled:
 def drop_turns(train: Shuffled, probability: float) -> Shuffled:
     """The same training data, in which each chat ends after one of its earlier answers with this probability.
 
-    The choice is a function of (seed, epoch, example). Raises UserError for a stream, and for an invalid probability.
+    The choice is a function of (seed, epoch, example). Raises UserError for a stream.
     """
-    if not 0 <= probability <= 1:
-        raise UserError(f"--turn_dropping is a probability, not {probability}")
     if not probability:
         return train
     if not isinstance(train, Shuffled):

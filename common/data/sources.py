@@ -1,17 +1,16 @@
 """Sources: which ones the arguments name, the rows of each, read lazily, and which of them are selected.
 
-A source is read row by row in bounded memory (only a .json array is loaded whole), and reading can continue from any cursor.
+A source is read row by row in bounded memory (only a .json array is loaded whole), and reading can continue from any row.
 Tables are read by common/extras/tables.py. formats.py interprets the columns.
 """
 
-import bz2
 from collections.abc import Iterator
 import dataclasses
 from dataclasses import dataclass
 import gzip
 import hashlib
+import itertools
 import json
-import lzma
 import math
 import os
 from pathlib import Path
@@ -19,15 +18,12 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.data.types import Row
-from common.errors import UserError, say
+from common.errors import UserError
 from common.extras import extra
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
-COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
-Position = tuple[Row, int, int]  # a row, the bytes or rows of the file up to its end, and its line or row number
-# Where reading continues in a source: [file number, bytes or rows of the file, its line or row number, rows given so far].
-Cursor = list[int]
+Cursor = list[int]  # where reading continues in a source: [file number, rows read of that file, rows given so far]
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,6 @@ class Source:
     split: str = "train"
     weight: float | None = None  # its share among the sources
     max_samples: int | None = None  # the first N rows, after hold-out
-    whole: bool = False  # a .txt file is one document, not one for each paragraph
     columns: tuple[str, ...] = ()  # renames, "new=old"
     held_out: float = 0.0  # the fraction split off for evaluation, by a hash of the row
     part: str = "all"  # all, train, held_out
@@ -54,7 +49,7 @@ class Source:
 # --- which sources --------------------------------------------------------------------------------------------------
 
 # The keys that an item of --dataset_name may have.
-ITEM = {"path": str, "name": str, "split": str, "weight": float, "max_samples": int, "whole": bool}
+ITEM = {"path": str, "name": str, "split": str, "max_samples": int}
 
 
 def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
@@ -64,18 +59,11 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
     split of those training sources that have one.
     """
     train, most = training_sources(args), args.max_eval_samples
-    for source in train:
-        if not source.whole and any(kind(file) == ".txt" for file in files_of(source) or []):
-            one = json.dumps({"path": source.path, "whole": True}, ensure_ascii=False)
-            say(f"data: {source.path}: each paragraph is a document with an end token (as one document: {one})")
     if args.eval_fraction and args.eval_dataset_name:
         raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
     if args.eval_fraction:
         parts = [dataclasses.replace(source, part="held_out", max_samples=most) for source in train]
         evaluation = [source for source in parts if next(read_rows(source), None)]
-        for source in parts:
-            if source not in evaluation:
-                say(f"data: --eval_fraction {args.eval_fraction} holds out no row of {source.path}")
         if not evaluation:
             raise UserError(f"--eval_fraction {args.eval_fraction}: no row is held out; a larger share is needed")
         return train, evaluation
@@ -90,8 +78,12 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
 
 def training_sources(args: CommonArgs) -> list[Source]:
     """The training sources that the arguments name. Raises UserError for settings that contradict each other."""
-    sources = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
-    sources = _labelled(_weighed(sources, args.dataset_weights))
+    sources = _labelled([_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name])
+    if args.dataset_weights is not None:
+        if len(args.dataset_weights) != len(sources):
+            raise UserError("--dataset_weights: expected one weight for each source of --dataset_name")
+        pairs = zip(sources, args.dataset_weights, strict=True)
+        sources = [dataclasses.replace(source, weight=weight) for source, weight in pairs]
     if args.eval_fraction:
         sources = [dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in sources]
     return sources
@@ -104,8 +96,7 @@ def identity(source: Source) -> dict[str, Any]:
     if files is None:
         table = extra("tables").load_table(source)
         return found | {"fingerprint": getattr(table, "_fingerprint", None)}  # streamed from the Hub it has none
-    facts = [(file.name, file.stat()) for file in files]
-    return found | {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in facts]}
+    return found | {"files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]}
 
 
 def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
@@ -117,10 +108,9 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         except ValueError as error:
             raise UserError(f'--{flag} {word}: not valid JSON: {error}; expected like {{"path": "a.jsonl"}}') from None
     for key, value in item.items():
-        kind = float if key == "weight" and type(value) is int else type(value)
-        if kind is not ITEM.get(key) or value == "" or (kind in (int, float) and not 0 < value < math.inf):
+        if type(value) is not ITEM.get(key) or value == "" or (key == "max_samples" and value < 1):
             expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in ITEM.items())
-            raise UserError(f"--{flag} {word}: {key} is {value!r}; expected {expected}; numbers above 0")
+            raise UserError(f"--{flag} {word}: {key} is {value!r}; expected {expected} above 0")
     settings = {"name": args.dataset_config, "max_samples": most} | item
     source = Source(**settings, columns=tuple(args.columns or ()), streaming=args.dataset_streaming)
     if "split" in item:
@@ -129,16 +119,6 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         return dataclasses.replace(source, split=args.dataset_train_split)
     named = dataclasses.replace(source, split=args.dataset_eval_split)
     return named if _has_split(named) else source
-
-
-def _weighed(sources: list[Source], weights: list[float] | None) -> list[Source]:
-    """The sources with the weights of --dataset_weights, or their own: either all have one, or none."""
-    own = [source.weight for source in sources]
-    given = own if weights is None else weights
-    twice = weights is not None and any(own)
-    if twice or len(given) != len(sources) or (None in given and any(given)):
-        raise UserError("--dataset_weights: expected one weight for each source of --dataset_name, there or in its item")
-    return [dataclasses.replace(source, weight=weight) for source, weight in zip(sources, given, strict=True)]
 
 
 def _labelled(sources: list[Source]) -> list[Source]:
@@ -163,9 +143,9 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
     """The rows of a source one by one, each with the cursor after it, starting from `cursor` if given.
 
     Folders: the files named after the split, or, for train, all files. Raises UserError if something cannot be read, and at
-    the end for a source without rows, or a column to rename that no row has.
+    the end for a source without rows.
     """
-    number, at, line, given = cursor or [0, 0, 0, 0]
+    first, at, given = cursor or [0, 0, 0]
     files = files_of(source)
     if files == []:
         raise UserError(f"{source.path}: no file for split {source.split}: {source.split}.jsonl, {source.split}-1.csv, ...")
@@ -173,32 +153,27 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
     renames = [pair.partition("=")[::2] for pair in source.columns]
     if not all(new and old for new, old in renames):
         raise UserError(f"--columns {' '.join(source.columns)}: expected new=old, for instance prompt=question")
-    absent = dict(renames)  # those that no row has had so far
     if given >= most:
         return
-    for file in range(number, 1 if files is None else len(files)):
+    for file in range(first, 1 if files is None else len(files)):
         if files is None:
             rows = extra("tables").read_dataset(source, at)
         else:
-            rows = read_file(files[file], at, line, source.whole)
-        for row, at, line in rows:
+            rows = itertools.islice(read_file(files[file]), at, None)
+        for number, row in enumerate(rows, at + 1):
             if source.part != "all" and _is_held_out(source, row) != (source.part == "held_out"):
                 continue
             for new, old in renames:
                 if old in row:  # some rows may lack a column, such as tools
-                    absent.pop(new, None)
                     row[new] = row.pop(old)
             given += 1
-            yield row, [file, at, line, given]
+            yield row, [file, number, given]
             if given >= most:
                 return
-        at = line = 0
+        at = 0
     if not given and source.part != "held_out":
         left = f", with --eval_fraction {source.held_out}" if source.held_out else ""
         raise UserError(f"no rows in {source.path} (split {source.split}{left}); at least one is needed")
-    if absent and not cursor and given:
-        pairs = " ".join(f"{new}={old}" for new, old in absent.items())
-        raise UserError(f"--columns {pairs}: no row of {source.path} has such a column")
 
 
 def load_rows(source: Source | str) -> list[Row]:
@@ -252,26 +227,23 @@ def kind(path: Path) -> str:
 
 def plain(path: Path) -> Path:
     """The path without a compression suffix."""
-    return path.with_suffix("") if path.suffix in COMPRESSED else path
+    return path.with_suffix("") if path.suffix == ".gz" else path
 
 
-def read_file(path: Path, at: int, number: int, whole: bool = False) -> Iterator[Position]:
-    """The rows of a file after the first `at` bytes or rows, which contain its first `number` lines or rows.
+def read_file(path: Path) -> Iterator[Row]:
+    """The rows of a file.
 
-    .json is one array or an object per line, .txt a row {"text"} per paragraph, or for the whole file. All but .parquet may
-    be compressed. Raises UserError for a broken file.
+    .json is one array or an object per line, .txt a row {"text"} per paragraph. All but .parquet may be compressed. Raises
+    UserError for a broken file.
     """
     suffix = kind(path)
     try:
-        if suffix == ".txt" and whole:
-            if not at:
-                yield Row({"text": "".join(text for *_, text in lines(path))}, str(path)), 1, 1
-        elif suffix == ".txt":
-            yield from _read_paragraphs(path, at, number)
+        if suffix == ".txt":
+            yield from _read_paragraphs(path)
         elif suffix in (".json", ".jsonl"):
-            yield from _read_json_array(path, at) if _starts_a_list(path) else _read_json_lines(path, at, number)
+            yield from _read_json_array(path) if _starts_a_list(path) else _read_json_lines(path)
         elif suffix in SUFFIXES:
-            yield from extra("tables").read_table(path, suffix, at)
+            yield from extra("tables").read_table(path, suffix)
         else:
             raise UserError(f"{path}: unknown kind of file; expected {', '.join(SUFFIXES)}")
     except Exception as error:  # of the system, a decompressor, pyarrow
@@ -281,33 +253,24 @@ def read_file(path: Path, at: int, number: int, whole: bool = False) -> Iterator
 
 
 def _starts_a_list(path: Path) -> bool:
-    with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
-        starts = (line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] for line in file)
-        return next(filter(None, starts), b"") == b"["
+    return next((text for _, text in lines(path) if text.strip()), "").lstrip().startswith("[")
 
 
-def _read_json_lines(path: Path, at: int, number: int) -> Iterator[Position]:
-    for end, line, text in lines(path, at, number):
-        if text := text.strip():
-            yield _read_json(f"{path}:{line}", text), end, line
+def _read_json_lines(path: Path) -> Iterator[Row]:
+    for number, text in lines(path):
+        where = f"{path}:{number}"
+        try:
+            if text := text.strip():
+                yield _object(where, json.loads(text))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: not valid JSON: {error}; expected one object in each line") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, nested too deep
+            yield Row({}, where, problem=str(error))
 
 
-def _read_json(where: str, text: str) -> Row:
-    try:
-        return _object(where, json.loads(text))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON: {error}; expected one object in each line") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, nested too deep
-        return Row({}, where, problem=str(error))
-
-
-def _read_json_array(path: Path, at: int) -> Iterator[Position]:
-    try:
-        values = json.loads("".join(text for *_, text in lines(path)))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
-    for row in range(at, len(values)):
-        yield _object(f"{path} row {row + 1}", values[row]), row + 1, row + 1
+def _read_json_array(path: Path) -> Iterator[Row]:
+    for number, value in enumerate(json.loads("".join(text for _, text in lines(path))), 1):
+        yield _object(f"{path} row {number}", value)
 
 
 def _object(where: str, value: Any) -> Row:
@@ -316,31 +279,27 @@ def _object(where: str, value: Any) -> Row:
     return Row(value, where)
 
 
-def _read_paragraphs(path: Path, at: int, number: int) -> Iterator[Position]:
+def _read_paragraphs(path: Path) -> Iterator[Row]:
     """Blocks between blank lines. One of more than MAX_BLOCK bytes ends at a line break."""
     block: list[str] = []
-    first = start = line = 0
-    for end, line, text in lines(path, at, number):
+    where, size = "", 0
+    for number, text in itertools.chain(lines(path), [(0, "")]):
         if text.strip():
             if not block:
-                first, start = line, at
+                where = f"{path}:{number}"
             block.append(text.rstrip("\r\n"))
-        at = end
-        if block and (not text.strip() or at - start >= MAX_BLOCK):
-            yield Row({"text": "\n".join(block)}, f"{path}:{first}"), at, line
-            block = []
-    if block:
-        yield Row({"text": "\n".join(block)}, f"{path}:{first}"), at, line
+            size += len(text.encode())
+        if block and (not text.strip() or size >= MAX_BLOCK):
+            yield Row({"text": "\n".join(block)}, where)
+            block, size = [], 0
 
 
-def lines(path: Path, at: int = 0, number: int = 0) -> Iterator[tuple[int, int, str]]:
-    """From byte `at` on, decompressed: (bytes up to the line's end, its number, its text)."""
-    with COMPRESSED.get(path.suffix, open)(path, "rb") as file:
-        file.seek(at)
-        for line in file:
-            at, number = at + len(line), number + 1
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The number and text of each line, decompressed."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        for number, line in enumerate(file, 1):
             try:
-                yield at, number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte order mark at the start
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte order mark at the start
             except UnicodeDecodeError as error:
                 try:
                     line.decode("gb18030")

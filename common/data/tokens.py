@@ -18,6 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     import tokenizers
 
+NOT_FAST = "a tokenizer is needed whose tokenizer.json does all that it does"
 notes: set[str] = set()  # what is to be known of the row that is tokenised: encode.py counts them, and empties the set
 
 
@@ -84,8 +85,7 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
     The prompt has the same ids as on its own, as in sampling: no token spans the boundary.
     """
     if tokenizer.chat_template:
-        how = "as chats: --columns instruction=prompt output=completion; pairs: instruction=prompt"
-        notes.add(f"plain text goes without the chat template ({how})")
+        notes.add("plain text goes without the chat template (as chats: --columns instruction=prompt output=completion)")
     before = tokenize_text(prompt, tokenizer)
     ids = tokenize_text(prompt + completion, tokenizer)
     if ids[: len(before)] != before:  # a merge across the boundary: tokenise the completion separately
@@ -98,12 +98,11 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
 
 
 def tokenize_documents(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Each document as int32 ids with one end-of-text token, and one beginning-of-text token if the tokenizer adds it."""
-    documents, eos, adds_bos = [], tokenizer.eos_token_id, _adds_bos(tokenizer)
-    for start in range(0, len(texts), 1000):
-        for ids in _ids(texts[start : start + 1000], tokenizer):
-            ids = _with_bos(ids, tokenizer) if adds_bos else ids
-            documents.append(np.array(ids if ids and ids[-1] == eos else [*ids, eos], np.int32))
+    """Each document as int64 ids with one end-of-text token, and one beginning-of-text token if the tokenizer adds it."""
+    documents, eos = [], tokenizer.eos_token_id
+    for ids in _ids(texts, tokenizer):
+        ids = _with_bos(ids, tokenizer)
+        documents.append(np.array(ids if ids and ids[-1] == eos else [*ids, eos], np.int64))
     return documents
 
 
@@ -226,49 +225,45 @@ def _mask(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray | Non
 class _Traits(NamedTuple):
     """Properties of a tokenizer that matter for encoding a text."""
 
-    direct: bool  # its backend, called directly, gives the same result as transformers' wrapper
     special: frozenset[int]
     line_break: list[int] | None  # ids of a line break, if it adds a space before a text (▁ or Ġ), else None
 
 
 @per_tokenizer
 def _traits(tokenizer: Tokenizer) -> _Traits:
-    import tokenizers
-
     sample = "Hello there,\n  it's 1+1=2."
     ids = tokenizer(sample, add_special_tokens=False).input_ids
-    engine = getattr(tokenizer, "backend_tokenizer", None)
-    direct = isinstance(engine, tokenizers.Tokenizer) and engine.encode(sample, add_special_tokens=False).ids == ids
+    if engine_of(tokenizer).encode(sample, add_special_tokens=False).ids != ids:  # called directly from here on
+        raise UserError(f"{type(tokenizer).__name__}: {NOT_FAST}")
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("x", add_special_tokens=False).input_ids)
     line_break = tokenizer("\n", add_special_tokens=False).input_ids if tokens and tokens[0][0] in "▁Ġ" else None
-    return _Traits(direct, frozenset(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), line_break)
+    return _Traits(frozenset(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), line_break)
 
 
-def _engine(tokenizer: Tokenizer, literal: bool) -> "tokenizers.Tokenizer":
-    """The backend tokenizer without truncation or padding; literal: spelled special tokens stay characters."""
-    engine = tokenizer.backend_tokenizer
-    if engine.encode_special_tokens != literal:
-        engine.encode_special_tokens = literal
-    if engine.truncation is not None:
-        engine.no_truncation()
-    if engine.padding is not None:
-        engine.no_padding()
+def engine_of(tokenizer: Tokenizer, literal: bool = False) -> "tokenizers.Tokenizer":
+    """The backend tokenizer without truncation or padding; literal: spelled special tokens stay characters.
+
+    Raises UserError for a tokenizer that has none.
+    """
+    engine = getattr(tokenizer, "backend_tokenizer", None)
+    if engine is None:
+        raise UserError(f"{type(tokenizer).__name__}: {NOT_FAST}")
+    engine.encode_special_tokens = literal
+    engine.no_truncation()
+    engine.no_padding()
     return engine
 
 
 def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Texts as ids, without beginning- or end-of-text tokens."""
-    if not _traits(tokenizer).direct:
-        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False).input_ids
-    encodings = _engine(tokenizer, tokenizer.split_special_tokens).encode_batch_fast(texts, add_special_tokens=False)
+    _traits(tokenizer)  # raises for a tokenizer that is not to be called in this way
+    encodings = engine_of(tokenizer, tokenizer.split_special_tokens).encode_batch_fast(texts, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
 
 
 def encode_text(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tuple[list[int], np.ndarray]:
     """Text of `render` as ids and their characters [start, end); no token crosses a cut. Placeholders become text."""
     traits = _traits(tokenizer)
-    if not cuts and "\ufdd0" not in text:
-        return _piece(text, tokenizer, traits, first=True)
     hidden = list(PLACEHOLDER.finditer(text))
     if text.count("\ufdd0") != len(hidden):
         raise BadRow("the chat template cuts a special token that the text contains")
@@ -290,15 +285,10 @@ def encode_text(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tu
 def _piece(
     text: str, tokenizer: Tokenizer, traits: _Traits, first: bool, literal: bool = False
 ) -> tuple[list[int], np.ndarray]:
-    """A piece of a longer text as ids and their characters; literal: spelled special tokens stay characters.
-
-    Raises UserError for a tokenizer without a fast form.
-    """
-    if not traits.direct:
-        raise UserError(f"{type(tokenizer).__name__}: chats need a tokenizer whose tokenizer.json does all that it does")
+    """A piece of a longer text as ids and their characters; literal: spelled special tokens stay characters."""
     # Some tokenizers add a space before a text. Within a longer one there is none: encode the piece after a line break.
     lead = None if first else traits.line_break
-    encoding = _engine(tokenizer, literal).encode(text if lead is None else "\n" + text, add_special_tokens=False)
+    encoding = engine_of(tokenizer, literal).encode(text if lead is None else "\n" + text, add_special_tokens=False)
     ids, characters = encoding.ids, encoding.offsets
     if lead is not None:
         if ids[: len(lead)] != lead:
@@ -317,10 +307,9 @@ def _piece(
 
 
 def show_trained(sequence: Sequence, tokenizer: Tokenizer) -> str:
-    """A sequence as text with the trained parts marked: in colour on a terminal, in [[brackets]] otherwise."""
-    before, after = ("\033[30;42m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
+    """A sequence as text with the trained parts in [[brackets]]."""
     pieces = [(printable(text), trained) for text, trained in trained_parts(sequence, tokenizer)]
-    return "".join(f"{before}{text}{after}" if trained else text for text, trained in pieces)
+    return "".join(f"[[{text}]]" if trained else text for text, trained in pieces)
 
 
 def trained_parts(sequence: Sequence, tokenizer: Tokenizer) -> list[tuple[str, bool]]:

@@ -2,18 +2,12 @@
 
 from collections.abc import Callable, Iterator
 import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from common.errors import UserError
 import numpy as np
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    Tokenizer = PreTrainedTokenizerBase
-else:
-    Tokenizer = Any
-
+Tokenizer = Any  # a transformers.PreTrainedTokenizerBase: importing that takes seconds
 Function = TypeVar("Function", bound=Callable[..., Any])
 Message = dict[str, Any]  # {"role", "content", ...}: a turn of a chat
 # One text as tokens: `input_ids` (n,) and `loss_mask` (n,), 1 where trained; and further fields of any name, which reach
@@ -71,12 +65,10 @@ def may_reject(function: Function) -> Function:
     return called
 
 
+@may_reject
 def unicode(text: str) -> str:
     """The text. Raises BadRow for half of a surrogate pair, which JSON can hold and no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRow("text that is not valid Unicode (half a surrogate pair)") from None
+    text.encode()
     return text
 
 

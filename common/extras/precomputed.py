@@ -74,7 +74,6 @@ def fingerprint(reference: Reference, examples: Examples, mixed_precision: str) 
     if any(hasattr(p, "ds_id") for p in model.parameters()):  # ZeRO-3 keeps the values elsewhere
         digest.update(os.urandom(16))
     for file in examples.files:
-        for array in (file.ids, file.mask, file.starts, file.ends):
-            if array is not None:
-                digest.update(np.ascontiguousarray(array))
+        for array in (file.fields["input_ids"], file.fields["loss_mask"], file.starts, file.ends):
+            digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()[:16]

@@ -150,14 +150,12 @@ class Stream:
         for part in filled:
             self._layout = agree(self._layout, part.layout)
         layout = self._layout if filled else Layout(1, {}, "")
-        ids, mask, lengths, rows, difficulty = (np.concatenate([part[i] for part in encoded]) for i in range(5))
-        facts = account.facts() | {"tokens": len(ids), "trained_tokens": int(mask.sum(dtype=np.int64))}
-        fields: tuple[dict[str, np.ndarray], ...] = ({}, {})  # per sequence, per token
-        for name, (per_token, _) in layout.fields.items():
-            fields[per_token][name] = np.concatenate([part.fields[name] for part in filled])
+        lengths, rows, difficulty = (np.concatenate([part[i] for part in encoded]) for i in range(3))
+        fields = {name: np.concatenate([part.fields[name] for part in filled]) for name in layout.fields}
+        trained = int(fields["loss_mask"].sum(dtype=np.int64)) if filled else 0
+        facts = account.facts() | {"tokens": int(lengths.sum()), "trained_tokens": trained}
         ends = np.cumsum(lengths)
-        starts, each = ends - lengths, layout.per_example
-        return TokenFile(ids, mask, starts, ends, each, rows, difficulty, facts, fields[True], fields[False])
+        return TokenFile(layout, ends - lengths, ends, rows, difficulty, fields, facts)
 
 
 def check(args: CommonArgs) -> None:

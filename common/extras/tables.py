@@ -3,28 +3,27 @@
 from collections.abc import Iterator
 import csv
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
-from common.data.sources import Position, Source, lines
+from common.data.sources import Source, lines
 from common.data.types import Row
 from common.errors import UserError
 
 MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unclosed quote
 
 
-def read_table(path: Path, suffix: str, at: int) -> Iterator[Position]:
-    """The rows of a file after the first `at`. All values of .csv and .tsv are strings."""
+def read_table(path: Path, suffix: str) -> Iterator[Row]:
+    """The rows of a file. All values of .csv and .tsv are strings."""
     read = _read_parquet(path) if suffix == ".parquet" else _read_csv(path, "," if suffix == ".csv" else "\t")
-    for row, columns in enumerate(itertools.islice(read, at, None), at + 1):
-        yield Row(columns, f"{path} row {row}"), row, row
+    for number, columns in enumerate(read, 1):
+        yield Row(columns, f"{path} row {number}")
 
 
 def _read_csv(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
     """The records of a table whose first line has the column names."""
     csv.field_size_limit(MAX_FIELD)
-    table = csv.DictReader((text for *_, text in lines(path)), delimiter=delimiter, strict=True)
+    table = csv.DictReader((text for _, text in lines(path)), delimiter=delimiter, strict=True)
     for columns in table:
         if None in columns:
             raise UserError(f"{path}:{table.line_num}: more fields than columns: {', '.join(table.fieldnames)}")
@@ -39,7 +38,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
-def read_dataset(source: Source, at: int) -> Iterator[Position]:
+def read_dataset(source: Source, at: int) -> Iterator[Row]:
     """The rows of a save_to_disk folder or a Hub dataset after the first `at`."""
     table = load_table(source)
     if hasattr(table, "__len__") and at >= len(table):  # skip() refuses to skip everything
@@ -47,7 +46,7 @@ def read_dataset(source: Source, at: int) -> Iterator[Position]:
     number = at
     try:
         for number, columns in enumerate(table.skip(at) if at else table, at + 1):
-            yield Row(dict(columns), f"{source.path} row {number}"), number, number
+            yield Row(dict(columns), f"{source.path} row {number}")
     except Exception as error:  # the library and the network raise many kinds
         raise UserError(f"dataset {source.path} row {number + 1}: cannot be read: {error}") from None
 

@@ -52,7 +52,8 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
         "model": about_model,
     }
     if getattr(packs, "max_length", 0):
-        facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": packs.utilisation}
+        filled = float(packs.lengths.sum() / (len(packs) * packs.max_length))
+        facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": filled}
     if args.dry_run:
         extra("dry_run").show_facts(facts)
         extra("dry_run").show_memory(args, accelerator, model, largest, reference)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import accelerate
 from common.args import CommonArgs
+from common.data.encode import Layout
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source, find_sources, read_rows
 import numpy as np
@@ -70,17 +71,18 @@ def make_examples(sources, difficulty=None, pairs=False, by_place=False):
     """Examples of these many tokens in each source, which are the number of the example, or their place in the source; those
     of `pairs` have two sequences."""
     files, first = [], 0
+    fields = {"input_ids": ("token", "int64"), "loss_mask": ("token", "int64")}
     for lengths in sources:
         rows, sizes = np.arange(len(lengths)), np.array(lengths)
         ids = np.arange(sum(lengths)) if by_place else np.repeat(first + rows, lengths)
         if pairs:
             sizes = np.stack([sizes // 2, sizes - sizes // 2], 1).flatten()
         ends = np.cumsum(sizes)
-        files.append(TokenFile(ids, None, ends - sizes, ends, 1 + pairs, rows, rows * 1.0, {}))
+        values = np.full(len(rows), np.nan) if difficulty is None else np.array(difficulty[first:][: len(rows)], float)
+        data = {"input_ids": ids, "loss_mask": np.ones(len(ids), int)}
+        files.append(TokenFile(Layout(1 + pairs, fields, ""), ends - sizes, ends, rows, values, data, {}))
         first += len(lengths)
-    examples = Examples(files, [Source(f"source {s}") for s in range(len(files))])
-    examples.difficulty = None if difficulty is None else np.array(difficulty, float)
-    return examples
+    return Examples(files, [Source(f"source {s}") for s in range(len(files))])
 
 
 def ids(data, count):

@@ -259,8 +259,8 @@ def test_other_processes_continue_a_stream_in_place(tmp_path, tokenizer, options
 
 
 def load(sources, tokenizer, turn_dropping=0.0, **settings):
-    names = [{"path": source.path} | ({"weight": source.weight} if source.weight else {}) for source in sources]
-    args = arguments(Path("cache"), *names, **{"dataset_streaming": True, "seed": 5} | settings)
+    given = {"dataset_streaming": True, "seed": 5, "dataset_weights": [source.weight for source in sources]}
+    args = arguments(Path("cache"), *(source.path for source in sources), **given | settings)
     train, held_out = load_data(args, alone(), document, tokenizer)
     assert len(held_out) == 0
     return drop_turns(train, turn_dropping)
@@ -270,6 +270,6 @@ def test_settings_that_a_stream_cannot_have(tmp_path, tokenizer):
     sources = some(tmp_path, "several")
     found = load(sources, tokenizer)
     assert [ids(found[p]) for p in range(60)] == naive(tokenizer, sources, 60) and found.examples.longest > 1
-    for name, value in (("max_steps", -1), ("curriculum_column", "n"), ("turn_dropping", 0.5), ("turn_dropping", 1.5)):
+    for name, value in (("max_steps", -1), ("curriculum_column", "n"), ("turn_dropping", 0.5)):
         with pytest.raises(UserError, match=f"--{name}"):
             load(sources, tokenizer, **{name: value})

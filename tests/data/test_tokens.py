@@ -99,7 +99,7 @@ def test_thinking_opened_for_samples_only_is_refused():
     """Its answers would be trained after another header than they are sampled after; the remedy works."""
     tokenizer = copy.deepcopy(make_tokenizer(R1))
     for chat in (CHAT, [CHAT[0], {"role": "assistant", "content": "<think>hm</think>2"}]):
-        with pytest.raises(BadRow, match="begins what is sampled with <think>"):
+        with pytest.raises(BadRow, match="leaves out <think>"):
             tokenize_messages(chat, tokenizer)
     tokenizer.chat_template = read_chat_template("chatml")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import flat_batch
+from common.data.encode import Layout
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source
 from common.extras.lora import add_lora
@@ -26,7 +27,9 @@ def pairs():
     ends = np.cumsum(lengths)
     ids = rng.integers(2, 60, ends[-1]).astype(np.uint16)
     mask = (rng.random(ends[-1]) < 0.6).astype(np.uint8)
-    file = TokenFile(ids, mask, ends - lengths, ends, 2, np.arange(5), np.zeros(5), {})
+    fields = {"input_ids": ids, "loss_mask": mask}
+    layout = Layout(2, {name: ("token", str(values.dtype)) for name, values in fields.items()}, "")
+    file = TokenFile(layout, ends - lengths, ends, np.arange(5), np.full(5, np.nan), fields, {})
     return Examples([file], [Source("pairs")])
 
 
@@ -85,8 +88,8 @@ def test_they_are_found_again_by_content(pairs, accelerator, tmp_path, monkeypat
     assert known == key() == key(own_module)  # not where it is, but what it is
     others = [key(precision="bf16"), key(kind=Half), key(other_positions), key(other_weights)]
     others.append(key(lambda model: torch.nn.ModuleList([model, model])))
-    for name in ("ids", "mask", "starts", "ends"):
-        array = getattr(pairs.files[0], name)
+    file = pairs.files[0]
+    for array in (file.fields["input_ids"], file.fields["loss_mask"], file.starts, file.ends):
         array[3] ^= 1
         others.append(key())
         array[3] ^= 1
