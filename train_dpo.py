@@ -51,7 +51,7 @@ class Args(CommonArgs):
     simpo_gamma: float = arg(0.5, help="the margin of simpo", within="[0, inf)", needs="loss_type=simpo")
     sft_weight: float | None = arg(None, help="weight of the chosen answers' NLL; unset: 0, with orpo 1", within="[0, inf)")
     precompute_ref_log_probs: bool = arg(
-        False, help="score all pairs with the reference once, cache the scores, and free the model", may_change="execution"
+        False, help="score all pairs with the reference before training, and free the model", may_change="execution"
     )
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ def main(args: Args) -> None:
     # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if uses_reference else None
     if uses_reference and args.precompute_ref_log_probs:
-        reference.precompute(args, train, held_out)  # kept on disk; the reference is freed
+        reference.precompute(args, train, held_out)  # and the reference is freed
 
     # --- the gradient of a window ------------------------------------------------------------------------------------
     def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:

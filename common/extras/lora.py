@@ -207,11 +207,6 @@ def at_start(lm: nn.Module) -> Iterator[None]:
             module._active_adapter = names
 
 
-def is_trained_part(name: str) -> bool:
-    """Whether a tensor, by its name in the state dict, belongs to the trained adapter."""
-    return TRAINED in name.split(".")
-
-
 # --- rows of the embedding ------------------------------------------------------------------------------------------
 
 

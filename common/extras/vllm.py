@@ -29,7 +29,7 @@ from common.collators import Window
 from common.errors import OutsideError, UserError, quoted, say
 from common.extras.merge import policy_writer
 from common.model.flat_model import base_lm
-from common.processes import gather_lists, on_each_process, on_main_process
+from common.processes import on_each_process, on_main_process
 from common.run.folder import writing
 from common.sampling.generate import Sampled
 import numpy as np
@@ -160,7 +160,6 @@ class RolloutServers:
             return
         wait(self.running)  # a rollout uses one set of weights; its errors are raised where it is awaited
         self.running.clear()
-        before = dict(gather_lists(self.accelerator, list(self.failed.items())))
         path, self.version, self.synced = self.folder / f"step-{step}", f"{step}-{self.run}", step
         self._write(path)
         prompt = np.random.default_rng(0).integers(3, min(256, self.vocabulary), size=PROBE_PROMPT).tolist()
@@ -169,8 +168,8 @@ class RolloutServers:
         ours = {url: self._score(prompt, answer.ids) for url, answer in answers.items()}
         doubts = on_main_process(self.accelerator, lambda: {url: self._doubt(url, answers[url], ours[url]) for url in ours})
         self.failed = {url: reason for url, reason in (found | doubts).items() if reason}
-        for url in self.failed.keys() ^ before.keys():
-            say(f"{url} is left out: {self.failed[url]}" if url in self.failed else f"{url} is back")
+        for url, reason in self.failed.items():
+            say(f"{url} is left out: {reason}")
         self._alive()
 
     def _write(self, path: Path) -> None:

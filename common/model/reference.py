@@ -41,8 +41,7 @@ class Reference:
         """Give each sequence its log-probability under the reference, as the field ref_logps. Then drop the model: only
         `sums` can be used afterwards.
 
-        data: Examples, or the training data made from them (its `data`). Called on every process; each scores a share. The
-        scores are cached in args.dataset_cache_dir, in a file named by a hash of everything they depend on.
+        data: Examples, or the training data made from them (its `data`). Called on every process; each scores a share.
         """
         for examples in data:
             examples = getattr(examples, "data", examples)

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.errors import UserError
-from common.extras.lora import START, adapter_config, add_lora, at_start, is_trained_part, write_adapter
-from common.extras.precomputed import fingerprint
+from common.extras.lora import START, adapter_config, add_lora, at_start, write_adapter
 from common.model.flat_model import FlatModel
 from common.model.load import grow_embedding, load_pretrained
 from common.model.reference import Reference
@@ -216,24 +215,6 @@ def test_a_starting_adapter_is_the_reference(adapter, tmp_path):
     with torch.no_grad():
         found = load_pretrained(CommonArgs(), tmp_path / "out").eval()(batch).logps
         torch.testing.assert_close(found, model(batch).logps, atol=1e-4, rtol=1e-4)
-
-
-def test_precomputed_scores_know_the_starting_adapter(adapter, tmp_path):
-    examples = SimpleNamespace(files=[])
-
-    def key(model):
-        return fingerprint(Reference(None, model, without_adapter=True), examples, "no")
-
-    model = from_adapter(adapter)
-    first = key(model)
-    disturb(model, seed=1)
-    assert key(model) == first
-    assert any(is_trained_part(n) for n in model.state_dict())
-    with torch.no_grad():
-        next(p for n, p in model.named_parameters() if f"lora_B.{START}" in n).add_(1.0)
-    assert key(model) != first
-    base = add_lora(CommonArgs(**ARGS), load_pretrained(CommonArgs(), adapter.with_name("base")))
-    assert key(base) != first
 
 
 def test_only_lora_adapters_are_read(tmp_path):
