@@ -1,7 +1,7 @@
 """Merge a finished LoRA adapter into its base: `python -m tools.merge_lora outputs/sft merged`.
 
 The base is the one that the adapter names, loaded in its own dtype; the result is a model that does not need peft. The
-merged folder contains the adapter's tokenizer, generation_config.json and extra.safetensors, and a model card.
+merged folder contains the adapter's tokenizer, generation_config.json and extra.safetensors.
 """
 
 import argparse

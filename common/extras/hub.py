@@ -7,7 +7,6 @@ import json
 import os
 from pathlib import Path
 import re
-from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, quoted, say
@@ -24,12 +23,14 @@ METRICS = re.compile(
 ADAPTER = "adapter_config.json"
 TIMEOUT = 300  # seconds without an answer from the Hub
 MARK = "<!-- written by Plainloop; without this line the card stays as it is -->"
-TEXT = """# A language model, {after}
+TEXT = """# A language model, after {stage}
 
 Trained from {base}. Nothing else was measured than what is written here: no truthfulness, safety or bias. The license
 follows from those of the data and of the model that it was made of.
 
-{outcome}
+## Results
+
+{results}
 
 {mark}
 """
@@ -43,34 +44,24 @@ def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
 
     best_step: the step of the checkpoint that is exported, if it is not the last one.
     """
-    folder, stage = Path(args.output_dir), Path(script).stem.removeprefix("train_")
-    sources = [source["path"] for source in read_json(folder / "dataset.json").get("sources", [])]
-    datasets = sorted({name for name in sources if is_on_hub(name, "dataset")})
-    tags, outcome = ["plainloop", stage, *["lora"] * args.use_peft], results_of(folder, best_step)
-    save_card(folder, args.model_name_or_path, f"after {stage}", outcome, tags=tags, datasets=datasets or None)
-
-
-def merged_card(adapter: str, folder: Path, base: str | None) -> None:
-    """Write the card of a model that an adapter was merged into; base: as the user named it."""
-    base = base or read_json(Path(adapter, ADAPTER)).get("base_model_name_or_path")
-    how = "It is a LoRA adapter, merged into its base: how it was trained, see there."
-    save_card(folder, base, "with its adapter merged", how, tags=["plainloop", "lora"])
-
-
-def save_card(folder: Path, name: str | None, after: str, outcome: str, **facts: Any) -> None:
-    """name: by which the base was loaded. facts: for the Hub."""
     from huggingface_hub import ModelCardData
 
+    folder, name, stage = Path(args.output_dir), args.model_name_or_path, Path(script).stem.removeprefix("train_")
     if (folder / CARD).exists() and MARK not in (folder / CARD).read_text(encoding="utf-8", errors="replace"):
         say(f"{folder / CARD} is your own: it stays as it is, and no model card is written")
         return
     base = name if is_on_hub(str(name), "model") else None
-    library = "peft" if (folder / ADAPTER).exists() else "transformers"
+    sources = [source["path"] for source in read_json(folder / "dataset.json").get("sources", [])]
+    facts = ModelCardData(
+        library_name="peft" if (folder / ADAPTER).exists() else "transformers",
+        pipeline_tag="text-classification" if (folder / CLASSIFIER).is_dir() else "text-generation",
+        base_model=base,
+        datasets=sorted({name for name in sources if is_on_hub(name, "dataset")}) or None,
+        tags=["plainloop", stage, *["lora"] * args.use_peft],
+    )
     link = f"[{base}](https://huggingface.co/{base})" if base else "a local model, or from random weights"
-    text = TEXT.format(after=after, base=link, outcome=outcome, mark=MARK)
-    task = "text-classification" if (folder / CLASSIFIER).is_dir() else "text-generation"
-    facts |= {"library_name": library, "pipeline_tag": task, "base_model": base}
-    replace_text(folder / CARD, f"---\n{ModelCardData(**facts).to_yaml()}\n---\n\n{text}")
+    text = TEXT.format(stage=stage, base=link, results=results_of(folder, best_step), mark=MARK)
+    replace_text(folder / CARD, f"---\n{facts.to_yaml()}\n---\n\n{text}")
 
 
 def is_on_hub(name: str, kind: str) -> bool:
@@ -89,7 +80,7 @@ def results_of(folder: Path, best_step: int | None) -> str:
         exported = values.get(best_step or max(values))
         if METRICS.fullmatch(name) and exported is not None:
             rows.append(f"| {name.removeprefix('eval_')} | {points[0, 1]:.4g} | {exported:.4g} |")
-    head = ["## Results", "", "| held out, by the run itself | at first | this model |", "|---|---|---|"]
+    head = ["| held out, by the run itself | at first | this model |", "|---|---|---|"]
     return "\n".join(head + rows) if rows else "Nothing was evaluated."
 
 

@@ -9,7 +9,6 @@ import shutil
 from accelerate import Accelerator
 from common.errors import UserError, is_of_the_disk, say
 from common.extras import extra
-from common.extras.hub import merged_card
 from common.extras.lora import TRAINED, adapter_config, check_mergeable, import_peft
 from common.model.flat_model import base_lm, is_quantised
 from common.model.load import grow_embedding, hub_errors, make_savable
@@ -59,7 +58,7 @@ def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, 
 
 
 def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False) -> None:
-    """Write the merged model to the folder `out`, with a card, all of it or nothing."""
+    """Write the merged model to the folder `out`, all of it or nothing."""
     if Path(out).exists():
         raise UserError(f"{out} is there already: name a folder that is not")
     temporary = Path(out).with_name(f".{Path(out).name}.tmp")
@@ -67,7 +66,6 @@ def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remo
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
-        merged_card(adapter, temporary, base)
         temporary.rename(out)
     except Exception as error:
         if not is_of_the_disk(error):

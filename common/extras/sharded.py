@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from common.args import CommonArgs
 from common.data.types import Tokenizer
-from common.errors import UserError
 from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS
 from safetensors.torch import save_file
@@ -76,19 +75,12 @@ def save(accelerator: Accelerator, model: FlatModel, optimizer: Any, folder: Pat
 
 
 def load(accelerator: Accelerator, model: FlatModel, optimizer: Any, checkpoint: Path) -> None:
-    """Load what `save` has written. optimizer: None to load the weights alone. Called on every process.
-
-    Raises UserError if the shards are damaged, or of another model.
-    """
+    """Load what `save` has written. optimizer: None to load the weights alone. Called on every process."""
     plugin = _sharding(accelerator)
-    try:
-        if (checkpoint / SHARDS).is_dir():
-            load_fsdp_model(plugin, accelerator, model.lm, checkpoint)
-        if optimizer is not None:
-            load_fsdp_optimizer(plugin, accelerator, optimizer, model, checkpoint)
-    except Exception as error:  # torch collects the errors of all processes
-        reason = " ".join(str(error).split())[-300:]
-        raise UserError(f"{checkpoint} does not hold the shards of this model and optimizer: {reason}") from None
+    if (checkpoint / SHARDS).is_dir():
+        load_fsdp_model(plugin, accelerator, model.lm, checkpoint)
+    if optimizer is not None:
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, checkpoint)
 
 
 def _sharding(accelerator: Accelerator) -> Any:

@@ -7,7 +7,7 @@ import shutil
 
 from common.command_line import parse_args
 from common.errors import UserError
-from common.extras.hub import MARK, merged_card, write_card
+from common.extras.hub import MARK, write_card
 import huggingface_hub
 from huggingface_hub.utils import filter_repo_objects
 import pytest
@@ -154,17 +154,6 @@ def test_a_card_of_the_users_is_left_alone(tmp_path, capsys):
     edited = first.replace(MARK, "")
     (tmp_path / "README.md").write_text(edited)
     assert card_of(tmp_path, *words) == edited
-
-
-def test_the_card_of_a_merged_adapter(cache, tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
-    for name, base in (("one", None), ("two", str(tmp_path))):
-        (tmp_path / name).mkdir()
-        merged_card(str(tmp_path), tmp_path / name, base)
-    card = (tmp_path / "one" / "README.md").read_text()
-    assert head(card)["base_model"] == "Qwen/Qwen3-0.6B"
-    assert "LoRA adapter, merged" in card
-    assert str(tmp_path) not in (tmp_path / "two" / "README.md").read_text()
 
 
 # --- the Hub --------------------------------------------------------------------------------------------------------
