@@ -119,7 +119,9 @@ class BatchArgs:
     per_device_train_batch_size: int = arg(8, help="per process and micro-batch", within="[1, 1e6]", may_change="course")
     per_device_eval_batch_size: int = arg(16, help="the same for evaluation", within="[1, 1e6]", may_change="execution")
     gradient_accumulation_steps: int = arg(1, help="micro-batches of a step", within="[1, 1e6]", may_change="course")
-    auto_micro_batch: bool = arg(False, help="before step 1, split micro-batches until they fit", may_change="execution")
+    auto_micro_batch: bool = arg(
+        False, help="several processes: split micro-batches, too, when memory runs out", may_change="execution"
+    )
     empty_cache_above: float = arg(
         0.9, help="release cached memory above this share", within="(0, 1]", may_change="execution"
     )
@@ -217,9 +219,7 @@ class RunArgs:
     output_dir: str = arg("outputs/run", help="folder for all that the run writes", is_path=True)
     overwrite_output_dir: bool = arg(False, help="start over: an earlier run in the folder is deleted")
     accept_changes: bool = arg(False, help="resume although script, data or code was changed")
-    resume_from_checkpoint: str = arg(
-        "auto", help="auto (newest intact checkpoint of this run), none, or a folder", is_path=True
-    )
+    resume_from_checkpoint: str = arg("auto", help="auto (newest intact checkpoint in output_dir) or none")
     seed: int = arg(0, help="seed of the order, initial weights, dropout, sampling", within="[0, 1e9]", may_change="no")
     push_to_hub: bool = arg(False, help="push the final model and its card to the Hub")
     hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", needs="push_to_hub")

@@ -309,7 +309,11 @@ class Windows:
         examples = [self.train[position] for position in positions]
         parts = self.dealt(step)
         mine = parts[self._accelerator.process_index :: self._accelerator.num_processes]
-        return self._window(examples, mine, lambda: [self.train.where(position) for position in positions])
+
+        def origins() -> list[str]:
+            return [self.train.where(position) for position in positions]
+
+        return Window(self._accelerator, examples, mine, indivisible=self._indivisible, origins=origins)
 
     def dealt(self, step: int) -> list[list[int]]:
         """The examples of each of a window's micro-batches, over all processes: the first is process 0's, the second process
@@ -318,25 +322,6 @@ class Windows:
             return self._budget.dealt(step)
         B, n = self._batch_size, self.start(step + 1) - self.start(step)
         return [list(range(min(i * B, n), min((i + 1) * B, n))) for i in range(self._parts)]
-
-    def largest(self) -> Window:
-        """A window of one micro-batch, or of two if a step has more, with the longest examples that the run can meet
-        together."""
-        examples = self.train.examples  # for a stream, its first block
-        longest = np.argsort(-examples.lengths, kind="stable").tolist()
-        if self.max_tokens:
-            fits = np.cumsum(examples.lengths[longest]) <= self.max_tokens
-            chosen = longest[: max(1, int(fits.sum()))]
-        else:
-            chosen = longest[: self._batch_size]
-        several = self._parts > self._accelerator.num_processes
-        members = list(range(len(chosen)))
-        return self._window([examples[i] for i in chosen], [members] * (1 + several))
-
-    def _window(
-        self, examples: list[Example], mine: list[list[int]], origins: Callable[[], list[str]] | None = None
-    ) -> Window:
-        return Window(self._accelerator, examples, mine, indivisible=self._indivisible, origins=origins)
 
     def start(self, step: int) -> int:
         """The position at which a window starts."""

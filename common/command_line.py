@@ -14,12 +14,10 @@ import re
 import sys
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
-import warnings
 
 from common.args import CommonArgs, declared, defaults, first_definition, is_within
 from common.errors import UserError, last_words, say, show_and_exit
 from common.extras import extra
-from common.memory import is_oom
 import yaml
 
 Args = TypeVar("Args", bound=CommonArgs)
@@ -76,8 +74,6 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
     for stream in (sys.stdout, sys.stderr):  # a character missing in the terminal's encoding ends no run
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    if not sys.warnoptions:  # libraries' warnings about each other, which no user can act on
-        warnings.simplefilter("ignore", FutureWarning)
     code: str | int | None = 0
     try:
         main(parse_args(args_class, demo, default_model))
@@ -89,10 +85,6 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
     except SystemExit as stop:
         code = stop.code or 0
     except Exception as error:
-        if is_oom(error):
-            remedy = "lower --per_device_eval_batch_size or --eval_max_new_tokens, or what the script samples at a time"
-            reason = " ".join(str(error).split())[:160] or "MemoryError"
-            show_and_exit(UserError(f"out of memory outside of the training steps: {remedy} ({reason})"))
         if isinstance(error, RuntimeError) and any(words in str(error) for words in GONE):
             show_and_exit(UserError(f"another process has ended; if it printed why, that is the reason ({error})"))
         last_words(error)
@@ -157,8 +149,6 @@ def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) 
     for name, value in values.items():
         if isinstance(value, list) and name in types_of(args_class) and _kind(args_class, name)[1]:
             words += [f"--{name}", *map(word, value)]
-        elif isinstance(value, list | dict) and name in types_of(args_class) and not _kind(args_class, name)[1]:
-            raise UserError(f"{origin}: {name} takes one value")
         elif value is not None:
             words.append(f"--{name}={word(value)}")
     try:
@@ -180,13 +170,9 @@ def _without_effect(values: Values, args_class: type[CommonArgs]) -> list[str]:
             is_set = wanted in set_to if wanted else any(set_to)
             if is_set == need.startswith("no "):
                 other = f"with --{other}" if is_set else f"without --{other} {wanted}".rstrip()
-                lines.append(f"--{name} {_shown(values[name])} has no effect {other}")
+                lines.append(f"--{name} has no effect {other}")
                 break
     return lines
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 # --- words to values ------------------------------------------------------------------------------------------------

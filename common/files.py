@@ -1,6 +1,5 @@
 """Files: hashed, flushed to disk, replaced whole; what a finished folder holds; and which code is loaded."""
 
-from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import hashlib
 import json
@@ -9,8 +8,6 @@ from pathlib import Path
 import shutil
 import sys
 import sysconfig
-
-READERS = 8  # threads that hash the files of a folder
 
 
 def file_hash(path: Path) -> str:
@@ -55,17 +52,11 @@ def write_manifest(folder: Path) -> None:
 def find_damage(folder: Path) -> str | None:
     """What is damaged in a folder, or None if each file has the size and the hash that its manifest.json says."""
     try:
-        files = json.loads((folder / "manifest.json").read_text())["files"]
-        for name, (size, _) in files.items():
+        for name, (size, digest) in json.loads((folder / "manifest.json").read_text())["files"].items():
             if not (folder / name).is_file():
                 return f"{name} is missing"
-            if (folder / name).stat().st_size != size:
+            if (folder / name).stat().st_size != size or file_hash(folder / name) != digest:
                 return f"{name} is damaged"
-        with ThreadPoolExecutor(READERS) as pool:
-            hashes = pool.map(lambda name: file_hash(folder / name), files)
-            for name, found in zip(files, hashes, strict=True):
-                if files[name][1] != found:
-                    return f"{name} is damaged"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"manifest.json cannot be read ({type(error).__name__})"
     return None

@@ -1,6 +1,5 @@
 """Describe what a run will train on before it starts: on the console with --dry_run, and in dataset.json."""
 
-import hashlib
 import json
 from typing import Any
 
@@ -14,7 +13,6 @@ from common.errors import say
 from common.extras import extra
 from common.model.flat_model import FlatModel, base_lm, check_positions, count_parameters, sizes
 from common.model.save import base_dtype, final_dtype
-from common.sampling import why_no_cache
 import numpy as np
 
 BINS = 8  # of the length histogram
@@ -31,8 +29,6 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
     plan, train = windows.plan(), windows.train
     limits = " and ".join(f"--{name}" for name in vars(args) if name.startswith("max_") and name.endswith("_length"))
     check_positions(model, max(windows.longest, held_out.longest), limits)
-    if reason := why_no_cache(model):
-        say(f"sampling is slow, each token costs a pass over all before it: {reason}")
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)
     about_model = describe_model(args, accelerator, model, tokenizer)
     counts, ends = about_model["parameters"], " or ".join(about_model["stop_tokens"])
@@ -77,7 +73,7 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
     trained, parameters = count_parameters(model)
     text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}
     beside = sum(sizes(p for p in lm.parameters() if id(p) not in text))
-    template, names = tokenizer.chat_template, tokenizer.convert_ids_to_tokens(model.stop_ids)
+    names = tokenizer.convert_ids_to_tokens(model.stop_ids)
     return {
         "class": type(lm).__name__,
         "parameters": {"trained": trained, "all": parameters},
@@ -90,8 +86,7 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
         "called_on": "padded batches" if model.padded else "flat rows",
         "adapted_layers": sorted({name.split(".")[-1] for name, m in model.lm.named_modules() if hasattr(m, "lora_A")}),
         "frozen_beside_text": beside if lm.config.get_text_config() is not lm.config else 0,
-        "chat_template": args.chat_template or ("the tokenizer's" if template else None),
-        "chat_template_hash": hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else None,
+        "chat_template": args.chat_template or ("the tokenizer's" if tokenizer.chat_template else None),
         "stop_tokens": [str(token or i) for i, token in zip(model.stop_ids, names, strict=True)],
     }
 

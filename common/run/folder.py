@@ -6,7 +6,7 @@ and a run that resumes is compared with them.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import errno
 import hashlib
@@ -15,8 +15,6 @@ import os
 from pathlib import Path
 import re
 import shutil
-import socket
-import time
 from typing import Any, TextIO
 
 from accelerate import Accelerator
@@ -32,7 +30,7 @@ WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exp
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and their companions, depending on the tokenizer
 CLASSIFIER = "classifier"  # a reward model
-OWN = ("output_dir", "resume_from_checkpoint", "dataset_cache_dir")  # paths that a run writes to
+OWN = ("output_dir", "dataset_cache_dir")  # paths that a run writes to
 OTHERWISE = "choose another --output_dir, or start over with --overwrite_output_dir"
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
 
@@ -63,22 +61,18 @@ def newest_intact(output_dir: str | Path) -> Path | None:
     return None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
     """A JSON object; {} if the file is missing or holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def read_args(folder: Path) -> dict[str, Any]:
     """args.yaml of a run or a checkpoint; {} if missing or unreadable."""
-    try:
-        found = yaml.safe_load((folder / "args.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_json(folder / "args.yaml", yaml.safe_load)
 
 
 def earlier_args(folder: Path) -> dict[str, Any] | None:
@@ -125,30 +119,22 @@ def lock(folder: Path) -> None:
     """Lock the folder for the lifetime of this process. Raises UserError if another run holds it.
 
     A POSIX record lock on `.lock`: the kernel, or the server of a shared disk, releases it however the process ends. If the
-    disk does not support locks, a line says so and nothing is locked.
+    disk does not support locks (or this is Windows), a line says so and nothing is locked.
     """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
     path = folder.resolve() / ".lock"
     if path in _LOCKS:  # of an earlier run of this process
         _LOCKS.pop(path).close()
     with writing(folder):
-        file = _LOCKS[path] = open(path, "a+", encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _LOCKS[path] = open(path, "a", encoding="utf-8")
     try:
+        import fcntl
+
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return say(f"{folder}: its disk knows no locks ({error}): see to it that no second run uses it")
-        file.seek(0)
-        holder = file.read(200)
-        raise UserError(f"{folder} is in use by {holder}: wait for it, stop it, or choose another --output_dir") from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    file.flush()
+    except (ImportError, OSError) as error:
+        if getattr(error, "errno", None) not in (errno.EACCES, errno.EAGAIN):
+            return say(f"{folder} cannot be locked ({error}): see to it that no second run uses it")
+        raise UserError(f"{folder} is in use by another run: wait for it, stop it, or choose another --output_dir") from None
 
 
 def is_held(folder: Path) -> bool:
@@ -184,38 +170,30 @@ def writing(folder: Path) -> Iterator[None]:
 def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
     """Decide what this run does with its folder; returns the checkpoint to resume from, or None to begin. Deletes nothing.
 
-    | the folder holds                    | this run                                                                 |
-    |-------------------------------------|--------------------------------------------------------------------------|
-    | no run                              | begins, or goes on from a named checkpoint of another folder             |
-    | any run, and --overwrite_output_dir | the same                                                                 |
-    | an unfinished run                   | goes on from its newest intact checkpoint, or from the one that is named |
-    | a complete run of this length       | ends with SystemExit(0)                                                  |
-    | a complete run that is to be longer | goes on like an unfinished one                                           |
+    | the folder holds                    | this run                                    |
+    |-------------------------------------|---------------------------------------------|
+    | no run                              | begins                                      |
+    | any run, and --overwrite_output_dir | begins                                      |
+    | an unfinished run                   | goes on from its newest intact checkpoint   |
+    | a complete run of this length       | ends with SystemExit(0)                     |
+    | a complete run that is to be longer | goes on like an unfinished one              |
 
     inputs: see known_inputs. Raises UserError if two different runs would be mixed.
     """
-    folder, named = Path(args.output_dir), _named_checkpoint(args)
-    saved, instead = None if args.overwrite_output_dir else earlier_args(folder), OTHERWISE
-    is_inside = named is not None and named.resolve().is_relative_to(folder.resolve())
-    if is_inside and args.overwrite_output_dir:
-        raise UserError(f"--resume_from_checkpoint {named} lies in the folder that --overwrite_output_dir empties")
-    is_complete = False
-    if saved is None:
-        if named is None:
-            return None
-        checkpoint, before, instead = named, read_args(named), "to start from its weights, use --model_name_or_path"
-    else:
-        if args.resume_from_checkpoint.lower() == "none":
-            raise UserError(f"{folder} holds an earlier run: {OTHERWISE}")
-        if named and not is_inside and saved.get("resume_from_checkpoint") != args.resume_from_checkpoint:
-            raise UserError(f"{folder} holds another run than that of {named}: {OTHERWISE}")
-        is_complete = (folder / "summary.json").exists() and not is_inside
-        checkpoint = named if is_inside else newest_intact(folder) or named
-        before = saved if is_complete or checkpoint is None else read_args(checkpoint)
+    folder, wanted = Path(args.output_dir), args.resume_from_checkpoint
+    if wanted.lower() not in ("auto", "true", "none"):
+        instead = "auto or none; to go on from one checkpoint, copy it into a new --output_dir, and resume there"
+        raise UserError(f"--resume_from_checkpoint {wanted}: expected {instead}")
+    if args.overwrite_output_dir or earlier_args(folder) is None:
+        return None
+    if wanted.lower() == "none":
+        raise UserError(f"{folder} holds an earlier run: {OTHERWISE}")
+    is_complete, checkpoint = (folder / "summary.json").exists(), newest_intact(folder)
     earlier = folder if is_complete or checkpoint is None else checkpoint
+    before = read_args(earlier)
     if not before:
-        raise UserError(f"{earlier} is of a run whose args.yaml cannot be read: {instead}")
-    changed = _refuse_other_run(args, before, earlier, instead)
+        raise UserError(f"{earlier} is of a run whose args.yaml cannot be read: {OTHERWISE}")
+    changed = _refuse_other_run(args, before, earlier)
     if is_complete or checkpoint:
         refuse_changes(args, inputs, earlier)
     if is_complete:
@@ -227,19 +205,7 @@ def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
     return checkpoint
 
 
-def _named_checkpoint(args: CommonArgs) -> Path | None:
-    if args.resume_from_checkpoint.lower() in ("auto", "true", "none"):
-        return None
-    named = Path(args.resume_from_checkpoint)
-    if not (named / "manifest.json").exists():
-        wanted = f"expected auto, none, or a folder like {args.output_dir}/checkpoint-500, with its manifest.json"
-        raise UserError(f"--resume_from_checkpoint {named}: there is no checkpoint; {wanted}")
-    if problem := find_damage(named):
-        raise UserError(f"--resume_from_checkpoint {named}: {problem}")
-    return named
-
-
-def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path, instead: str) -> dict[str, tuple[Any, Any]]:
+def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path) -> dict[str, tuple[Any, Any]]:
     """{name: (then, now)} of the arguments that have changed. Raises UserError if one of them makes it another run."""
     then = defaults(type(args)) | before  # a flag that did not exist yet had its default
     changed = {name: (then[name], now) for name, now in vars(args).items() if then[name] != now}
@@ -247,7 +213,7 @@ def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path, i
     if args.save_best and args.save_best == before.get("save_best"):
         fixed.append("evaluation")  # evaluations that are compared have to measure the same
     if refused := [name for name in changed if allowed[name] in fixed]:
-        raise UserError(f"{earlier} is of another run ({_shown(changed, refused)}): {instead}")
+        raise UserError(f"{earlier} is of another run ({_shown(changed, refused)}): {OTHERWISE}")
     return changed
 
 
@@ -303,10 +269,9 @@ def known_inputs(args: CommonArgs, script: str, mixed_precision: str) -> dict[st
     folders (the reference, the base under an adapter, a reward model)."""
     code = ast.dump(ast.parse(Path(script).read_text(encoding="utf-8")))  # without comments and layout
     inputs = {"the script": hashlib.sha256(code.encode()).hexdigest(), "the mixed precision": mixed_precision}
-    outputs = (args.output_dir, args.resume_from_checkpoint)
     words = [word for value in vars(args).values() for word in (value if isinstance(value, list) else [value])]
     words.append(read_json(Path(str(args.model_name_or_path), "adapter_config.json")).get("base_model_name_or_path"))
-    for word in {str(word) for word in words} - {*outputs}:
+    for word in {str(word) for word in words} - {args.output_dir}:
         path = Path(re.sub(r"\.py:\w+$", ".py", word))  # file.py:function
         with contextlib.suppress(OSError):  # not a file name, or unreadable: reported elsewhere
             if path.suffix in (".py", ".jinja") and path.is_file():

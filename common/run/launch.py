@@ -31,19 +31,16 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
         extra("trackers").check_tracker(args.report_to)
     if args.push_to_hub:
         extra("hub").check_repo(args.hub_model_id)
-    try:
-        accelerator = Accelerator(
-            # sync_with_dataloader=False: a window stays whole at the end of an epoch.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
-            ),
-            cpu=not torch.accelerator.is_available(),  # otherwise each of two CPU processes would believe it is alone
-            log_with=None if args.dry_run or args.report_to == "none" else args.report_to,
-            project_dir=args.output_dir,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # one process may prepare data for long
-        )
-    except (ValueError, RuntimeError, KeyError, ImportError) as error:  # an unusable environment variable or config
-        raise UserError(f"Accelerate does not start as it is configured ({type(error).__name__}: {error})") from None
+    accelerator = Accelerator(
+        # sync_with_dataloader=False: a window stays whole at the end of an epoch.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        cpu=not torch.accelerator.is_available(),  # otherwise each of two CPU processes would believe it is alone
+        log_with=None if args.dry_run or args.report_to == "none" else args.report_to,
+        project_dir=args.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # one process may prepare data for long
+    )
     refuse_launch(accelerator)
     if args.load_in_4bit or args.load_in_8bit:
         extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
@@ -72,7 +69,6 @@ def refuse_launch(accelerator: Accelerator) -> None:
     """Raise UserError for launches that Accelerate silently runs as something else."""
     env, kind, precision = os.environ, accelerator.distributed_type, accelerator.mixed_precision
     started, found = int(env.get("WORLD_SIZE") or 1), accelerator.num_processes
-    gpus = torch.cuda.device_count() if accelerator.device.type == "cuda" else 0
     asked = {name: env.get(f"ACCELERATE_USE_{name}", "").lower() for name in ("FSDP", "DEEPSPEED")}
     unused = [f"ACCELERATE_USE_{name}={asked[name]}" for name in asked if asked[name] not in ("", "false") and kind != name]
     only_one = "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env
@@ -82,8 +78,6 @@ def refuse_launch(accelerator: Accelerator) -> None:
     for is_so, message in (
         (started != found, f"{started} processes were started, and each sees {found}: {cpu}"),
         (only_one, f"accelerate launch was asked for several CPU processes and started one: {cpu}"),
-        # Process i would use GPU i modulo their number, and NCCL would report minutes later that two share one.
-        (0 < gpus < int(env.get("LOCAL_WORLD_SIZE") or 1), f"this machine has {gpus} GPUs: --num_processes {gpus}"),
         # Their processes share micro-batches; here each has its own.
         (bool(shared), f"the accelerate config asks for {', '.join(shared)}: only dp_replicate_size and dp_shard_size"),
         (bool(unused), f"{', '.join(unused)} has no effect here: expected true or false, and several processes"),

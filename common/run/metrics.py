@@ -1,11 +1,8 @@
 """The output of a run: metrics.jsonl, console lines, samples, events, summary.json."""
 
 from collections.abc import Callable
-import contextlib
-import errno
 import json
 import math
-import os
 from pathlib import Path
 import platform
 import statistics
@@ -171,7 +168,8 @@ class Metrics:
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
         values = self._write(step, values)
         if bar is not None and "loss" in values:  # not if all windows since the last line were bad
-            bar.set_postfix_str(f"{_main(values)}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
+            shown = next(name for name in ("reward", "rewards/margins", "loss") if name in values)
+            bar.set_postfix_str(f"{shown} {values[shown]:.4f}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
         self.tell("on_log", step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
@@ -225,19 +223,15 @@ class Metrics:
         if not self.accelerator.is_main_process or not rows:
             return
         lines = [json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-        path, size = self.output_dir / file, None
+        path = self.output_dir / file
         try:
             if not is_held(self.output_dir):
-                raise FileNotFoundError(errno.ENOENT, "the folder was deleted")
+                raise FileNotFoundError("the folder was deleted")
             path.parent.mkdir(exist_ok=True)
             with open(path, "ab") as out:
-                size = out.tell()
                 out.write("".join(lines).encode("utf-8", "backslashreplace"))
         except OSError as error:
-            if size is not None:
-                with contextlib.suppress(OSError):  # remove a partly written line
-                    os.truncate(path, size)
-            say(f"{path} cannot be written ({error.strerror}): training goes on, and {len(rows)} lines are lost")
+            say(f"{path} cannot be written ({error}): training goes on, and {len(rows)} lines are lost")
 
     def finish(self, text: str = "", best: dict[str, Any] | None = None) -> None:
         """Write summary.json, which marks a complete run. text: of the event "finished". best: facts about the best
@@ -284,12 +278,6 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
         "versions": {name: sys.modules[name].__version__ for name in libraries},
         "python": platform.python_version(),
     }
-
-
-def _main(values: dict[str, float]) -> str:
-    """The value shown in the progress bar: the reward, the margin between chosen and rejected, or the loss."""
-    name = next(name for name in ("reward", "rewards/margins", "loss") if name in values)
-    return f"{name.removeprefix('rewards/').removesuffix('s') if name != 'loss' else name} {values[name]:.4f}"
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from accelerate.optimizer import AcceleratedOptimizer
 from common.collators import Window
 from common.data.types import Tokenizer
 from common.errors import UserError, say
@@ -15,15 +14,13 @@ import torch
 from torch import Tensor, nn
 
 MOST_BAD = 3  # steps in a row, after which the run ends
-MOST_SKIPPED = 30  # in a row by the scaler of fp16: its scale starts at 2^16 and is halved each time
 
 
 class NonFinite:
     """Checks the loss and the gradient norm of every window before the optimizer step."""
 
-    def __init__(self, metrics: Metrics, tokenizer: Tokenizer, optimizer: AcceleratedOptimizer):
-        self.metrics, self.tokenizer, self.optimizer = metrics, tokenizer, optimizer
-        self.skipped = 0  # steps in a row that the fp16 loss scaler skipped
+    def __init__(self, metrics: Metrics, tokenizer: Tokenizer):
+        self.metrics, self.tokenizer = metrics, tokenizer
 
     def check(self, grad_norm: Tensor | None, step: int, window: Window) -> bool:
         """Whether the optimizer should take the step. If not, the window is written to bad_batches/.
@@ -74,17 +71,6 @@ class NonFinite:
                     f"step {step}: the weights differ between the processes, and are not saved: the loop draws other random "
                     f"numbers on each, or changes weights on one; {self._last_good()}"
                 )
-
-    def count_skipped(self, step: int) -> None:
-        """With fp16: count the steps in a row that the loss scaler skipped, after `step` updates. Raises UserError if no
-        scale helps."""
-        scaler = self.metrics.accelerator.scaler
-        self.skipped = self.skipped + 1 if scaler and self.optimizer.step_was_skipped else 0
-        if self.skipped >= MOST_SKIPPED:
-            raise UserError(
-                f"step {step}: fp16: the last {self.skipped} steps were left out, because gradients overflow at every scale "
-                f"(now {scaler.get_scale():g}): use bf16 where the device has it, or a lower --learning_rate"
-            )
 
     def _last_good(self) -> str:
         saved = checkpoints(str(self.metrics.output_dir))

@@ -100,15 +100,6 @@ class Retry:
             self.metrics.add(**self.experts.finish())
         torch.manual_seed(self._seed(step))  # the same on every process, for random numbers in the script's loop
 
-    def try_largest(self, gradients: Gradients, window: Window, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first step: split micro-batches until the run's largest fits beside the optimizer state."""
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        reserved = [] if optimizer.state else [torch.empty_like(p) for p in trained for _ in range(2)]  # AdamW's moments
-        self(gradients, 0, window)
-        del reserved
-        self._forget()
-        say(f"--auto_micro_batch: {_shape(window)} fit in the memory")
-
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint, so that a resumed run rounds as the first one did."""
         return {"splits": self.splits}

@@ -69,7 +69,6 @@ class Run:
         LAST_WORDS[:] = [self._die]  # and none of an earlier run in this process
         self.accelerator, self.resume_from, self.inputs = start(args, script)
         self.regression = extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
-        self.said_idle = False  # that a rollout had nothing to learn
         self.facts = ""  # for dataset.json
 
     def describe(
@@ -118,7 +117,7 @@ class Run:
         self.resumed_at = self.first_step if self.resume_from else -1
         self.metrics = Metrics(accelerator, args, mfu)
         self.metrics.tell = self._each
-        self.nonfinite = NonFinite(self.metrics, self.tokenizer, self.optimizer)
+        self.nonfinite = NonFinite(self.metrics, self.tokenizer)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
         self.parts |= {"metrics": self.metrics, "retry": self.retry, "windows": windows}
@@ -257,8 +256,6 @@ class Run:
     def retry_smaller(self, gradients: Gradients, window: Window) -> None:
         """Call gradients(window), again in smaller micro-batches if memory runs out; the gradient stays the same. Dropout is
         a function of (seed, step, process)."""
-        if self.args.auto_micro_batch and self.step == self.first_step and not self.resume_from:
-            self.retry.try_largest(gradients, self.windows.largest() or window, self.optimizer)
         self.retry(gradients, self.step, window)
 
     def is_finite(self, grad_norm: Tensor | None, window: Window) -> bool:
@@ -268,7 +265,6 @@ class Run:
 
     def log(self, step: int, window: Window, **values: float | Tensor | None) -> None:
         """End the window; every logging_steps write the means of what was added to `metrics`, together with `values`."""
-        self.nonfinite.count_skipped(step)
         self.metrics.close_window(window.num_tokens)
         if self._due(step, self.args.logging_steps, self.resumed_at, self.last_step):
             self.metrics.log(step, self.bar, **values)
@@ -285,9 +281,6 @@ class Run:
         """Log the rollout used from `step` on: its metrics (see rollout_metrics), `more`, and completions.jsonl."""
         if hasattr(completions[0], "advantage"):
             more["frac_idle_rollouts"] = float(not any(completion.advantage for completion in completions))
-            if more["frac_idle_rollouts"] and not self.said_idle:
-                self.said_idle = True
-                say(f"step {step}: in every group all rewards are equal; there is nothing to learn in this rollout")
         self.metrics.add(**rollout_metrics(completions, rewards, group, lengths), **more)
         self.metrics.close_window()  # they count even if the following step is skipped
         self.metrics.append("completions.jsonl", rollout_lines(step, completions, rewards))

@@ -70,9 +70,6 @@ class RolloutSchedule:
             "largest_micro_batch": self._largest_micro_batch,
         }
 
-    def largest(self) -> None:
-        """None: the memory for the longest completions is unknown before they are sampled."""
-
 
 class Scored(Protocol):
     """A completion, as the scripts represent it."""

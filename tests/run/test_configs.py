@@ -10,7 +10,6 @@ from accelerate.utils import DistributedType, ParallelismConfig
 from common.errors import UserError
 from common.run.launch import check_shared_disk, refuse_launch
 import pytest
-import torch
 import yaml
 
 from tests.conftest import ROOT, free_port, run_script
@@ -36,7 +35,7 @@ def test_every_key_of_a_config_is_one_that_the_launcher_reads(path):
 def started(**settings):
     """What `refuse_launch` looks at of an Accelerator."""
     plain = {"num_processes": 1, "distributed_type": DistributedType.NO, "mixed_precision": "no"}
-    return SimpleNamespace(**(plain | {"device": torch.device("cpu")} | settings))
+    return SimpleNamespace(**(plain | settings))
 
 
 @pytest.mark.parametrize(
@@ -45,13 +44,9 @@ def started(**settings):
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)}, "tp_size"),
         ({"distributed_type": DistributedType.FSDP, "is_fsdp2": False}, "fsdp_version: 2"),
         ({"mixed_precision": "fp17"}, "fp17"),
-        # Accelerate gives process i the GPU i modulo their number, and NCCL says `Duplicate GPU detected`, minutes later.
-        ({"device": torch.device("cuda")}, "2 GPUs.*--num_processes 2"),
     ],
 )
-def test_what_runs_as_something_else_is_refused(settings, named, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+def test_what_runs_as_something_else_is_refused(settings, named):
     refuse_launch(started())
     with pytest.raises(UserError, match=named):
         refuse_launch(started(**settings))

@@ -77,18 +77,6 @@ def test_what_cannot_be_split_ends_the_run_with_what_would_help(launch, monkeypa
         launch("sft", *STAGES["sft"], *ONE)
 
 
-@pytest.mark.parametrize("stage", [s if s in ("sft", "dpo") else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
-def test_before_the_first_step_the_largest_micro_batch_is_tried(stage, launch, monkeypatch, capsys):
-    words = [*STAGES[stage], *ONE]
-    whole = losses(launch(stage, *words, output="whole"))
-    fitted = limit_memory(monkeypatch, 4)
-    output = launch(stage, *words, "--auto_micro_batch", output="auto")
-    said = capsys.readouterr().out
-    assert "--auto_micro_batch: micro-batches of" in said and "step 2: out of memory" not in said
-    assert_same(whole, losses(output))
-    assert max(fitted) <= 4
-
-
 # --- how a window is split --------------------------------------------------------------------------------------------
 
 
