@@ -290,8 +290,6 @@ class Windows:
         self._indivisible = indivisible
         self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes  # micro-batches per window
         self.size = self._batch_size * self._parts
-        # It determines which examples have been used after a number of steps.
-        self.step_size = f"{self._parts} micro-batches" if max_tokens else f"{self.size} samples"
         if args.max_steps <= 0:
             self.end = max(1, round(args.num_train_epochs * len(train)))
         else:

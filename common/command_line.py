@@ -125,17 +125,13 @@ def _file(path: str, args_class: type[CommonArgs]) -> Values:
     """The values of a YAML file."""
     origin = f"--config {path}"
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        values = yaml.safe_load(text)
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:  # without the line that it quotes: that may hold a secret
         raise UserError(f"{origin}: line {error.problem_mark.line + 1}: {error.problem}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{origin}: {error}") from None
     if not isinstance(values, dict) or "config" in values:
         raise UserError(f"{origin}: expected `name: value` lines with the names of flags, without config")
-    names = [key.value for key, _ in yaml.compose(text, yaml.SafeLoader).value]
-    if repeated := [name for name in values if names.count(name) > 1]:
-        raise UserError(f"{origin}: {repeated[0]} is given twice")
     return _checked(values, origin, args_class)
 
 

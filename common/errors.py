@@ -21,10 +21,7 @@ class UserError(Exception):
     """Bad input. The message is one line: what is wrong, where, what was expected, how to mend it."""
 
     def __init__(self, message: str):
-        message = " ".join(message.split())  # quoted exceptions of libraries often have many lines
-        if len(message) > 2_000:  # the remedy is at the end
-            message = f"{message[:1_400]} … {message[-600:]}"
-        super().__init__(message)
+        super().__init__(" ".join(message.split()))  # quoted exceptions of libraries often have many lines
 
 
 class OutsideError(UserError):
@@ -103,14 +100,12 @@ def show_and_exit(error: UserError) -> None:
 
 
 def as_command(main: Callable[[], int | None]) -> None:
-    """Call a tool's `main` and end the program: a UserError is one line, Ctrl-C a word, `| head` no error."""
+    """Call a tool's `main` and end the program: a UserError is one line, Ctrl-C a word."""
     try:
         code = main()
         sys.stdout.flush()
     except UserError as error:
         show_and_exit(error)
-    except BrokenPipeError:
-        os._exit(0)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         code = 130

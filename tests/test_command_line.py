@@ -198,7 +198,6 @@ def test_yaml_is_converted_as_flags_are_and_yields_to_them(tmp_path):
         ("config: a.yaml\n", "config"),
         ("3: 4\n", "3"),
         ("- a\n", "name: value"),
-        ("seed: 1\nbeta: 0.1\nseed: 2\n", "seed is given twice"),
         ("dataset_name: []\n", "dataset_name"),
         ("beta: .nan\n", "--beta nan"),
         (f"seed: {'9' * 5000}\n", "digits"),

@@ -24,14 +24,13 @@ def test_a_message_holds_no_control_character_and_no_secret(monkeypatch):
     assert printable("posting to https://h/T0K3N failed") == "posting to (secret) failed"
 
 
-def test_a_user_error_is_one_line_with_its_end():
-    said = str(UserError("first\nline " + "x" * 5_000 + "\nremedy"))
-    assert "\n" not in said and len(said) < 2_100 and said.startswith("first line") and said.endswith("remedy")
+def test_a_user_error_is_one_line():
+    assert str(UserError("first\n line \nremedy")) == "first line remedy"
     assert quoted(10**5_000) == "<int>" and len(quoted("y" * 500)) == 121
 
 
 def test_an_error_ends_the_process_after_its_last_words():
-    for error, is_line in (('UserError("wrong")', True), ('MemoryError("8 TiB")', True), ('ValueError("a fault")', False)):
+    for error, is_line in (('UserError("wrong")', True), ('ValueError("a fault")', False)):
         run = run_script([sys.executable, "-c", LAUNCH.format(error=error), "--dataset_name", "d"])
         assert run.returncode == 1 and run.stdout.startswith("last words of")
         assert (len(run.stderr.splitlines()) == 1 and run.stderr.startswith("error: ")) == is_line

@@ -19,12 +19,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.data.types import Tokenizer
-from common.errors import UserError, is_of_the_disk, say
+from common.errors import UserError, say
 from common.extras import extra
-from common.files import find_damage, flush, write_manifest
+from common.files import flush, write_manifest
 from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
-from common.processes import anywhere, on_main_process, shared_as, whole
+from common.processes import on_each_process, on_main_process, shared_as, whole
 from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, read_json, step_of, writing
 from safetensors.torch import load_file
 import torch
@@ -62,6 +62,7 @@ def save_checkpoint(
     weights = {} if shards else gather_weights(accelerator, model)
     states = tree_map(whole, {name: one.state_dict() for name, one in (kept or {}).items()})
 
+    @writing(output_dir)
     def write() -> None:
         for left in output_dir.glob(".checkpoint-*.tmp"):  # left by a save that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -75,12 +76,14 @@ def save_checkpoint(
         if states:
             torch.save(states, temporary / KEPT)
 
+    @writing(output_dir)
     def write_shares() -> None:
         if sharded:
             sharded.save(accelerator, wrapper, optimizer, temporary)
         elif kind == DistributedType.DEEPSPEED:
             accelerator.save_state(str(temporary / "state"))
 
+    @writing(output_dir)
     def complete() -> None:
         (temporary / "trainer_state.json").write_text(json.dumps({"step": step, **state}))
         for name in ("args.yaml", "inputs.json"):
@@ -90,13 +93,14 @@ def save_checkpoint(
         os.rename(temporary, final)
         flush(output_dir)
 
-    problem = _attempt(accelerator, write)
-    problem = problem or _attempt(accelerator, write_shares, everyone=True)
-    problem = problem or _attempt(accelerator, complete)
-    if problem:
+    try:
+        on_main_process(accelerator, write)
+        on_each_process(accelerator, write_shares)
+        on_main_process(accelerator, complete)
+    except UserError as error:
         if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
-        say(f"{final} could not be written (is the disk full? {problem}): training goes on, and the next save tries again")
+        say(f"{final} could not be written, training goes on, and the next save tries again: {error}")
         return False
     if accelerator.is_main_process:
         prune(args.output_dir, step, args.save_total_limit, best)
@@ -121,9 +125,6 @@ def export(
     """
     output_dir, temporary = Path(args.output_dir), Path(args.output_dir, ".export.tmp")
     wrapper, trust = accelerator.unwrap_model(model, keep_torch_compile=False), {"trust_remote_code": args.trust_remote_code}
-    if best is not None and (problem := on_main_process(accelerator, lambda: find_damage(best))) is not None:
-        say(f"{best} cannot be exported ({problem}): the final model is that of the last step")
-        best = None
     if best is not None and (best / SHARDS).is_dir():
         extra("sharded").load(accelerator, wrapper, None, best)
     copies = best is not None and not (best / SHARDS).is_dir()
@@ -253,16 +254,3 @@ def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> Non
     for path in surplus:
         if step_of(path) != best:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _attempt(accelerator: Accelerator, write: Callable[[], None], everyone: bool = False) -> str | None:
-    """Call `write` on the main process (or everyone). Returns the disk's error on all processes, or None."""
-    problem = None
-    if everyone or accelerator.is_main_process:
-        try:
-            write()
-        except Exception as error:  # safetensors, tokenizers and torch raise their own classes for a full disk
-            if not is_of_the_disk(error):
-                raise
-            problem = " ".join(str(error).split())[-300:]
-    return (problem or "on another process") if anywhere(accelerator, problem is not None) else None

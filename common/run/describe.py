@@ -11,7 +11,7 @@ from common.data.tokens import show_trained, trained_parts
 from common.data.types import Example, Tokenizer
 from common.errors import say
 from common.extras import extra
-from common.model.flat_model import FlatModel, base_lm, check_positions, count_parameters, sizes
+from common.model.flat_model import FlatModel, base_lm, check_positions, count_parameters
 from common.model.save import base_dtype, final_dtype
 import numpy as np
 
@@ -71,8 +71,6 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
     """Class, parameters, precision, calling convention, parts left out, adapted or frozen, chat template, stop tokens."""
     lm = base_lm(model.lm)
     trained, parameters = count_parameters(model)
-    text = {id(p) for part in (lm.get_decoder(), lm.get_output_embeddings()) for p in part.parameters()}
-    beside = sum(sizes(p for p in lm.parameters() if id(p) not in text))
     names = tokenizer.convert_ids_to_tokens(model.stop_ids)
     return {
         "class": type(lm).__name__,
@@ -80,12 +78,10 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
         "dtype": {
             "base": base_dtype(model),
             "weights": str(lm.dtype).removeprefix("torch."),
-            "autocast": accelerator.mixed_precision,
             "export": final_dtype(args, base_dtype(model)),
         },
         "called_on": "padded batches" if model.padded else "flat rows",
         "adapted_layers": sorted({name.split(".")[-1] for name, m in model.lm.named_modules() if hasattr(m, "lora_A")}),
-        "frozen_beside_text": beside if lm.config.get_text_config() is not lm.config else 0,
         "chat_template": args.chat_template or ("the tokenizer's" if tokenizer.chat_template else None),
         "stop_tokens": [str(token or i) for i, token in zip(model.stop_ids, names, strict=True)],
     }

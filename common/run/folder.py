@@ -160,8 +160,7 @@ def writing(folder: Path) -> Iterator[None]:
     except Exception as error:
         if not is_of_the_disk(error):
             raise
-        again = "once it can be, the same command goes on"
-        raise UserError(f"--output_dir {folder}: cannot be written ({error}); {again}") from None
+        raise UserError(f"{folder} cannot be written ({error}); once it can be, the same command goes on") from None
 
 
 # --- what a new run does with it --------------------------------------------------------------------------------------
@@ -245,9 +244,7 @@ def begin(args: CommonArgs, script: str, inputs: dict[str, str]) -> None:
     (folder / "summary.json").unlink(missing_ok=True)  # it marks a complete run
     save_args(args, folder / ".args.yaml.tmp")
     os.replace(folder / ".args.yaml.tmp", folder / "args.yaml")
-    copy = folder / Path(script).name
-    if not copy.exists() or not copy.samefile(script):
-        shutil.copyfile(script, copy)  # not its mode: a read-only copy could not be replaced
+    Path(folder, Path(script).name).write_bytes(Path(script).read_bytes())  # it may be the same file
     (folder / "inputs.json").write_text(json.dumps(inputs, indent=1, ensure_ascii=False), encoding="utf-8")
 
 

@@ -51,9 +51,8 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
     if checkpoint is not None or (accelerator.distributed_type in SHARDED and not args.dry_run):
         check_shared_disk(accelerator, checkpoint or Path(args.output_dir, ".lock"))
     set_seed(args.seed)
-    threads = f" ({torch.get_num_threads()} CPU threads each)" if accelerator.device.type == "cpu" else ""
     say(
-        f"{accelerator.num_processes} process(es) on {accelerator.device.type}{threads}, "
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "
         f"mixed precision {accelerator.mixed_precision}, output in {args.output_dir}"
     )
     return accelerator, checkpoint, inputs

@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.errors import hidden, say
+from common.errors import hidden, quoted, say
 from common.files import replace_text
 from common.memory import finest_dtype, memory, relieve
 from common.processes import gather_lists, whole
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-RESERVED = ("step", "not_finite")
 KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "first_nll")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
 COLLAPSE = 1.0  # nats by which the chosen answers' mean token becomes less probable in preference training
@@ -89,8 +88,6 @@ class Metrics:
         return total / weight if weight else 0.0
 
     def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
-        if name in RESERVED:
-            raise ValueError(f"metrics.add: {name} is a name of the lines of metrics.jsonl: call it otherwise")
         _combine(self.window, name, self._pair(total, weight))
 
     def _pair(self, total: float | Tensor, weight: float | Tensor) -> Tensor:
@@ -202,7 +199,7 @@ class Metrics:
         shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())
         say(f"[step {step}] eval: {shown}")
         for sample in samples[:show]:
-            say(f"    {_one_line(_prompt_text(sample['prompt']), 60)!r} -> {_one_line(sample['completion'], 90)!r}")
+            say(f"    {quoted(_prompt_text(sample['prompt']), 60)} -> {quoted(sample['completion'], 90)}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
         self.tell("on_log", step, values)
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluation does not count as training time
@@ -243,10 +240,8 @@ class Metrics:
             "final": self.last,
             "before": self.first_eval,
             "best": best,
-            "num_tokens": self.num_tokens,
             "bad_steps": self.bad_steps,
             "seconds": round(self.seconds(), 1),
-            "peak_memory_gib": memory(self.accelerator.device).peak,
         } | machine(self.accelerator)
         with writing(self.output_dir):
             replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
@@ -289,8 +284,3 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 
 def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
-
-
-def _one_line(text: str, limit: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"

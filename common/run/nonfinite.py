@@ -8,7 +8,6 @@ from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED
 from common.processes import anywhere, whole
-from common.run.folder import checkpoints
 from common.run.metrics import Metrics
 import torch
 from torch import Tensor, nn
@@ -51,8 +50,8 @@ class NonFinite:
             say(f"step {step + 1}: {what}; its batch is in {metrics.output_dir / file}")
             return
         raise UserError(
-            f"step {step + 1}: {what}, {in_a_row} in a row; {self._last_good()}; the batches are in "
-            f"{metrics.output_dir}/bad_batches; try a lower --learning_rate, or look for broken rows"
+            f"step {step + 1}: {what}, {in_a_row} in a row; the batches are in {metrics.output_dir}/bad_batches; "
+            "try a lower --learning_rate, or look for broken rows"
         )
 
     def check_weights(self, model: nn.Module, step: int) -> None:
@@ -62,19 +61,15 @@ class NonFinite:
         trained = [getattr(p, "ds_tensor", p).detach() for p in model.parameters() if p.requires_grad]  # ZeRO-3: its share
         norm = whole(torch.nn.utils.get_total_norm(trained)).to(accelerator.device)
         if not accelerator.reduce(norm, "sum").isfinite():
-            raise UserError(f"step {step}: weights are NaN or infinite and not saved; {self._last_good()}")
+            raise UserError(f"step {step}: weights are NaN or infinite, and are not saved")
         if accelerator.num_processes > 1 and accelerator.distributed_type not in SHARDED:
             sums = torch.stack([p.reshape(-1).view(torch.int16).sum() for p in trained])  # their bits: exact
             sums = accelerator.gather(sums[None])  # (processes, weights)
             if (sums != sums[0]).any():
                 raise UserError(
                     f"step {step}: the weights differ between the processes, and are not saved: the loop draws other random "
-                    f"numbers on each, or changes weights on one; {self._last_good()}"
+                    f"numbers on each, or changes weights on one"
                 )
-
-    def _last_good(self) -> str:
-        saved = checkpoints(str(self.metrics.output_dir))
-        return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint had been written yet"
 
     def _rows(self, window: Window) -> list[dict[str, Any]]:
         """The sequences of a window as text."""

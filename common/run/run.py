@@ -33,7 +33,7 @@ from common.model import FlatModel
 from common.model.save import base_dtype, final_dtype
 from common.run.checkpoint import check_modules, export, load_extra, load_kept, resume, save_checkpoint
 from common.run.describe import describe
-from common.run.folder import begin, checkpoint_at, read_json, refuse_changes, refuse_deleted_folder, writing
+from common.run.folder import begin, checkpoint_at, refuse_changes, refuse_deleted_folder, step_of, writing
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, machine
 from common.run.nonfinite import NonFinite
@@ -58,10 +58,8 @@ class Run:
         Raises UserError for misconfigured launches, and for a folder that holds another run.
         """
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
-        self.parts: dict[str, Any] = {}
         self.best = extra("best").Best(args) if args.save_best or args.early_stopping_patience else None
-        if self.best:
-            self.parts["best"] = self.best
+        self.parts: dict[str, Any] = {"best": self.best}  # None: without it
         self.step = self.saved_step = 0
         self.kept: dict[str, Any] = {}
         if args.alert_webhook:  # before anything is written: the address is a secret
@@ -94,7 +92,7 @@ class Run:
         """Accelerate's `prepare`; then restore the checkpoint's optimizer, modules in `model.extra`, metrics and place in
         the data. Returns the model and the optimizer to train with. Call it after `describe`."""
         args, accelerator, windows = self.args, self.accelerator, self.windows
-        if self.resume_from and read_json(self.resume_from / "trainer_state.json")["step"] > len(windows):
+        if self.resume_from and step_of(self.resume_from) > len(windows):
             raise UserError(f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end")
         if accelerator.is_main_process:
             rows = {f"the rows of {source}": digest for source, digest in windows.train.digests().items()}
@@ -120,9 +118,7 @@ class Run:
         self.nonfinite = NonFinite(self.metrics, self.tokenizer)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
-        self.parts |= {"metrics": self.metrics, "retry": self.retry, "windows": windows}
-        if self.regression:
-            self.parts["regression"] = self.regression
+        self.parts |= {"metrics": self.metrics, "retry": self.retry, "windows": windows, "regression": self.regression}
         if accelerator.log_with:
             self.parts["tracker"] = extra("trackers").Tracker(accelerator, args)
         if accelerator.is_main_process:
@@ -131,11 +127,6 @@ class Run:
             if hasattr(part, "restore"):
                 part.restore(self.first_step, state.get("parts", {}).get(name, {}))
         self._note_start()
-        if (before := state.get("step_size", windows.step_size)) != windows.step_size:
-            say(
-                f"a step has {windows.step_size}, and had {before}: "
-                "the order of the samples is no longer that of an uninterrupted run"
-            )
         return self.model, self.optimizer
 
     def keep(self, name: str, kept: T) -> T:
@@ -236,14 +227,14 @@ class Run:
         if asked_for == "stop":
             self.metrics.event("stopped", step, f"by {self.signals.reason}; the same command goes on")
             self._each("close")
-            self.signals.leave(self.args.output_dir, step)
+            self.signals.leave(step)
         return step == self.last_step or (self.best is not None and self.best.stops(step))
 
     def _save(self, step: int) -> None:
         """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training continues."""
         self.nonfinite.check_weights(self.model, step)
         refuse_deleted_folder(self.accelerator, Path(self.args.output_dir))
-        state = {"step_size": self.windows.step_size, "base_dtype": self.base_dtype, "parts": self._each("state", step)}
+        state = {"base_dtype": self.base_dtype, "parts": self._each("state", step)}
         written = save_checkpoint(
             self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best_step, self.kept
         )

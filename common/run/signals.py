@@ -15,11 +15,9 @@ from common import START
 from common.args import CommonArgs
 from common.errors import say
 from common.processes import reset_in_children
-from common.run.folder import checkpoints
 import torch
 
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped before the end, to be started again
-AGAIN_SECONDS = 1.0  # a launcher forwards the Ctrl-C that its processes also got from the terminal: not a second one
 EXIT_SECONDS = 10.0  # allowed from the last save to the end of the process
 
 # Numeric requests of processes; the run does the largest one.
@@ -41,7 +39,6 @@ class Signals:
         self.accelerator = accelerator
         self.noted: list[int] = []  # requests to this process since the last question
         self.reason = ""  # why the run should stop, once `asked_for` has returned "stop"
-        self.first_at = 0.0  # time of the first SIGINT
         self.max_seconds = args.max_hours * 3600 if args.max_hours is not None else None
         self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
         self.asked = self.saved_at = time.time()
@@ -50,9 +47,6 @@ class Signals:
         # A killed launcher leaves its processes behind, which would keep running beside the run that replaces them.
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = os.getppid() if launched else None
-        # Agreement goes over the CPU if possible. With NCCL alone it comes from the GPU.
-        nccl = accelerator.num_processes > 1 and "cpu:" not in torch.distributed.get_backend_config()
-        self.device = accelerator.device if nccl else torch.device("cpu")
         nohup = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         heeded = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
         self.before = {number: signal.signal(number, self._note) for number in heeded}
@@ -71,7 +65,7 @@ class Signals:
             return ""
         self.longest, self.asked = max(self.longest, now - self.asked), now
         heard = len(self.noted)
-        asked = torch.full((), max([self._by_the_clock(now), *self.noted[:heard]]), device=self.device)
+        asked = torch.full((), max([self._by_the_clock(now), *self.noted[:heard]]), device=self.accelerator.device)
         if self.accelerator.num_processes > 1:
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
         agreed = int(asked)
@@ -84,11 +78,9 @@ class Signals:
         self.saved_at = time.time()
         self.save_seconds = self.saved_at - self.asked
 
-    def leave(self, output_dir: str, step: int) -> None:
+    def leave(self, step: int) -> None:
         """End the process with exit code 75, after a save at this step."""
-        saved = checkpoints(output_dir)  # without this step's checkpoint if the disk was full
-        place = saved[-1] if saved else "its beginning"
-        say(f"stopped at step {step} by {self.reason}; the same command goes on from {place}")
+        say(f"stopped at step {step} by {self.reason}; the same command goes on")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         self.close()
@@ -112,8 +104,4 @@ class Signals:
         return SAVE if self.save_after is not None and now - self.saved_at > self.save_after else 0
 
     def _note(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT:
-            if self.first_at and time.time() - self.first_at > AGAIN_SECONDS:
-                os._exit(128 + number)
-            self.first_at = self.first_at or time.time()
         self.noted.append(SIGNALS[number])

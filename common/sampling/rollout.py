@@ -31,7 +31,6 @@ class RolloutSchedule:
         divide the completions of a window."""
         self.train, self.updates_per_rollout = prompts, updates_per_rollout
         self.window_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
-        self.step_size = f"{self.window_size} completions"
         if self.window_size % num_generations:
             raise UserError(
                 f"--num_generations {num_generations} does not divide the {self.window_size} completions of a step "

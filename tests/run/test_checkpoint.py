@@ -284,11 +284,10 @@ def test_adapters_and_other_optimizers_resume_exactly(package, kind, launch):
     assert torch.equal(logits(resumed), logits(whole)) and torch.equal(logits(resumed), logits(resumed / "checkpoint-4"))
 
 
-def test_the_best_is_exported_unless_it_is_damaged(tiny, tmp_path, capsys):
+def test_the_best_is_exported(tiny, tmp_path, capsys):
     save(tiny, tmp_path, 3)
     with torch.no_grad():
         weights = tiny.model.lm.get_input_embeddings().weight
-        before = weights.clone()
         weights += 1
     try:
         export_to(tmp_path, tiny, best=tmp_path / "checkpoint-3")
@@ -296,10 +295,6 @@ def test_the_best_is_exported_unless_it_is_damaged(tiny, tmp_path, capsys):
         assert "that of" in capsys.readouterr().out
         left = {path.name for path in tmp_path.iterdir()}
         assert not left & {"optimizer.pt", "manifest.json", "trainer_state.json"} and "tokenizer.json" in left
-        (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"")
-        export_to(tmp_path, tiny, best=tmp_path / "checkpoint-3")
-        assert "cannot be exported" in capsys.readouterr().out
-        assert torch.equal(load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"], before + 1)
     finally:
         with torch.no_grad():
             weights -= 1

@@ -58,11 +58,7 @@ def test_a_tower_that_is_loaded_is_frozen_and_goes_out_as_it_came(folder, launch
     assert changed and not any("vision_tower" in name or "multi_modal_projector" in name for name in changed)
     report = json.loads((output / "dataset.json").read_text())["model"]
     assert report["class"] == "Gemma3ForConditionalGeneration"
-    beside = report["frozen_beside_text"]
-    assert beside > 0 and report["parameters"] == {
-        "trained": report["parameters"]["all"] - beside,
-        "all": report["parameters"]["all"],
-    }
+    assert report["parameters"]["trained"] < report["parameters"]["all"]
 
 
 @pytest.mark.parametrize("folder", [qwen3_5], indirect=True)

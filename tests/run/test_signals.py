@@ -20,11 +20,6 @@ from tests.run.test_resume import COMMON, STAGES
 
 SFT = [*STAGES["sft"], *COMMON, "--eval_steps", "0", "--save_steps", "0"]
 LONG = ["--max_steps", "100000"]
-SLOW = """import sys, time; sys.path.insert(0, "."); import common, train_sft; from common.command_line import launch
-from common.model import FlatModel; forward = FlatModel.forward
-def slow(self, *args, **kwargs): time.sleep(0.1); return forward(self, *args, **kwargs)
-FlatModel.forward = slow; launch(train_sft.main, train_sft.Args, demo="data/configs/sft.yaml")
-"""  # three seconds a step of 30 micro-batches, on any machine
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -68,7 +63,7 @@ def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, mon
     # With --save_steps 3; GRPO's pending checkpoint of step 3 is written between rollouts, at 4.
     before = [] if step <= 3 else [4] if stage == "grpo" else [3]
     assert [folder.name for folder in checkpoints(stopped)] == [f"checkpoint-{n}" for n in [*before, step]]
-    line = f"stopped at step {step} by SIGTERM; the same command goes on from {stopped}/checkpoint-{step}\n"
+    line = f"stopped at step {step} by SIGTERM; the same command goes on\n"
     assert line in capsys.readouterr().out
     resumed = launch(stage, *words, output="stopped")
     assert read_metrics(resumed) == read_metrics(whole) and same_weights(resumed, whole)
@@ -85,24 +80,14 @@ def test_a_signal_in_the_last_step_lets_the_run_end(launch, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sigusr1_saves_and_a_second_ctrl_c_leaves_at_once(tmp_path, token_cache):
-    (tmp_path / "slow.py").write_text(SLOW)
-    words = [*SFT, *LONG, "--gradient_accumulation_steps", "30", "--dataset_cache_dir", str(token_cache)]
-    with Script(tmp_path, *words, script=str(tmp_path / "slow.py")) as run:
+def test_sigusr1_saves_and_the_run_goes_on(tmp_path, token_cache):
+    with Script(tmp_path, *SFT, *LONG, "--dataset_cache_dir", str(token_cache)) as run:
         run.until(lambda: run.steps() >= 1)
         run.process.send_signal(signal.SIGUSR1)
         run.until(lambda: checkpoints(run.output))
         reached = run.steps()
         assert checkpoints(run.output)[0].name == f"checkpoint-{reached}"
-        run.until(lambda: run.steps() > reached)  # goes on
-        time.sleep(0.5)  # into the next step
-        run.process.send_signal(signal.SIGINT)
-        run.process.send_signal(signal.SIGINT)  # a launcher's copy of the same Ctrl-C
-        time.sleep(1.2)
-        assert run.process.poll() is None
-        run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(5) == 130
-        assert len(checkpoints(run.output)) == 1 and "stopped at" not in run.log.read_text()
+        run.until(lambda: run.steps() > reached)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import copy
 import os
 import signal
-import sys
 import textwrap
 import time
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 import transformers
 
-from tests.conftest import run_script
 from tests.data.rows import line
 from tests.data.templates import LLAMA3, make_tokenizer
 from tests.tiny import SIZE

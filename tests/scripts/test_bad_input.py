@@ -1,6 +1,5 @@
 """Each mistake of a user is one line that names the flag, file or row, exit code 1, and no traceback."""
 
-import importlib.util
 import json
 
 from common.errors import UserError
@@ -103,7 +102,6 @@ def test_a_mistake_is_one_line_that_names_it(stage, text, named, launch, files):
 
 LAUNCHES = {
     "FSDP": {"ACCELERATE_USE_FSDP": "true"},  # Accelerate leaves it out on a CPU, in silence
-    "DeepSpeed": {"ACCELERATE_USE_DEEPSPEED": "true"},
     # What `accelerate launch --cpu --num_processes 2` sets.
     "cpu_ddp.yaml": {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"},
 }
@@ -111,8 +109,6 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("named", LAUNCHES)
 def test_a_launch_that_is_not_what_it_seems_is_refused(named, launch, monkeypatch):
-    if named == "DeepSpeed" and importlib.util.find_spec("deepspeed"):
-        pytest.skip("deepspeed is installed")
     for name, value in LAUNCHES[named].items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=named):
