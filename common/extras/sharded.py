@@ -10,14 +10,17 @@ import contextlib
 import copy
 import dataclasses
 from pathlib import Path
+import platform
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 from common.args import CommonArgs
 from common.data.types import Tokenizer
+from common.errors import UserError
 from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS
+from common.processes import gather_lists
 from safetensors.torch import save_file
 import torch
 from torch import nn
@@ -41,6 +44,12 @@ def set_up(accelerator: Accelerator, args: CommonArgs) -> None:
         # before `load_model` has checked it. So each process loads whole models, and `prepare` shards the trained one.
         plugin.zero3_init_flag = False
         unset_hf_deepspeed_config()
+
+
+def check_shared_disk(accelerator: Accelerator, output_dir: str) -> None:
+    """Raise UserError on all processes if one does not see the folder that the main process has made."""
+    if blind := gather_lists(accelerator, [] if Path(output_dir, ".lock").exists() else [platform.node()]):
+        raise UserError(f"--output_dir {output_dir} is not there on {blind[0]}: all machines have to share its disk")
 
 
 def writes_shards(accelerator: Accelerator, model: FlatModel) -> bool:

@@ -3,7 +3,6 @@
 from datetime import timedelta
 import os
 from pathlib import Path
-import platform
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,7 +12,6 @@ from common.errors import UserError, say
 from common.extras import extra
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
-from common.processes import gather_lists
 from common.run.folder import open_folder
 import torch
 
@@ -48,20 +46,14 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
     if accelerator.distributed_type in SHARDED:
         extra("sharded").set_up(accelerator, args)
     checkpoint, inputs = (None, {}) if args.dry_run else open_folder(args, accelerator, script)
-    if checkpoint is not None or (accelerator.distributed_type in SHARDED and not args.dry_run):
-        check_shared_disk(accelerator, checkpoint or Path(args.output_dir, ".lock"))
+    if accelerator.distributed_type in SHARDED and not args.dry_run:
+        extra("sharded").check_shared_disk(accelerator, args.output_dir)
     set_seed(args.seed)
     say(
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "
         f"mixed precision {accelerator.mixed_precision}, output in {args.output_dir}"
     )
     return accelerator, checkpoint, inputs
-
-
-def check_shared_disk(accelerator: Accelerator, path: Path) -> None:
-    """Raise UserError on all processes if one does not see what the main process has written. Called on every process."""
-    if blind := gather_lists(accelerator, [] if path.exists() else [platform.node()]):
-        raise UserError(f"{path} is not there on {blind[0]}: --output_dir has to be on a disk that all machines share")
 
 
 def refuse_launch(accelerator: Accelerator) -> None:

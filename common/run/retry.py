@@ -113,7 +113,9 @@ class Retry:
 
     def _start_again(self, step: int, window: Window, reason: str | None) -> None:
         """Discard the current window's gradients, and split the micro-batches once more."""
-        self._forget()
+        self.model.zero_grad(set_to_none=True)
+        self.metrics.forget_window()
+        empty_caches(self.accelerator.device)
         if reason and (not self._recovers or self.splits >= window.most_parts):
             raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {WHAT_HELPS}")
         self.splits *= 2
@@ -127,11 +129,6 @@ class Retry:
                 "the model is called with gradients outside of run.retry_smaller(gradients, window), which balances "
                 "experts, and adds up the gradients of all processes: call that"
             )
-
-    def _forget(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        self.metrics.forget_window()
-        empty_caches(self.accelerator.device)
 
     def _sum_gradients(self) -> None:
         """Do DistributedDataParallel's job: replace each gradient by its mean over the processes.

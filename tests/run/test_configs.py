@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, ParallelismConfig
 from common.errors import UserError
-from common.run.launch import check_shared_disk, refuse_launch
+from common.extras.sharded import check_shared_disk
+from common.run.launch import refuse_launch
 import pytest
 import yaml
 
@@ -54,9 +55,10 @@ def test_what_runs_as_something_else_is_refused(settings, named):
 
 def test_a_machine_without_the_folder_is_refused(tmp_path):
     accelerator = Accelerator(cpu=True)
-    check_shared_disk(accelerator, tmp_path)
-    with pytest.raises(UserError, match="a disk that all machines share"):
-        check_shared_disk(accelerator, tmp_path / "args.yaml")
+    (tmp_path / ".lock").touch()
+    check_shared_disk(accelerator, str(tmp_path))
+    with pytest.raises(UserError, match="all machines have to share its disk"):
+        check_shared_disk(accelerator, str(tmp_path / "elsewhere"))
 
 
 @pytest.mark.slow
