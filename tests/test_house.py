@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib
 import io
 from pathlib import Path
@@ -89,6 +90,7 @@ def floor_of(module: str) -> int:
     return next(i for i, floor in enumerate(FLOORS) if wing[0] in floor) if wing else -1
 
 
+@functools.cache
 def code_lines(path: Path) -> int:
     """Lines without comments, docstrings and blank lines."""
     text, lines = path.read_text(), set()

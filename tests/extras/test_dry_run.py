@@ -107,9 +107,14 @@ PEAKS = [(kind, UNEQUAL, {"recompute": r}, p) for kind in CONFIGS for r in (Fals
 PEAKS += [(kind, lengths, {}, "no") for kind in ("llama", "gpt2") for lengths in ([120], [60] * 6)]
 PEAKS += [(kind, UNEQUAL, {"lora": True, "recompute": r}, "no") for kind in ("llama", "gpt2") for r in (False, True)]
 PEAKS += [(kind, UNEQUAL, {}, "no") for kind in ("qwen3.5", "lfm2", "mamba2", "jamba", "zamba2") if kind in HYBRIDS]
+FEW = ("llama", "gpt2", "lfm2")  # the other families take a minute
 
 
-@pytest.mark.parametrize(("kind", "lengths", "settings", "mixed_precision"), PEAKS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "lengths", "settings", "mixed_precision"),
+    [case if case[0] in FEW else pytest.param(*case, marks=pytest.mark.slow) for case in PEAKS],
+    ids=str,
+)
 def test_the_peak_is_the_profiler_s(kind, lengths, settings, mixed_precision):
     model = make(kind, **settings)
     peak = measured(model, lengths, mixed_precision)
@@ -134,11 +139,12 @@ def test_weights_gradients_and_moments_are_exact(lora):
     assert estimate(make(lora=lora), [20, 30], ddp=True)["gradients"] == 2 * parts["gradients"]
 
 
-CASES = [("demo", False, [38, 51, 22, 40] * 4)]
-SLOW = [("demo", False, [512] * 8), ("100M", False, [512]), ("100M", True, [512] * 2), ("100M", False, [180, 90, 250, 128])]
+CASES = [("demo", False, [38, 51, 22, 40] * 4), ("demo", False, [512] * 8)]
+CASES += [("100M", False, [512]), ("100M", True, [512] * 2), ("100M", False, [180, 90, 250, 128])]
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_process_peaks_near_its_estimate(case):
     done = run_script([sys.executable, "-c", TRAIN, json.dumps(case)], timeout=600)
     assert done.returncode == 0, done.stderr

@@ -318,7 +318,6 @@ def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
     before = content()
     wrong = [
         ["--overwrite_output_dir", "--dataset_name", tmp_path / "typo.jsonl"],
-        ["--overwrite_output_dir", "--model_name_or_path", tmp_path / "typo"],
         ["--overwrite_output_dir", "--max_length", "2"],
         ["--max_steps", "3", "--eval_prompts", tmp_path / "typo.jsonl"],  # would go on
         ["--max_steps", "-1", "--num_train_epochs", "0.1"],  # would end before its checkpoint

@@ -46,7 +46,7 @@ def signal_in_step(monkeypatch, at: int, number: int) -> None:
         ("sft", 4),
         pytest.param("sft streamed", 5, marks=pytest.mark.slow),
         pytest.param("dpo", 3, marks=pytest.mark.slow),
-        ("grpo", 5),
+        pytest.param("grpo", 5, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, monkeypatch, capsys):
@@ -135,6 +135,7 @@ def test_the_clock_saves(launch):
     assert [folder.name for folder in checkpoints(output)] == [f"checkpoint-{step}" for step in range(1, 8)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_first_step_is_one_line(tmp_path):
     row = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 60_000)

@@ -28,6 +28,7 @@ def test_control_characters_are_spelled_out():
     assert printable("one\n\ttwo é 你 🙂") == "one\n\ttwo é 你 🙂"
 
 
+@pytest.mark.slow
 def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_control_sequence(tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": f"{EVIL} {i}"}, {"role": "assistant", "content": EVIL}]} for i in range(20)

@@ -226,6 +226,8 @@ def moved(ids, off):
 @torch.no_grad()
 def distance(old, sampler, completion, s):
     """(n,) log π_old - log π_sampler of the tokens."""
+    if old is sampler:
+        return -moved(completion.ids, s.off)
     old_logps, sampled = (answer_scores(lm, completion, s.temperature)[0] for lm in (old, sampler))
     return old_logps - sampled - moved(completion.ids, s.off)
 
@@ -310,10 +312,10 @@ def window_loss(policy, old, sampler, reference, rollout, window, s):
 
 def check(run, s, steps=None):
     """Advantages, loss, gradient and metrics of the steps; returns how far the ratios are from 1 on average, step by step."""
-    start, olds, distances = exact(run.model), {}, []
+    start, distances = exact(run.model), []
     for step in range(len(run.rows)) if steps is None else steps:
         rollout = run.rollouts[step // s.cycle]
-        old = olds.setdefault(step // s.cycle, run.policy(step // s.cycle * s.cycle))
+        old = run.policy(step // s.cycle * s.cycle)
         assert run.starts[step // s.cycle] == step // s.cycle * s.cycle
         assert len(rollout) == s.size * s.steps_per_generation
         wanted = wanted_advantages(rollout, s)

@@ -101,6 +101,7 @@ class Run:
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
     _names: dict[int, str] = field(default_factory=dict)
+    _policies: dict[int, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -113,8 +114,10 @@ class Run:
         return [row for row in rows if any(name.startswith("eval_") for name in row)]
 
     def policy(self, step: int) -> Any:
-        """The model before an update, in float64. step: from 0."""
-        return exact(self.model, self.weights[step])
+        """The model before an update, in float64; the same object each time. step: from 0."""
+        if step not in self._policies:
+            self._policies[step] = exact(self.model, self.weights[step])
+        return self._policies[step]
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -158,6 +158,7 @@ def flags(tmp_path):
     return ["--dataset_name", tmp_path / "rows.jsonl", "--max_steps", "6", "--save_steps", "2"]
 
 
+@pytest.mark.slow
 def test_a_value_head_is_trained_killed_resumed_and_exported_bit_for_bit(train, flags):
     whole = train(changed(**HEAD), *flags, output="whole")
     found = [row["value_error"] for row in train_metrics(whole)]
