@@ -245,9 +245,6 @@ class Regression:
             changes = compare(then["cases"], cases) if then else {}
             turned[name] = {"step": then["step"], "fell": changes[ALL].fell, "rose": changes[ALL].rose} if then else None
             worse |= {group: (then, change.p) for group, change in changes.items() if change.p < ALPHA}
-        for word in ("fell", "rose") if self.last else ():
-            if ids := turned["since_last"][word]:
-                say(f"    {word} since step {self.last['step']}: {quoted(', '.join(ids), form=str)}")
         metrics.append(
             "regression.jsonl", [{"step": step, "max_new_tokens": self.args.eval_max_new_tokens, "turned": turned} | line]
         )

@@ -121,7 +121,7 @@ def test_turned_cases_are_those_that_stayed_the_same():
     assert compare(then, now["cases"])["first"].p == 1 / 2**5
 
 
-def test_a_fall_is_told_once(tmp_path, capsys):
+def test_a_fall_is_told_once(tmp_path):
     """Eight cases pass, then fail twice, then pass; each time by a part that knows a checkpoint alone."""
     args = CommonArgs(output_dir=str(tmp_path), regression_suite=write_rows(tmp_path / "suite.jsonl", [GOOD]))
     accelerator, state = Accelerator(cpu=True), {}
@@ -137,7 +137,6 @@ def test_a_fall_is_told_once(tmp_path, capsys):
         (2, "all has fallen since step 0, to 0 of 8 (p = 0.0039)"),
         (2, "first has fallen since step 0, to 0 of 6 (p = 0.016)"),
     ]
-    assert "fell since step 0: c0, c1" in capsys.readouterr().out
     rows = lines(tmp_path)
     turned = [row["turned"] for row in rows[1:]]
     assert [len(since["since_last"]["fell"]) for since in turned] == [8, 0, 0]
