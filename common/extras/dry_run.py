@@ -18,11 +18,11 @@ from common.args import CommonArgs
 from common.collators import Batch, flat_batch
 from common.data.types import whole
 from common.errors import say
+from common.extras import extra
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model.flat_model import FlatModel, base_lm
 from common.model.fused_head import BLOCK_ELEMENTS, COMPILED_FROM, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
 from common.model.lm_head import weighted_nll
-from common.model.optimizer import moments_bytes
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,15 @@ def show_memory(
 
 
 # --- the memory ------------------------------------------------------------------------------------------------------
+
+
+def moments_bytes(model: nn.Module, optim: str) -> float:
+    """Bytes of the optimizer state for the trained parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if optim == "adamw_8bit":  # a byte each, and a scale per 256; small tensors in float32
+        return sum(2 * p.numel() * (1 + 4 / 256 if p.numel() >= 4096 else 4) for p in trained)
+    once = {id(p) for p in extra("muon").matrices(model)} if optim == "muon" else set()
+    return float(sum((1 if id(p) in once else 2) * p.numel() * p.element_size() for p in trained))
 
 
 def estimate(

@@ -73,23 +73,14 @@ def padding_matters(model: FlatModel) -> bool:
 def way_to_sample(model: FlatModel, longest: int) -> Way:
     """How `sample` completes prompts with this model."""
     lm, inner = model.lm, base_lm(model.lm)
-    if why_no_cache(model, longest) is not None:
+    # A cache of the layers' own; or entries that would have the positions of a shorter sequence.
+    if cache_name(model) is None or (model.hybrid and longest > model.hybrid.longest_alike):
         return Way(partial(WholeDecoder, model), FLAT)
     if not model.padded and not _mixers(model):
         return Way(partial(FlatDecoder, lm), CACHED)
     # Positions may be counted with the padding (Llama 4), or entries be selected and compressed.
     alike = model.padded or any(type(layer).__name__ not in JOINABLE for layer in _new_cache(inner).layers)
     return Way(partial(PaddedDecoder, model), inner.stock_attention, alike)
-
-
-def why_no_cache(model: FlatModel, longest: int) -> str | None:
-    """See generate.why_no_cache."""
-    if cache_name(model) is None:
-        return f"the cache of {type(base_lm(model.lm)).__name__} is not one of transformers' own"
-    # Cached entries would have the positions of a shorter sequence.
-    if model.hybrid and longest > model.hybrid.longest_alike:
-        return f"beyond its original length {type(base_lm(model.lm)).__name__} has other positions for each length"
-    return None
 
 
 def cache_name(model: FlatModel) -> str | None:

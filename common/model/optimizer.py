@@ -54,15 +54,6 @@ def check_optimizer(args: CommonArgs, distributed_type: DistributedType) -> None
         raise UserError("--optim muon: DeepSpeed hands the optimizer pieces of matrices: FSDP, or --optim adamw")
 
 
-def moments_bytes(model: nn.Module, optim: str) -> float:
-    """Bytes of the optimizer state for the trained parameters."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if optim == "adamw_8bit":  # a byte each, and a scale per 256; small tensors in float32
-        return sum(2 * p.numel() * (1 + 4 / 256 if p.numel() >= 4096 else 4) for p in trained)
-    once = {id(p) for p in extra("muon").matrices(model)} if optim == "muon" else set()
-    return float(sum((1 if id(p) in once else 2) * p.numel() * p.element_size() for p in trained))
-
-
 def schedule(args: CommonArgs, total_steps: int) -> Callable[[int], float]:
     """step -> learning rate, for steps 0 .. total_steps - 1.
 

@@ -1,6 +1,6 @@
 """From prompts to completions, and scoring them."""
 
-from common.sampling.generate import Sampled, sample, why_no_cache
+from common.sampling.generate import Sampled, sample
 from common.sampling.rewards import Reward, load_rewards, score, score_by_name
 from common.sampling.rollout import RolloutSchedule
 
@@ -12,5 +12,4 @@ __all__ = [
     "sample",
     "score",
     "score_by_name",
-    "why_no_cache",
 ]

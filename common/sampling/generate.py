@@ -122,11 +122,6 @@ def at_once(model: FlatModel, way: Way, longest: int) -> int:
     return extra("cuda_graph").completions_at_once(lm, longest) if on_gpu else AT_ONCE
 
 
-def why_no_cache(model: FlatModel, longest: int = 0) -> str | None:
-    """Why completions of up to `longest` tokens, including the prompt, cannot be sampled with a cache; None if they can."""
-    return extra("padded").why_no_cache(model, longest) if model.padded or model.hybrid else None
-
-
 @contextlib.contextmanager
 def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]:
     """Context with the language model ready to sample: in eval mode, with this attention if it is trained on flat rows, not

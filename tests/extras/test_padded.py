@@ -4,8 +4,9 @@ import copy
 
 from common.collators import flat_batch
 from common.errors import UserError
+from common.extras.padded import WholeDecoder, way_to_sample
 from common.model.wrap import wrap
-from common.sampling import sample, why_no_cache
+from common.sampling import sample
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ def test_a_model_with_its_own_cache():
     config = transformers.RwkvConfig(vocab_size=V, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
     lm = transformers.RwkvForCausalLM(config).eval()
     model = wrap(copy.deepcopy(lm)).train()
-    assert "RwkvForCausalLM" in why_no_cache(model)
+    assert way_to_sample(model, 9).decoder.func is WholeDecoder
     wanted = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -41,7 +42,7 @@ def test_a_model_with_its_own_cache():
 def test_positions_follow_the_text_so_far(name):
     """16 tokens in these models; a prompt of 9 goes past them, and with a short completion it has a cache."""
     model = wrap(rope_model(name))
-    assert why_no_cache(model, 16) is None and "original length" in why_no_cache(model, 17)
+    assert [way_to_sample(model, longest).decoder.func is WholeDecoder for longest in (16, 17)] == [False, True]
     found = sample(model, PROMPTS, KEYS, max_new_tokens=12, stop_ids=[], temperature=0.0)
     for prompt, completion in zip(PROMPTS, found, strict=True):
         ids = torch.tensor([prompt])
